@@ -1,0 +1,55 @@
+"""What core asks of an engine: a view of its requests and a view of its device blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class EngineRequest(Protocol):
+    """A request as its engine holds it; core keeps the reference from announcement to finish and only reads it.
+
+    `aliases` are the other ids that a client may know it by, most exact first. `tenant` is already a digest.
+    `block_hashes` is a live list with one chained hash a full block, and grows while decode fills blocks.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def aliases(self) -> Sequence[str]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def tenant(self) -> str | None: ...
+    @property
+    def lora(self) -> str | None: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class DeviceView(Protocol):
+    """The engine's device blocks, as far as a transfer needs them. Called on the engine's thread only."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep these blocks from being freed or reused until as many `release` calls name them."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Undo one `hold` of each of these blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgress:
+    """One scheduled request in one engine step.
+
+    `block_ids` is the request's whole block table, `num_computed_tokens` counts the tokens computed once this step
+    has run.
+    """
+
+    request_id: str
+    block_ids: Sequence[int]
+    num_computed_tokens: int

@@ -1,0 +1,89 @@
+"""What the cache did, as batches for whoever keeps history. A sink is called under the lock: it may only queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.keys import Key
+
+
+class EvictionReason(StrEnum):
+    """Why a block left the pool."""
+
+    CAPACITY = "capacity"
+    RESET = "reset"
+    OPERATOR = "operator"
+    LOAD_FAILED = "load_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whom a stored block came from: one object a request, shared by all its blocks. `tenant` is a digest."""
+
+    request_id: str
+    tenant: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """A batch of slots as columns of one length, the way history and listings read them.
+
+    `positions` is the index of the block within its request, `sizes` are bytes, times are Unix seconds (`hit_s` 0 for a
+    block never hit). `live` is False for a slot that no longer holds a loadable block; the other columns are then stale.
+    """
+
+    slots: NDArray[np.int64]
+    keys: Sequence[Key]
+    live: NDArray[np.bool_]
+    generations: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    origins: Sequence[Origin]
+    stored_s: NDArray[np.float64]
+    hit_s: NDArray[np.float64]
+    hits: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionBatch:
+    """Blocks that left the pool together. `needed_by` is the request whose store needed the room, if one did."""
+
+    time_s: float
+    reason: EvictionReason
+    policy: str
+    rows: SlotRows
+    needed_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResetEvent:
+    """A reset: blocks of older epochs are gone, as many as `dropped`."""
+
+    time_s: float
+    epoch: int
+    dropped: int
+
+
+class EventSink(Protocol):
+    """Where the manager says what it did. Implementations queue and return: no I/O, no waiting, no exception."""
+
+    def evicted(self, batch: EvictionBatch) -> None: ...
+    def was_reset(self, event: ResetEvent) -> None: ...
+
+
+class NullSink:
+    """A sink for those who keep no history."""
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        """Forget it."""
+
+    def was_reset(self, event: ResetEvent) -> None:
+        """Forget it."""

@@ -1,0 +1,33 @@
+"""Keys: the content address of a block, `block hash + group index`, as bytes.
+
+Equal keys mean equal bytes. The hash comes from the engine and is chained over the prefix; the group index keeps the
+groups of one model apart. The digest of a tenant lives here too, since a cache salt must never be shown or stored.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+Key = bytes
+
+GROUP_BYTES = 1
+MAX_GROUPS = 256
+MIN_HASH_BYTES = 8
+TENANT_HEX_DIGITS = 16
+
+
+def make_keys(block_hashes: Iterable[bytes], group: int) -> list[Key]:
+    """Keys of one group's blocks, in the order of their hashes."""
+    suffix = group.to_bytes(GROUP_BYTES, "little")
+    return [block_hash + suffix for block_hash in block_hashes]
+
+
+def group_of(key: Key) -> int:
+    """Index of the group that a key belongs to."""
+    return key[-1]
+
+
+def tenant_digest(cache_salt: str | None) -> str | None:
+    """The name a tenant goes by everywhere outside the engine: 16 hex digits of the SHA-256 of its cache salt."""
+    if cache_salt is None:
+        return None
+    return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]

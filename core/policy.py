@@ -1,0 +1,199 @@
+"""Request policy: what may be stored and loaded for one request, and which source settled each field.
+
+A field is settled by the highest source that names it: override > the request's own `kv_transfer_params` > the first
+matching rule > runtime default > settings. `PolicyBook` holds those sources and answers for a request.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+UNLIMITED = "unlimited"
+"""How a lifted cap is written outside `core`; inside, it is None."""
+
+
+class Level(StrEnum):
+    """What tiers get: `block`, new blocks only; `request`, every block of the request, prefix hits too."""
+
+    BLOCK = "block"
+    REQUEST = "request"
+
+
+class Priority(StrEnum):
+    """Eviction class of the blocks that a request stores; `low` goes first."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+
+PRIORITY_CLASS = {Priority.LOW: 0, Priority.NORMAL: 1, Priority.HIGH: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPolicy:
+    """The effective policy of a request. `max_offload_tokens` and `tiers` are None where nothing is held back."""
+
+    offload_prompt_only: bool = True
+    max_offload_tokens: int | None = None
+    level: Level = Level.BLOCK
+    store: bool = True
+    load: bool = True
+    tiers: tuple[str, ...] | None = None
+    priority: Priority = Priority.NORMAL
+
+
+POLICY_FIELDS = tuple(f.name for f in fields(RequestPolicy))
+REQUEST_FIELDS_DEFAULT = ("offload_prompt_only", "max_offload_tokens", "store", "load")
+
+PolicyPatch = Mapping[str, Any]
+"""Some policy fields with values already validated: the types of `RequestPolicy`, None meaning no cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class EffectivePolicy:
+    """A policy with the source of each of its fields (`default`, `env`, `rule:<name>`, `request`, `override`, ...)."""
+
+    policy: RequestPolicy
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredField:
+    """A value in `kv_transfer_params` that was not of its field's type, to be logged and forgotten."""
+
+    name: str
+    value: str
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_cap(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_name_list(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def parse_request_fields(
+    params: Mapping[str, Any] | None, allowed: Iterable[str]
+) -> tuple[dict[str, Any], list[IgnoredField]]:
+    """Read the policy fields that an end user sent, and those that were ignored for their type.
+
+    Keys that are not policy fields, or not allowed, belong to others and are passed over silently; so is a null.
+    `True` and `"5"` are no integers, and a cap is not negative.
+    """
+    patch: dict[str, Any] = {}
+    ignored: list[IgnoredField] = []
+    if not isinstance(params, Mapping):
+        return patch, ignored
+    for name in allowed:
+        value = params.get(name)
+        if value is None:
+            continue
+        parsed = _parse_field(name, value)
+        if parsed is _INVALID:
+            ignored.append(IgnoredField(name, repr(value)[:80]))
+        else:
+            patch[name] = parsed
+    return patch, ignored
+
+
+_INVALID = object()
+
+
+def _parse_field(name: str, value: object) -> Any:
+    if name in ("offload_prompt_only", "store", "load"):
+        return value if _is_bool(value) else _INVALID
+    if name == "max_offload_tokens":
+        return value if _is_cap(value) else _INVALID
+    if name == "tiers":
+        return tuple(value) if _is_name_list(value) else _INVALID  # type: ignore[arg-type]
+    choices = Level if name == "level" else Priority
+    return choices(value) if isinstance(value, str) and value in list(choices) else _INVALID
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What an operator set for one request id, until `expires_s` (Unix time)."""
+
+    request_id: str
+    patch: PolicyPatch
+    expires_s: float
+
+
+@dataclass(slots=True)
+class PolicyBook:
+    """Every source of policy, and the one place that settles a request's fields. Guarded by the manager's lock."""
+
+    settings: RequestPolicy
+    settings_sources: Mapping[str, str]
+    version: int = 0
+    _runtime: dict[str, Any] = field(default_factory=dict)
+    _overrides: dict[str, Override] = field(default_factory=dict)
+    _expiries: list[tuple[float, str]] = field(default_factory=list)
+
+    def defaults(self) -> EffectivePolicy:
+        """Settings with the runtime defaults over them."""
+        sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
+        sources.update(dict.fromkeys(self._runtime, "runtime"))
+        return EffectivePolicy(replace(self.settings, **self._runtime), sources)
+
+    def set_runtime(self, patch: PolicyPatch, removed: Iterable[str] = ()) -> None:
+        """Lay runtime defaults over the settings; `removed` fields fall back to the settings."""
+        self._runtime.update(patch)
+        for name in removed:
+            self._runtime.pop(name, None)
+        self.version += 1
+
+    def set_override(self, override: Override) -> None:
+        """Replace what was set for this request id."""
+        self._overrides[override.request_id] = override
+        heapq.heappush(self._expiries, (override.expires_s, override.request_id))
+        self.version += 1
+
+    def drop_override(self, request_id: str) -> bool:
+        """Take an override away; False if there was none."""
+        if self._overrides.pop(request_id, None) is None:
+            return False
+        self.version += 1
+        return True
+
+    def override(self, request_ids: Iterable[str], now_s: float) -> Override | None:
+        """The live override of the first of these ids that has one."""
+        for request_id in request_ids:
+            found = self._overrides.get(request_id)
+            if found is not None and found.expires_s > now_s:
+                return found
+        return None
+
+    def expire(self, now_s: float) -> int:
+        """Drop the overrides whose time is over and say how many; O(1) when there are none."""
+        dropped = 0
+        while self._expiries and self._expiries[0][0] <= now_s:
+            expires_s, request_id = heapq.heappop(self._expiries)
+            found = self._overrides.get(request_id)
+            if found is not None and found.expires_s == expires_s:
+                del self._overrides[request_id]
+                self.version += 1
+                dropped += 1
+        return dropped
+
+    def settle(self, request_ids: Iterable[str], request_patch: PolicyPatch, now_s: float) -> EffectivePolicy:
+        """The effective policy of a request that goes by these ids and sent `request_patch`."""
+        base = self.defaults()
+        values: dict[str, Any] = dict(request_patch)
+        sources = dict(base.sources)
+        sources.update(dict.fromkeys(request_patch, "request"))
+        found = self.override(request_ids, now_s)
+        if found is not None:
+            values.update(found.patch)
+            sources.update(dict.fromkeys(found.patch, "override"))
+        return EffectivePolicy(replace(base.policy, **values) if values else base.policy, sources)

@@ -1,0 +1,110 @@
+"""Counters, and the snapshot that is taken of them under the lock, so that both identities hold in every one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class SkipReason(StrEnum):
+    """Why an offered block was not stored."""
+
+    PROMPT_ONLY = "prompt_only"
+    TOKEN_CAP = "token_cap"
+    ALREADY_STORED = "already_stored"
+    IN_FLIGHT = "in_flight"
+    ADMISSION = "admission"
+    NO_SPACE = "no_space"
+    DISABLED = "disabled"
+    RESET = "reset"
+
+
+def _no_skips() -> dict[str, int]:
+    return {reason.value: 0 for reason in SkipReason}
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Requests by what became of them; `running` are those announced and not finished, waiting ones among them."""
+
+    seen: int = 0
+    running: int = 0
+    waiting_for_load: int = 0
+    finished: int = 0
+    preempted: int = 0
+
+
+@dataclass(slots=True)
+class PromptTokens:
+    """Prompt tokens by what served them; `total` is the sum of the rest once a request's prefill is done."""
+
+    total: int = 0
+    device_hit: int = 0
+    host_hit: int = 0
+    tier_hit: dict[str, int] = field(default_factory=dict)
+    recomputed: int = 0
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Blocks offered, by their answer: `offered = stored + sum(skipped) + failed + in_flight`."""
+
+    offered: int = 0
+    stored: int = 0
+    bytes: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    seconds: float = 0.0
+    skipped: dict[str, int] = field(default_factory=_no_skips)
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Blocks loaded; `declined` are hits not taken since recomputing was faster or loading was not allowed."""
+
+    blocks: int = 0
+    bytes: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    declined: int = 0
+    in_flight: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class EvictionCounts:
+    """Blocks that left the pool; `regretted` were asked for again afterwards."""
+
+    total: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)
+    regretted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`."""
+
+    slots: int
+    slot_bytes: int
+    free: int
+    ready: int
+    storing: int
+    loading: int
+    pinned: int
+    unverified: int
+    bytes: int
+    eviction_policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of core's counters at one moment."""
+
+    epoch: int
+    pool: PoolCounts
+    requests: RequestCounts
+    prompt_tokens: PromptTokens
+    store: StoreCounts
+    load: LoadCounts
+    evictions: EvictionCounts
+    open_jobs: int

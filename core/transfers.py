@@ -1,0 +1,71 @@
+"""Transfers: the jobs a step asks of a copy engine, and what comes back.
+
+A job moves whole blocks between device and host in one direction. It ends once, done or failed, after every worker
+has reported; only success publishes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int64]
+BlockIds = NDArray[np.int64]
+
+
+class Direction(StrEnum):
+    """Which way bytes go: `store` is device to host, `load` is host to device."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """Copy `block_ids[i]` to or from `slots[i]`, for every i. Both are int64 arrays of one length."""
+
+    job_id: int
+    direction: Direction
+    block_ids: BlockIds
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """One worker's report on one job: `error` is None when every byte was copied. `num_bytes` is that worker's part."""
+
+    job_id: int
+    worker: int = 0
+    error: str | None = None
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The jobs of one engine step.
+
+    Loads may start at once. Stores read blocks that this very step fills: they start after its compute, in order.
+    """
+
+    loads: list[TransferJob] = field(default_factory=list)
+    stores: list[TransferJob] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """The end of a request's load. When it failed, none of its blocks may be read and the request recomputes them.
+
+    `first_block` and `num_blocks` name the part of the request's block table that was loaded.
+    """
+
+    request_id: str
+    ok: bool
+    first_block: int
+    num_blocks: int
