@@ -1,0 +1,27 @@
+"""The seam of every copy engine: jobs go in, results come out, and no call waits for a byte to move."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from core.transfers import TransferJob, TransferResult
+
+
+class CopyEngine(Protocol):
+    """Carries out transfer jobs beside the engine's thread.
+
+    Every submitted job ends in exactly one `TransferResult`, also when copying it raised or the engine was closed.
+    A job's blocks and slots must stay allocated until its result has been polled.
+    """
+
+    def submit(self, job: TransferJob) -> None:
+        """Queue a job. On CUDA a store reads after all work queued so far on the current stream. Never blocks."""
+
+    def poll(self) -> list[TransferResult]:
+        """Results of the jobs that ended since the last call. Never blocks."""
+
+    def is_alive(self) -> bool:
+        """Whether jobs still make progress."""
+
+    def close(self) -> None:
+        """Let the jobs under way end, fail those that have not started, and stop. Their results can still be polled."""
