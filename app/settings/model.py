@@ -1,0 +1,264 @@
+"""The settings themselves: every name, its default, its meaning, and whether it may change while kvferry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from platformdirs import user_state_path
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, SecretStr, ValidationError
+from pydantic import model_validator as validates_model
+from pydantic_settings import (
+    BaseSettings,
+    DotEnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from app.settings import review, values
+from app.settings.kinds import Dtype, Engine, LoadDecision, LogFormat, LogLevel, PoolKind, StoreMode
+from app.settings.layers import LayerSource, Names, read_layers
+from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
+from app.settings.problems import NeedsRestart
+from app.settings.view import SettingView, place_words, plain
+from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
+
+APP_NAME = "kvferry"
+
+
+class _Mutable:
+    """Marks a setting that may change while running."""
+
+
+MUTABLE = _Mutable()
+
+
+def _read(reader: Callable[[Any], Any]) -> BeforeValidator:
+    return BeforeValidator(reader)
+
+
+class Settings(BaseSettings):
+    """All settings of one kvferry process, checked; frozen.
+
+    `Settings(**given)` reads every layer: `given` (what an embedding engine was told, lower-case names), then the
+    environment, `.env`, and the TOML file. `_env_file=None` leaves `.env` out. Raises `BadSettings`.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False, env_file=".env")
+
+    host: Annotated[str, _read(values.host)] = Field(
+        "127.0.0.1", description="Where the admin API listens. Without a token only loopback addresses are accepted."
+    )
+    port: Annotated[int, _read(values.whole(0, 65535))] = Field(
+        8787, description="Port of the admin API; 0 takes a free one."
+    )
+    admin_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+        None, description="Bearer token that may do everything."
+    )
+    read_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+        None, description="Bearer token that may only read."
+    )
+    engine_name: Annotated[str | None, _read(values.name)] = Field(
+        None,
+        description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
+        "By default made from the fingerprint of model and layout.",
+    )
+    engine: Annotated[Engine, _read(values.choice(Engine))] = Field(
+        Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
+    )
+    model: Annotated[str, _read(values.word)] = Field(
+        "tiny",
+        description="Model of the embedded engine: `tiny` is built in and untrained; else a local folder or a hub id.",
+    )
+    device: Annotated[str, _read(values.device)] = Field(
+        "auto", description="Where the model runs: `auto`, `cpu`, `cuda` or `cuda:<index>`."
+    )
+    dtype: Annotated[Dtype, _read(values.choice(Dtype))] = Field(
+        Dtype.AUTO, description="Precision of the model: `auto`, `float16`, `bfloat16`, `float32` or `float64`."
+    )
+    device_blocks: Annotated[int, _read(values.whole(1))] = Field(
+        512, description="Size of the device's KV cache in blocks."
+    )
+    block_size: Annotated[int, _read(values.whole(1))] = Field(16, description="Tokens a block.")
+    max_batched_tokens: Annotated[int, _read(values.whole(1))] = Field(
+        2048, description="Token budget of one engine step."
+    )
+    max_running: Annotated[int, _read(values.whole(1))] = Field(8, description="Requests that run at once.")
+    pool_bytes: Annotated[int, _read(values.size)] = Field(
+        1 << 30, description="Size of the host pool: the total of this engine, all ranks together."
+    )
+    pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
+        PoolKind.PINNED, description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder."
+    )
+    pool_path: Annotated[Path | None, _read(values.folder)] = Field(
+        None, description="Folder of the pool's file; only with `POOL_KIND=file`."
+    )
+    blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(1, description="Blocks that one slot holds.")
+    store_mode: Annotated[StoreMode, _read(values.choice(StoreMode))] = Field(
+        StoreMode.EAGER, description="`eager` offers blocks as they fill, `lazy` those about to leave the device."
+    )
+    eviction_policy: Annotated[str, _read(values.word)] = Field(
+        "lru", description="Which blocks leave a full pool first."
+    )
+    offload_prompt_only: Annotated[bool, _read(values.truth)] = Field(
+        True, description="Default request policy: store only blocks wholly inside the prompt."
+    )
+    max_offload_tokens: Annotated[int | None, _read(values.cap)] = Field(
+        None,
+        description="Default request policy: store only blocks wholly inside the first N tokens; 0 stores nothing, "
+        "`unlimited` everything.",
+    )
+    offload_level: Annotated[Level, _read(values.choice(Level))] = Field(
+        Level.BLOCK,
+        description="Default request policy: tiers get new blocks only (`block`) or all of a request's (`request`).",
+    )
+    request_fields: Annotated[tuple[str, ...], _read(values.policy_fields)] = Field(
+        REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
+    )
+    load_decision: Annotated[LoadDecision, _read(values.choice(LoadDecision)), MUTABLE] = Field(
+        LoadDecision.AUTO,
+        description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
+    )
+    store_threshold: Annotated[int, _read(values.whole(1))] = Field(
+        1, description="Offers of a block before it is stored."
+    )
+    max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(
+        0.25, description="How much of the pool operators may pin, as a fraction."
+    )
+    database_url: Annotated[SecretStr, _read(values.database_url)] = Field(
+        SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
+        description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
+    )
+    state_dir: Annotated[Path, _read(values.folder)] = Field(
+        default_factory=lambda: user_state_path(APP_NAME),
+        description="Folder of the database and the discovery file. By default the platform's folder for such state.",
+    )
+    eviction_history_rows: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
+        1_000_000, description="How many rows of eviction history are kept."
+    )
+    eviction_history_days: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
+        30, description="For how many days eviction history is kept."
+    )
+    tiers: Annotated[tuple[dict[str, Any], ...], _read(values.tiers)] = Field(
+        (), description="JSON list of the tiers below the pool."
+    )
+    log_level: Annotated[LogLevel, _read(values.choice(LogLevel)), MUTABLE] = Field(
+        LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
+    )
+    log_format: Annotated[LogFormat, _read(values.choice(LogFormat))] = Field(
+        LogFormat.TEXT, description="`text`, or `json` with one object a line."
+    )
+
+    _given: dict[str, Given] = PrivateAttr(default_factory=dict)
+    _notices: tuple[str, ...] = PrivateAttr(default=())
+
+    POLICY_SETTINGS: ClassVar[Mapping[str, str]] = {
+        "offload_prompt_only": "offload_prompt_only",
+        "max_offload_tokens": "max_offload_tokens",
+        "level": "offload_level",
+    }
+    """Which setting is the default of which field of a request policy."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """One source a layer, the strongest first."""
+        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
+        env_file = dotenv_settings.env_file if isinstance(dotenv_settings, DotEnvSettingsSource) else None
+        env_files = [Path(env_file)] if isinstance(env_file, (str, Path)) else [Path(path) for path in env_file or ()]
+        return tuple(LayerSource(settings_cls, layer) for layer in read_layers(cls.names(), given, env_files))
+
+    @classmethod
+    def names(cls) -> Names:
+        """The names of all settings, and of the secret ones."""
+        secrets = [name for name, field in cls.model_fields.items() if "SecretStr" in str(field.annotation)]
+        return Names(tuple(cls.model_fields), secrets)
+
+    @classmethod
+    def mutable_names(cls) -> tuple[str, ...]:
+        """The settings that may change while kvferry runs."""
+        return tuple(name for name, field in cls.model_fields.items() if MUTABLE in field.metadata)
+
+    @validates_model(mode="wrap")
+    @classmethod
+    def _check(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read what every layer gave; raise all that is wrong with it at once."""
+        names = cls.names()
+        given = {name: item if isinstance(item, Given) else Given(item, RUNTIME, name) for name, item in data.items()}
+        report = review.Report(names)
+        readable = report.take(given)
+        try:
+            settings = handler(readable)
+        except ValidationError as error:
+            report.take_errors(error)
+            settings = handler({name: value for name, value in readable.items() if name not in report.problems})
+        report.take_rules(settings)
+        report.raise_if_bad()
+        settings._given = report.known
+        settings._notices = review.notices(given)
+        return settings
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What deserves a warning at start, though it does no harm."""
+        return self._notices
+
+    def source(self, name: str) -> Source:
+        """Which layer a setting's value came from."""
+        return self._place(name).source
+
+    def _place(self, name: str) -> Place:
+        return self._given[name].place if name in self._given else DEFAULT
+
+    def describe(self) -> list[SettingView]:
+        """Every setting with its value and where that came from, safe to show."""
+        secrets = self.names().secrets
+        mutable = self.mutable_names()
+        return [
+            SettingView(
+                name=name,
+                value=plain(name, getattr(self, name)),
+                default=plain(name, field.get_default(call_default_factory=True, validated_data={})),
+                source=self.source(name),
+                place=place_words(self._place(name), self._given[name].spelled if name in self._given else name),
+                description=field.description or "",
+                mutable=name in mutable,
+                secret=name in secrets,
+            )
+            for name, field in type(self).model_fields.items()
+        ]
+
+    def change(self, patch: Mapping[str, object]) -> Self:
+        """These settings with some changed while running.
+
+        Raises `BadSettings` for unknown names and bad values, else `NeedsRestart` for settings that cannot change now.
+        """
+        names = self.names()
+        fixed = [name for name in patch if name in names.settings and name not in self.mutable_names()]
+        changed = {name: Given(value, RUNTIME, name) for name, value in patch.items() if name not in fixed}
+        kept = {name: Given(getattr(self, name), given.place, given.spelled) for name, given in self._given.items()}
+        settings = self.model_validate(kept | changed)
+        if fixed:
+            raise NeedsRestart(fixed, self.mutable_names())
+        settings._notices = self._notices
+        return settings
+
+    def resolved_database_url(self) -> str:
+        """The database URL with its password and with the state folder in its place. Not for logs."""
+        return self.database_url.get_secret_value().replace("{STATE_DIR}", str(self.state_dir))
+
+    def request_policy(self) -> RequestPolicy:
+        """The default request policy."""
+        return RequestPolicy(**{field: getattr(self, name) for field, name in self.POLICY_SETTINGS.items()})
+
+    def request_policy_sources(self) -> dict[str, str]:
+        """Which layer settled each of the policy fields that settings can set."""
+        return {field: self.source(name).value for field, name in self.POLICY_SETTINGS.items()}

@@ -1,0 +1,26 @@
+"""What this version does not offer yet: settings with fewer choices than they will have. To lift one, edit its line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from core.eviction import EVICTION_POLICIES
+
+OFFERED: Mapping[str, tuple[object, ...]] = {
+    "pool_kind": ("pinned",),
+    "store_mode": ("eager",),
+    "eviction_policy": tuple(EVICTION_POLICIES),
+    "blocks_per_slot": (1,),
+    "store_threshold": (1,),
+    "tiers": ((),),
+    "offload_level": ("block",),
+}
+
+
+def not_offered(name: str, value: object) -> str | None:
+    """What is offered instead, when this version does not offer that value."""
+    choices = OFFERED.get(name)
+    if choices is None or value in choices:
+        return None
+    words = ", ".join("[]" if choice == () else str(choice) for choice in choices)
+    return f"this version offers only {words}"
