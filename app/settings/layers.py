@@ -71,9 +71,12 @@ def _environment(names: Names) -> Layer:
 
 def _env_file(names: Names, path: Path) -> Layer:
     place = Place(Source.FILE, str(path), prefixed=True)
-    text = _read_text(path)
-    if text is None:
+    if not path.is_file():
         return {}
+    try:
+        text = _read_text(path)
+    except _UnreadableError as error:
+        return {f"{path}": Given(None, place, path.name, str(error))}
     pairs: list[tuple[str, object]] = []
     broken: Layer = {}
     for binding in parse_stream(StringIO(text)):
@@ -82,7 +85,7 @@ def _env_file(names: Names, path: Path) -> Layer:
             if start.upper().startswith(PREFIX):
                 line = f"line {binding.original.line}"
                 name = re.split(r"\W", start, maxsplit=1)[0]
-                broken[f"{path}:{line}"] = Given("", place, name, f"{line} cannot be read; write NAME=value")
+                broken[f"{path}:{line}"] = Given(None, place, name, f"{line} cannot be read; write NAME=value")
         elif binding.key is not None and binding.key.upper().startswith(PREFIX):
             pairs.append((binding.key, binding.value if binding.value is not None else ""))
     return _layer(names, _unprefixed(pairs), place) | broken
@@ -93,39 +96,37 @@ def _toml_file(names: Names, config: Given) -> Layer:
     place = Place(Source.FILE, str(path))
 
     def trouble(advice: str) -> Layer:
-        return {CONFIG: Given(config.value, config.place, config.spelled, advice)}
+        return {f"{CONFIG} file": Given(config.value, config.place, config.spelled, advice)}
 
     try:
-        text = _read_text(path)
-    except OSError as error:
-        return trouble(f"cannot be read: {error.strerror or error}")
-    except ValueError as error:
+        content = tomllib.loads(_read_text(path))
+    except _UnreadableError as error:
         return trouble(str(error))
-    if text is None:
-        return trouble("there is no such file")
-    try:
-        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return trouble(f"is not TOML: {error}")
     layer = _layer(names, _plain(content.items()), place)
     if CONFIG in layer:
-        layer[CONFIG] = Given(content[CONFIG], place, CONFIG, "a settings file cannot name another one")
+        layer[f"{CONFIG} file"] = Given(content[CONFIG], place, CONFIG, "a settings file cannot name another one")
     return layer
 
 
-def _read_text(path: Path) -> str | None:
-    """The file's text, or None where there is no file."""
+class _UnreadableError(Exception):
+    """A file that settings need and that cannot be read, in words."""
+
+
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"is larger than {MAX_FILE_BYTES} bytes")
-    try:
+        if len(content) > MAX_FILE_BYTES:
+            raise _UnreadableError(f"the file is larger than {MAX_FILE_BYTES} bytes")
         return content.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise _UnreadableError("there is no such file") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text (byte {error.start})") from error
+        raise _UnreadableError(f"the file is not UTF-8 text (byte {error.start})") from error
+    except (OSError, ValueError) as error:
+        raise _UnreadableError(f"the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _unprefixed(pairs: Iterable[tuple[str, object]]) -> Iterator[tuple[str, str, object]]:
@@ -172,12 +173,8 @@ def _from_file(given: Given) -> Given:
 
     try:
         text = _read_text(Path(str(given.value)).expanduser())
-    except OSError as error:
-        return trouble(f"cannot be read: {error.strerror or error}")
-    except ValueError as error:
+    except _UnreadableError as error:
         return trouble(str(error))
-    if text is None:
-        return trouble("there is no such file")
     if not text.strip():
         return trouble("the file is empty")
     return Given(text.strip(), given.place, given.spelled)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from app.settings.origin import PREFIX, Given
 
@@ -49,7 +49,8 @@ class NeedsRestart(Exception):
 
 def value_problem(name: str, given: Given, advice: str, *, secret: bool) -> Problem:
     """A known setting whose value will not do."""
-    return Problem(name, f"{given.spelled}={_shown(name, given.value, secret)} ({given.place.label}): {advice}", advice)
+    value = "" if given.value is None else f"={_shown(name, given.value, secret)}"
+    return Problem(name, f"{given.spelled}{value} ({given.place.label}): {advice}", advice)
 
 
 def unknown_problem(given: Given, known: Iterable[str], secrets: Iterable[str]) -> Problem:
@@ -109,3 +110,17 @@ def mask_url(url: str) -> str:
         return urlunsplit(parts._replace(netloc=netloc, query=query))
     except ValueError:
         return MASK
+
+
+def url_passwords(url: str) -> list[str]:
+    """The passwords that stand in a database URL, as written and decoded."""
+    try:
+        parts = urlsplit(url)
+        found = [value for key, value in parse_qsl(parts.query) if _SECRET_WORDS.search(key)]
+        user = parts.netloc.rpartition("@")[0]
+    except ValueError:
+        return []
+    if ":" in user:
+        written = user.partition(":")[2]
+        found += [written, unquote(written)]
+    return list(dict.fromkeys(password for password in found if password))

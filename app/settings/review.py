@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from app.settings.checks import broken_rules
 from app.settings.layers import CONFIG, URL, Names
 from app.settings.offered import not_offered
-from app.settings.origin import DEFAULT, Given
+from app.settings.origin import DEFAULT, RUNTIME, Given
 from app.settings.problems import BadSettings, Problem, unknown_problem, value_problem
 from app.settings.view import plain
 
@@ -35,7 +35,7 @@ class Report:
                 self.problems[name] = value_problem(name, item, item.trouble, secret=self._hides(name, item))
             elif name in self._names.settings:
                 self.known[name] = item
-            elif name not in (URL, CONFIG):
+            elif name not in (URL, CONFIG) or item.place is RUNTIME:
                 self.problems[name] = unknown_problem(item, self._names.spellings(), self._names.secrets)
         return {name: item.value for name, item in self.known.items()}
 
