@@ -29,14 +29,15 @@ class Origin:
     request_id: str
     tenant: str | None = None
     lora: str | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """A batch of slots as columns of one length, the way history and listings read them.
 
-    `positions` is the index of the block within its request, `sizes` are bytes, times are Unix seconds (`hit_s` 0 for a
-    block never hit). `live` is False for a slot that no longer holds a loadable block; the other columns are then stale.
+    `positions` is the index of the block within its request, `sizes` are bytes, times are Unix seconds (`hit_s` 0
+    for a block never hit). `live` is False for a slot that no longer holds a loadable block; the others are then stale.
     """
 
     slots: NDArray[np.int64]
@@ -45,11 +46,11 @@ class SlotRows:
     generations: NDArray[np.int64]
     epochs: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    positions: NDArray[np.int32]
     origins: Sequence[Origin]
     stored_s: NDArray[np.float64]
     hit_s: NDArray[np.float64]
-    hits: NDArray[np.int64]
+    hits: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class EventSink(Protocol):
 
     def evicted(self, batch: EvictionBatch) -> None: ...
     def was_reset(self, event: ResetEvent) -> None: ...
+    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
+        """Evicted keys that were asked for again."""
 
 
 class NullSink:
@@ -86,4 +89,7 @@ class NullSink:
         """Forget it."""
 
     def was_reset(self, event: ResetEvent) -> None:
+        """Forget it."""
+
+    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """Forget it."""

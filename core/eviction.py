@@ -1,0 +1,96 @@
+"""Eviction policies: of the slots that may go, which goes first.
+
+A policy sees only slots that are ready and that nobody has pinned. Batches come in the order of their use, the slot
+that shall go first in front; the manager hands a request's blocks over tail-first, so that prefixes die from their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from core.policy import PRIORITY_CLASS
+from core.recency import RecencyQueue
+from core.slots import PriorityClasses
+from core.transfers import Slots
+
+
+class EvictionPolicy(Protocol):
+    """The order in which slots go. Every method is O(1) amortized a slot."""
+
+    name: str
+
+    def __len__(self) -> int:
+        """How many slots may be evicted."""
+
+    def add(self, slots: Slots) -> None:
+        """These slots may go from now on: just published, or no longer pinned. It counts as a use."""
+
+    def remove(self, slots: Slots) -> None:
+        """These slots, all of them candidates, are pinned or gone."""
+
+    def touch(self, slots: Slots) -> None:
+        """These candidates were used."""
+
+    def take_victims(self, count: int) -> Slots:
+        """Remove and return up to `count` slots in the order in which they shall go."""
+
+    def clear(self) -> None:
+        """Forget every slot, in O(1)."""
+
+
+class LruPolicy:
+    """Least recently used first, within the lowest priority class that has any."""
+
+    name = "lru"
+
+    def __init__(self, classes: PriorityClasses) -> None:
+        """`classes` are the slot table's, read while a slot is a candidate."""
+        self._classes = classes
+        self._queues = [RecencyQueue(len(classes.column)) for _ in PRIORITY_CLASS]
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues)
+
+    def add(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        for queue, part in self._by_class(slots):
+            queue.append(part)
+
+    def remove(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        for queue, part in self._by_class(slots):
+            queue.remove(part)
+
+    def touch(self, slots: Slots) -> None:
+        """See `EvictionPolicy`."""
+        for queue, part in self._by_class(slots):
+            queue.touch(part)
+
+    def take_victims(self, count: int) -> Slots:
+        """See `EvictionPolicy`."""
+        taken: list[Slots] = []
+        for queue in self._queues:
+            if count > 0 and len(queue):
+                taken.append(queue.take_oldest(count))
+                count -= len(taken[-1])
+        if len(taken) == 1:
+            return taken[0]
+        return np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
+
+    def clear(self) -> None:
+        """See `EvictionPolicy`."""
+        for queue in self._queues:
+            queue.clear()
+
+    def _by_class(self, slots: Slots) -> list[tuple[RecencyQueue, Slots]]:
+        if self._classes.uniform is not None:
+            return [(self._queues[self._classes.uniform], slots)]
+        classes = self._classes.column[slots]
+        return [(queue, slots[classes == index]) for index, queue in enumerate(self._queues)]
+
+
+EVICTION_POLICIES: dict[str, Callable[[PriorityClasses], EvictionPolicy]] = {LruPolicy.name: LruPolicy}
+"""Every eviction policy by its name in the setting EVICTION_POLICY; each is made from the slots' priority classes."""

@@ -1,0 +1,61 @@
+"""Which slot holds a key. Many small dictionaries rather than one: growing one of ten million keys would take a second
+under the lock, growing a 256th of it takes milliseconds spread over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from core.keys import Key
+
+_SHARDS = 256
+_PREFIX_CHUNK = 64
+
+
+class KeyIndex:
+    """Key to slot, spread over dictionaries by the key's first byte; keys are hashes, so they spread evenly."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[Key, int]] = [{} for _ in range(_SHARDS)]
+        self._gets = [shard.get for shard in self._shards]
+        self._claims = [shard.setdefault for shard in self._shards]
+
+    def __len__(self) -> int:
+        return sum(len(shard) for shard in self._shards)
+
+    def get(self, key: Key) -> int | None:
+        """The slot of one key."""
+        return self._gets[key[0]](key)
+
+    def find(self, keys: Iterable[Key]) -> list[int | None]:
+        """The slot of each key, None where there is none."""
+        gets = self._gets
+        return [gets[key[0]](key) for key in keys]
+
+    def find_prefix(self, keys: Sequence[Key]) -> list[int]:
+        """The slots of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
+        if not keys or self.get(keys[0]) is None:
+            return []
+        gets = self._gets
+        found: list[int] = []
+        for start in range(0, len(keys), _PREFIX_CHUNK):
+            chunk = [gets[key[0]](key) for key in keys[start : start + _PREFIX_CHUNK]]
+            if None in chunk:
+                found += chunk[: chunk.index(None)]  # type: ignore[arg-type]
+                break
+            found += chunk  # type: ignore[arg-type]
+        return found
+
+    def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
+        """Point each key at its slot unless it has one already; the slot that each key has then."""
+        claims = self._claims
+        return [claims[key[0]](key, slot) for key, slot in zip(keys, slots, strict=True)]
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Take out keys that are in the index."""
+        shards = self._shards
+        for key in keys:
+            del shards[key[0]][key]
+
+    def shards(self) -> list[dict[Key, int]]:
+        """The dictionaries themselves, for whoever takes an abandoned index apart piece by piece."""
+        return self._shards

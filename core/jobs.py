@@ -1,0 +1,90 @@
+"""Open jobs: what a transfer under way touches, who reports on it, and when it has ended.
+
+A job is complete when every worker has reported it; any failure fails it; late and repeated reports are harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from core.manager import Pin
+from core.requests import RequestState
+from core.transfers import Direction, Slots, TransferJob, TransferResult
+
+
+@dataclass(slots=True)
+class StorePart:
+    """One request's share of a store job. A reset by match may disown it while the rest of the job goes on."""
+
+    request: RequestState
+    epoch: int
+    slots: Slots
+    block_ids: list[int]
+    disowned: bool = False
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """A job from the moment it is decided until its last worker has reported.
+
+    A store has `parts`; a load has a `pin`, the `first_block` it fills in the request's table, and its `request`, which
+    is None once the request went away or was preempted.
+    """
+
+    job: TransferJob
+    parts: list[StorePart] = field(default_factory=list)
+    request: RequestState | None = None
+    pin: Pin | None = None
+    first_block: int = 0
+    reported: set[int] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_store(self) -> bool:
+        """Whether bytes go to the host."""
+        return self.job.direction is Direction.STORE
+
+
+class JobTable:
+    """The open jobs by number."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._open: dict[int, OpenJob] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenJob]:
+        return iter(self._open.values())
+
+    def new_id(self) -> int:
+        """A number that no job had before."""
+        self._last_id += 1
+        return self._last_id
+
+    def open(self, job: OpenJob) -> None:
+        """Remember a job until it ends."""
+        self._open[job.job.job_id] = job
+
+    def report(self, result: TransferResult) -> OpenJob | None:
+        """Take one worker's report; the job, if this was the last it waited for."""
+        job = self._open.get(result.job_id)
+        if job is None or result.worker in job.reported or not 0 <= result.worker < self._num_workers:
+            return None
+        job.reported.add(result.worker)
+        job.num_bytes += result.num_bytes
+        job.seconds = max(job.seconds, result.seconds)
+        if result.error is not None:
+            job.errors.append(result.error)
+        if len(job.reported) < self._num_workers:
+            return None
+        return self._open.pop(result.job_id)
+
+    def count_open(self, job_ids: Iterable[int]) -> int:
+        """How many of these jobs have not ended."""
+        return sum(job_id in self._open for job_id in job_ids)

@@ -1,0 +1,506 @@
+"""The offload manager: which slot a block gets, who must go for it, and what can be found.
+
+It owns the slot table, the index, the eviction policy and the one lock. Everything it does for the engine is a batch
+under that lock, with no I/O, no logging and no work in proportion to the pool. It knows keys and slots; requests, jobs
+and policies of requests are the scheduler's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows
+from core.eviction import EVICTION_POLICIES
+from core.ghosts import Ghosts
+from core.index import KeyIndex
+from core.keys import Key
+from core.slots import SlotState, SlotTable
+from core.stats import EvictionCounts, PoolCounts
+from core.transfers import Slots
+
+BATCH_SLOTS = 1000
+"""The most slots that anything but the engine's own batches may work on while it holds the lock."""
+
+_DIRTY_SCAN_SLOTS = 1 << 16
+
+_NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The answer to a batch of offered keys, which is given in order and may stop early.
+
+    The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, and the
+    others were there already. The keys after them found no space.
+    """
+
+    num_answered: int
+    stored_at: NDArray[np.int64]
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Ready slots that nobody may evict until the pin is released. It is void once its epoch is over."""
+
+    slots: Slots
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @staticmethod
+    def empty() -> Pin:
+        """A pin of nothing."""
+        return Pin(_NO_SLOTS, 0)
+
+
+class PinOutcome(Enum):
+    """What became of an operator's wish to pin a block."""
+
+    PINNED = "pinned"
+    NOT_FOUND = "not_found"
+    LIMIT = "limit"
+
+
+class OffloadManager:
+    """Slots by key. Each method takes the lock itself; the lock is re-entrant, so callers may span several calls."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        eviction_policy: str = "lru",
+        sink: EventSink | None = None,
+        max_pinned_fraction: float = 0.25,
+    ) -> None:
+        """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them."""
+        self.lock = threading.RLock()
+        self.table = SlotTable(num_slots, slot_bytes)
+        self.index = KeyIndex()
+        self.evictable = EVICTION_POLICIES[eviction_policy](self.table.classes)
+        self.max_pinned_fraction = max_pinned_fraction
+        self.evictions = EvictionCounts()
+        self.space_version = 0
+        """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
+        self._sink = sink if sink is not None else NullSink()
+        self._ghosts = Ghosts(num_slots)
+        self._num_loading = 0
+        self._operator_pins: dict[Key, float] = {}
+        self._pin_expiries: list[tuple[float, Key]] = []
+        self._lingering: set[int] = set()
+        self._dirty_cursor = 0
+        self._buried: list[KeyIndex] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool."""
+        return self.table.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.table.slot_bytes
+
+    @property
+    def epoch(self) -> int:
+        """Raised by each whole reset; what belongs to an older one is void."""
+        return self.table.epoch
+
+    # --- stores -------------------------------------------------------------------------------------------------
+
+    def offer(
+        self, keys: Sequence[Key], origin: Origin, positions: NDArray[np.int64], priority_class: int, now_s: float
+    ) -> Offer:
+        """Reserve slots for those of `keys` that are not in the pool, evicting what must go.
+
+        `keys` are blocks of one request in their order, at the indices `positions` in it. Keys that are present count
+        as used. Where room ends, the answer ends: a block behind one that is missing would never be found.
+        """
+        with self.lock:
+            table = self.table
+            found = self.index.find(keys)
+            absent = found.count(None)
+            if absent == len(keys):
+                wanted_at = np.arange(absent)
+            else:
+                present = np.array([slot for slot in found if slot is not None], dtype=np.int64)
+                self._touch(present)
+                wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
+            slots = self._make_room(absent, origin, now_s) if absent else _NO_SLOTS
+            num_answered = len(keys)
+            if len(slots) < absent:
+                num_answered = int(wanted_at[len(slots)])
+                wanted_at = wanted_at[: len(slots)]
+            if len(slots):
+                wanted = keys[:absent] if absent == len(keys) else [keys[i] for i in wanted_at.tolist()]
+                table.begin_storing(slots, wanted[: len(slots)], origin, positions[wanted_at], priority_class)
+            return Offer(num_answered, wanted_at, slots)
+
+    def publish(self, slots: Slots, now_s: float) -> int:
+        """Make stored slots findable and say how many were; one that lost a race for its key is freed instead.
+
+        `slots` are in the order of their request's blocks.
+        """
+        with self.lock:
+            wanted = slots.tolist()
+            holders = self.index.claim(self.table.keys[slots].tolist(), wanted)
+            if holders != wanted:
+                won = slots == np.array(holders)
+                self._free(slots[~won])
+                slots = slots[won]
+            self.table.make_ready(slots, now_s)
+            self.evictable.add(slots[::-1])
+            self.space_version += 1
+            return len(slots)
+
+    def abandon(self, slots: Slots) -> None:
+        """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
+        with self.lock:
+            self._free(slots)
+
+    # --- loads --------------------------------------------------------------------------------------------------
+
+    def pin_prefix(self, keys: Sequence[Key]) -> Pin:
+        """Pin the leading keys that are ready, as a hit; the pin may be empty."""
+        with self.lock:
+            slots = np.array(self.index.find_prefix(keys), dtype=np.int64)
+            if len(slots):
+                self._pin(slots)
+            return Pin(slots, self.table.epoch)
+
+    def count_prefix(self, keys: Sequence[Key]) -> int:
+        """How many of the leading keys are ready."""
+        with self.lock:
+            return len(self.index.find_prefix(keys))
+
+    def note_misses(self, keys: Sequence[Key], now_s: float) -> int:
+        """Count those of the missing `keys` that had been evicted: the evictions we regret. Each is counted once."""
+        if not keys:
+            return 0
+        with self.lock:
+            known = self._ghosts.take(keys)
+            count = int(np.count_nonzero(known))
+            if count:
+                self.evictions.regretted += count
+                self._sink.regretted([keys[i] for i in np.flatnonzero(known).tolist()], now_s)
+            return count
+
+    def split_pin(self, pin: Pin, count: int) -> Pin:
+        """Keep the first `count` slots of a pin and release the rest."""
+        if count >= len(pin):
+            return pin
+        self.release(Pin(pin.slots[count:], pin.epoch))
+        return Pin(pin.slots[:count], pin.epoch)
+
+    def release(self, pin: Pin) -> None:
+        """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
+        if not len(pin):
+            return
+        with self.lock:
+            if pin.epoch == self.table.epoch:
+                self._unpin(pin.slots)
+
+    def begin_load(self, pin: Pin, now_s: float) -> bool:
+        """Count a hit on the slots of a pin and mark them as being loaded; False if one of them was dropped since."""
+        with self.lock:
+            if pin.epoch != self.table.epoch or self._lost_any(pin.slots):
+                return False
+            table = self.table
+            table.hits[pin.slots] += 1
+            table.hit_s[pin.slots] = now_s
+            table.dirty[pin.slots] = True
+            loads = table.loads[pin.slots] + 1
+            table.loads[pin.slots] = loads
+            self._num_loading += int(np.count_nonzero(loads == 1))
+            return True
+
+    def end_load(self, pin: Pin) -> bool:
+        """Undo `begin_load` and the pin; False if one of the slots was dropped meanwhile.
+
+        Those are free once their last load ends.
+        """
+        with self.lock:
+            table = self.table
+            loads = table.loads[pin.slots] - 1
+            table.loads[pin.slots] = loads
+            ended = pin.slots[loads == 0] if np.count_nonzero(loads) else pin.slots
+            if pin.epoch != table.epoch:
+                self._free(ended)
+                return False
+            lost = self._lost_any(pin.slots)
+            self._num_loading -= int(np.count_nonzero(table.is_ready(ended))) if lost else len(ended)
+            self._unpin(pin.slots)
+            return not lost
+
+    def drop(self, slots: Slots, reason: EvictionReason, now_s: float) -> int:
+        """Take ready slots out of the pool and say how many.
+
+        A slot under a transfer or a pin cannot be found any more at once, and is freed when the last of them ends.
+        """
+        with self.lock:
+            slots = slots[self.table.is_ready(slots)]
+            if not len(slots):
+                return 0
+            if self._operator_pins:
+                for key in self.table.keys[slots].tolist():
+                    self.unpin_block(key)
+            self._forget(slots, reason, None, now_s)
+            busy_mask = self.table.pins[slots] > 0
+            idle, busy = slots[~busy_mask], slots[busy_mask]
+            self.evictable.remove(idle)
+            self.table.num_ready -= len(slots)
+            self._free(idle)
+            if len(busy):
+                self._num_loading -= int(np.count_nonzero(self.table.loads[busy]))
+                self.table.states[busy] = SlotState.HELD
+                self._lingering.update(busy.tolist())
+            return len(slots)
+
+    def drop_matching(self, matches: Callable[[Origin], bool], start_slot: int, now_s: float) -> tuple[int, int | None]:
+        """Drop the blocks of one batch of slots whose origin matches: how many, and where to go on, None at the end."""
+        end = min(start_slot + BATCH_SLOTS, self.table.num_slots)
+        with self.lock:
+            slots = np.flatnonzero(self.table.current_states(start_slot, end) == SlotState.READY) + start_slot
+            origins = self.table.origins[slots].tolist()
+            verdicts = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
+            matching = np.array([verdicts[id(origin)] for origin in origins], dtype=np.bool_)
+            dropped = self.drop(slots[matching], EvictionReason.RESET, now_s) if matching.any() else 0
+        return dropped, end if end < self.table.num_slots else None
+
+    # --- reset --------------------------------------------------------------------------------------------------
+
+    def reset(self, held: Slots, now_s: float) -> int:
+        """Forget everything, in time proportional to `held`: the slots that open transfers still touch, once each.
+
+        Say how many ready slots were dropped. Held slots come back by `abandon` (stores) and `end_load` (loads).
+        """
+        with self.lock:
+            dropped = self.table.num_ready
+            # These waited for pins, which are void now; those under a transfer are among `held`.
+            self.table.states[list(self._lingering)] = SlotState.FREE
+            self._lingering.clear()
+            self.table.begin_epoch(held)
+            self._buried.append(self.index)
+            self.index = KeyIndex()
+            self.evictable.clear()
+            self._operator_pins.clear()
+            self._pin_expiries.clear()
+            self._num_loading = 0
+            self.space_version += 1
+            self.evictions.total += dropped
+            self._count_reason(EvictionReason.RESET, dropped)
+            self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+            return dropped
+
+    def bury(self) -> bool:
+        """Free the memory of an index that a reset left behind, a batch a call; True while there is more to do.
+
+        Off the engine's path: freeing ten million keys at once would stop every thread for a second.
+        """
+        with self.lock:
+            if not self._buried:
+                return False
+            shards = self._buried[-1].shards()
+        if not shards:
+            with self.lock:
+                self._buried.pop()
+            return bool(self._buried)
+        shard = shards[-1]
+        for _ in range(min(BATCH_SLOTS, len(shard))):
+            shard.popitem()
+        if not shard:
+            shards.pop()
+        return True
+
+    # --- what operators see and do ------------------------------------------------------------------------------
+
+    def counts(self) -> PoolCounts:
+        """The pool's slots by state."""
+        with self.lock:
+            table = self.table
+            return PoolCounts(
+                slots=table.num_slots,
+                slot_bytes=table.slot_bytes,
+                free=table.num_free,
+                ready=table.num_ready,
+                storing=table.num_storing,
+                loading=self._num_loading,
+                pinned=table.num_ready - len(self.evictable),
+                unverified=0,
+                bytes=table.num_slots * table.slot_bytes,
+                eviction_policy=self.evictable.name,
+            )
+
+    def list_blocks(self, start_slot: int, limit: int) -> SlotRows:
+        """Up to `limit` ready slots from `start_slot` on, in the order of their numbers."""
+        chosen: list[Slots] = []
+        missing = limit
+        start = start_slot
+        while missing > 0 and start < self.table.num_slots:
+            with self.lock:
+                states = self.table.current_states(start, start + BATCH_SLOTS)
+            ready = np.flatnonzero(states == SlotState.READY)[:missing] + start
+            chosen.append(ready)
+            missing -= len(ready)
+            start += BATCH_SLOTS
+        slots = np.concatenate(chosen) if chosen else _NO_SLOTS
+        with self.lock:
+            return self.table.rows(slots[self.table.is_ready(slots)])
+
+    def find_block(self, key: Key) -> SlotRows | None:
+        """The row of one key, or None."""
+        with self.lock:
+            slot = self.index.get(key) if key else None
+            return None if slot is None else self.table.rows(np.array([slot]))
+
+    def drop_block(self, key: Key, now_s: float) -> bool:
+        """Take one block out of the pool; False if it is not there."""
+        with self.lock:
+            slot = self.index.get(key) if key else None
+            return slot is not None and self.drop(np.array([slot]), EvictionReason.OPERATOR, now_s) == 1
+
+    def pin_block(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
+        """Keep one block from eviction until `expires_s`. Pinning it again moves the time."""
+        with self.lock:
+            self.expire_pins(now_s)
+            slot = self.index.get(key) if key else None
+            if slot is None:
+                return PinOutcome.NOT_FOUND
+            if key not in self._operator_pins:
+                if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
+                    return PinOutcome.LIMIT
+                self._pin(np.array([slot]))
+            self._operator_pins[key] = expires_s
+            heapq.heappush(self._pin_expiries, (expires_s, key))
+            return PinOutcome.PINNED
+
+    def unpin_block(self, key: Key) -> bool:
+        """Take an operator's pin away; False if there is none."""
+        with self.lock:
+            if self._operator_pins.pop(key, None) is None:
+                return False
+            slot = self.index.get(key)
+            if slot is not None:
+                self._unpin(np.array([slot]))
+            return True
+
+    def pinned_until(self, key: Key) -> float | None:
+        """When an operator's pin of this key ends, or None."""
+        with self.lock:
+            return self._operator_pins.get(key)
+
+    def expire_pins(self, now_s: float) -> None:
+        """Let go of the operators' pins whose time is over, a bounded number a call."""
+        with self.lock:
+            for _ in range(BATCH_SLOTS):
+                if not self._pin_expiries or self._pin_expiries[0][0] > now_s:
+                    return
+                expires_s, key = heapq.heappop(self._pin_expiries)
+                if self._operator_pins.get(key) == expires_s:
+                    self.unpin_block(key)
+
+    def slot_states(self) -> NDArray[np.uint8]:
+        """The state of every slot, a `SlotState` a byte. Not one moment's, since it is read in batches."""
+        states = np.empty(self.table.num_slots, dtype=np.uint8)
+        for start in range(0, len(states), BATCH_SLOTS):
+            with self.lock:
+                states[start : start + BATCH_SLOTS] = self.table.current_states(start, start + BATCH_SLOTS)
+        return states
+
+    def dirty_rows(self, limit: int) -> SlotRows | None:
+        """Up to `limit` rows that changed since they were last asked for, or None; each is told once a change."""
+        slots = self._next_dirty(limit)
+        if not len(slots):
+            return None
+        with self.lock:
+            self.table.dirty[slots] = False
+            return self.table.rows(slots)
+
+    def _next_dirty(self, limit: int) -> Slots:
+        """Look once round the dirty bits from where the last look ended. Bits set meanwhile are found next time."""
+        num_slots = self.table.num_slots
+        looked = 0
+        while looked < num_slots:
+            start = self._dirty_cursor
+            end = min(start + _DIRTY_SCAN_SLOTS, num_slots)
+            found = np.flatnonzero(self.table.dirty[start:end])[:limit] + start
+            if len(found):
+                self._dirty_cursor = int(found[-1]) + 1 if len(found) == limit else end % num_slots
+                self._dirty_cursor %= num_slots
+                return found
+            looked += end - start
+            self._dirty_cursor = end % num_slots
+        return _NO_SLOTS
+
+    def mark_all_dirty(self) -> None:
+        """Have every row told again, for a store that lost its own."""
+        self.table.dirty[:] = True
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _lost_any(self, pinned: Slots) -> bool:
+        """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
+        return bool(self._lingering) and int(np.count_nonzero(self.table.is_ready(pinned))) < len(pinned)
+
+    def _touch(self, slots: Slots) -> None:
+        """Slots in the order of their request's blocks were used."""
+        candidates = slots[self.table.pins[slots] == 0]
+        self.evictable.touch(candidates[::-1])
+
+    def _pin(self, slots: Slots) -> None:
+        pins = self.table.pins[slots]
+        self.table.pins[slots] = pins + 1
+        self.evictable.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
+
+    def _unpin(self, slots: Slots) -> None:
+        pins = self.table.pins[slots] - 1
+        self.table.pins[slots] = pins
+        freed = slots[pins == 0] if np.count_nonzero(pins) else slots
+        if self._lingering:
+            held = self.table.states[freed] == SlotState.HELD
+            self._free(freed[held])
+            self._lingering.difference_update(freed[held].tolist())
+            freed = freed[~held]
+        self.evictable.add(freed[::-1])
+        self.space_version += 1
+
+    def _make_room(self, count: int, origin: Origin, now_s: float) -> Slots:
+        slots = self.table.take_free(count)
+        if len(slots) == count:
+            return slots
+        victims = self.evictable.take_victims(count - len(slots))
+        if not len(victims):
+            return slots
+        self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
+        self.table.num_ready -= len(victims)
+        return np.concatenate((slots, victims)) if len(slots) else victims
+
+    def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
+        """Make ready slots unfindable and say so."""
+        rows = self.table.rows(slots)
+        self.index.remove(rows.keys)
+        self._ghosts.add(rows.keys)
+        self.table.dirty[slots] = True
+        self.evictions.total += len(slots)
+        self._count_reason(reason, len(slots))
+        self._sink.evicted(EvictionBatch(now_s, reason, self.evictable.name, rows, needed_by))
+
+    def _count_reason(self, reason: EvictionReason, count: int) -> None:
+        by_reason = self.evictions.by_reason
+        by_reason[reason.value] = by_reason.get(reason.value, 0) + count
+
+    def _free_ready(self, slots: Slots) -> None:
+        self.table.num_ready -= len(slots)
+        self._free(slots)
+
+    def _free(self, slots: Slots) -> None:
+        self.table.give_back(slots)
+        self.space_version += 1

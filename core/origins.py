@@ -1,0 +1,30 @@
+"""Which stored blocks a reset by match means: globs over the request that stored them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from core.events import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class OriginMatch:
+    """Globs that must all match; one that is None is not asked. A request matches by its id or by any alias."""
+
+    request: str | None = None
+    tenant: str | None = None
+    lora: str | None = None
+
+    def matches(self, origin: Origin) -> bool:
+        """Whether blocks of this origin are meant."""
+        return (
+            _any_matches(self.request, (origin.request_id, *origin.aliases))
+            and _any_matches(self.tenant, (origin.tenant or "",))
+            and _any_matches(self.lora, (origin.lora or "",))
+        )
+
+
+def _any_matches(glob: str | None, names: Sequence[str]) -> bool:
+    return glob is None or any(fnmatchcase(name, glob) for name in names)

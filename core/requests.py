@@ -1,0 +1,172 @@
+"""What core remembers of a request, from its announcement until a thousand others have finished after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+from typing import Any
+
+from core.engine import EngineRequest
+from core.events import Origin
+from core.keys import Key, make_keys
+from core.manager import Pin
+from core.policy import EffectivePolicy
+from core.stats import PromptTokens, SkipReason, StoreCounts
+
+
+class RequestPhase(StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One announced request. `answered` blocks from its start have been offered and their answer stands."""
+
+    sequence: int
+    request: EngineRequest
+    origin: Origin
+    patch: Mapping[str, Any]
+    policy: EffectivePolicy
+    policy_version: int
+    phase: RequestPhase = RequestPhase.WAITING
+    keys: list[Key] = field(default_factory=list)
+    block_ids: Sequence[int] = ()
+    num_computed_tokens: int = 0
+    num_tokens_at_end: int = 0
+    answered: int = 0
+    refused_at: int | None = None
+    pin: Pin | None = None
+    matched_tokens: int | None = None
+    misses_noted: bool = False
+    decline_noted: bool = False
+    device_tokens: int = 0
+    loaded_tokens: int = 0
+    prefill_counted: bool = False
+    load_job_id: int | None = None
+    prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+    store: StoreCounts = field(default_factory=StoreCounts)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids that an operator may know this request by, the exact one first."""
+        return (self.request.request_id, *self.request.aliases)
+
+    def extend_keys(self, num_blocks: int) -> int:
+        """Make the keys of the first `num_blocks` blocks, or of as many as have a hash, and say how many there are."""
+        known = len(self.keys)
+        if known < num_blocks:
+            self.keys += make_keys(islice(self.request.block_hashes, known, num_blocks), group=0)
+        return min(len(self.keys), num_blocks)
+
+    def split_storable(self, first: int, end: int, block_size: int) -> tuple[int, list[tuple[SkipReason, int]]]:
+        """Of full blocks `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""
+        policy = self.policy.policy
+        if not policy.store:
+            return first, [(SkipReason.DISABLED, end - first)]
+        prompt_end = self.request.num_prompt_tokens // block_size if policy.offload_prompt_only else end
+        cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // block_size
+        storable_end = max(first, min(end, prompt_end, cap_end))
+        decode = end - max(storable_end, min(prompt_end, end))
+        capped = end - storable_end - decode
+        kept_back = [(SkipReason.PROMPT_ONLY, decode), (SkipReason.TOKEN_CAP, capped)]
+        return storable_end, [(reason, count) for reason, count in kept_back if count]
+
+    def view(self) -> RequestView:
+        """A copy of what may be shown."""
+        request = self.request
+        num_tokens = self.num_tokens_at_end or request.num_tokens
+        return RequestView(
+            sequence=self.sequence,
+            request_id=request.request_id,
+            aliases=tuple(request.aliases),
+            phase=self.phase,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=num_tokens - request.num_prompt_tokens,
+            tenant=request.tenant,
+            lora=request.lora,
+            policy=self.policy,
+            prompt_tokens=replace(self.prompt_tokens, tier_hit=dict(self.prompt_tokens.tier_hit)),
+            store=replace(self.store, skipped=dict(self.store.skipped)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as it is shown: a copy, detached from the engine. `sequence` grows with each announcement."""
+
+    sequence: int
+    request_id: str
+    aliases: tuple[str, ...]
+    phase: RequestPhase
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tenant: str | None
+    lora: str | None
+    policy: EffectivePolicy
+    prompt_tokens: PromptTokens
+    store: StoreCounts
+
+
+class RequestTable:
+    """Live requests by id, and the latest finished ones."""
+
+    def __init__(self, num_recent: int) -> None:
+        self._num_recent = num_recent
+        self._live: dict[str, RequestState] = {}
+        self._recent: dict[int, RequestView] = {}
+        self._next_sequence = 1
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._live.values())
+
+    def next_sequence(self) -> int:
+        """The number of the next announcement."""
+        self._next_sequence += 1
+        return self._next_sequence - 1
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The live request of this exact id."""
+        return self._live.get(request_id)
+
+    def add(self, state: RequestState) -> None:
+        """Remember a live request."""
+        self._live[state.request.request_id] = state
+
+    def retire(self, state: RequestState) -> None:
+        """Move a live request to the recent ones. Only what is shown is kept: the engine's own object is let go."""
+        del self._live[state.request.request_id]
+        self._recent[state.sequence] = state.view()
+        if len(self._recent) > self._num_recent:
+            del self._recent[next(iter(self._recent))]
+
+    def page(self, after: int | None, limit: int) -> list[RequestState | RequestView]:
+        """Up to `limit` requests, the latest announced first, from behind sequence `after` on."""
+        states: list[RequestState | RequestView] = [*self._live.values(), *self._recent.values()]
+        if after is not None:
+            states = [state for state in states if state.sequence < after]
+        states.sort(key=lambda state: -state.sequence)
+        return states[:limit]
+
+    def find(self, request_id: str) -> RequestState | RequestView | None:
+        """The latest request that goes by this id, live ones and exact ids first."""
+        exact = self._live.get(request_id)
+        if exact is not None:
+            return exact
+        for state in reversed(self._live.values()):
+            if request_id in state.request.aliases:
+                return state
+        recent = list(reversed(self._recent.values()))
+        for view in recent:
+            if view.request_id == request_id:
+                return view
+        return next((view for view in recent if request_id in view.aliases), None)

@@ -1,0 +1,166 @@
+"""The slot table: what every slot of the pool holds, as columns, and which slots are free.
+
+A slot is free, being stored, ready (its key can be found and loaded), or held: disowned by a reset while a transfer
+still touches its bytes. Columns of a slot from an older epoch mean nothing, unless it is held; that is what makes a
+reset O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.events import Origin, SlotRows
+from core.keys import Key
+from core.transfers import Slots
+
+_FRONTIER_CHUNK = 1000
+
+
+class SlotState(IntEnum):
+    """State of a slot, one byte."""
+
+    FREE = 0
+    STORING = 1
+    READY = 2
+    HELD = 3
+
+
+class PriorityClasses:
+    """The eviction class of each slot. `uniform` is the class of them all while there is but one, None after that."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.column = np.zeros(num_slots, dtype=np.uint8)
+        self.uniform: int | None = None
+        self._assigned = False
+
+    def assign(self, slots: Slots, priority_class: int) -> None:
+        """Give slots that are no candidates for eviction a class."""
+        self.column[slots] = priority_class
+        if not self._assigned:
+            self._assigned = True
+            self.uniform = priority_class
+        elif self.uniform != priority_class:
+            self.uniform = None
+
+
+class SlotTable:
+    """Columns over all slots, and the free ones: a stack of those given back, then those never given out this epoch."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.epoch = 0
+        self.states = np.zeros(num_slots, dtype=np.uint8)
+        self.epochs = np.zeros(num_slots, dtype=np.int64)
+        self.generations = np.zeros(num_slots, dtype=np.int64)
+        self.keys = np.empty(num_slots, dtype=object)
+        self.origins = np.empty(num_slots, dtype=object)
+        self.positions = np.zeros(num_slots, dtype=np.int32)
+        self.classes = PriorityClasses(num_slots)
+        self.pins = np.zeros(num_slots, dtype=np.int32)
+        self.loads = np.zeros(num_slots, dtype=np.int32)
+        self.stored_s = np.zeros(num_slots, dtype=np.float64)
+        self.hit_s = np.zeros(num_slots, dtype=np.float64)
+        self.hits = np.zeros(num_slots, dtype=np.int32)
+        self.dirty = np.zeros(num_slots, dtype=np.bool_)
+        self._sizes = np.full(_FRONTIER_CHUNK, slot_bytes, dtype=np.int64)
+        self._returned = np.empty(num_slots, dtype=np.int64)
+        self._num_returned = 0
+        self._frontier = 0
+        self.num_free = num_slots
+        self.num_ready = 0
+
+    @property
+    def num_storing(self) -> int:
+        """Slots that are neither free nor loadable: being stored, or held."""
+        return self.num_slots - self.num_free - self.num_ready
+
+    def take_free(self, count: int) -> Slots:
+        """Up to `count` free slots, no longer free; their columns are stale."""
+        returned = min(count, self._num_returned)
+        self._num_returned -= returned
+        slots = self._returned[self._num_returned : self._num_returned + returned][::-1].copy()
+        while len(slots) < count and self._frontier < self.num_slots:
+            start = self._frontier
+            wanted = count - len(slots)
+            end = min(start + max(wanted, _FRONTIER_CHUNK), self.num_slots)
+            fresh = np.flatnonzero(self.states[start:end] != SlotState.HELD)[:wanted] + start
+            self._frontier = int(fresh[-1]) + 1 if len(fresh) == wanted else end
+            # Pins and loads of an older epoch are void; within an epoch they are zero before a slot is given back.
+            self.pins[fresh] = 0
+            self.loads[fresh] = 0
+            slots = np.concatenate((slots, fresh)) if len(slots) else fresh
+        self.num_free -= len(slots)
+        return slots
+
+    def give_back(self, slots: Slots) -> None:
+        """Make slots free again that are not."""
+        self.states[slots] = SlotState.FREE
+        self.num_free += len(slots)
+        # Beyond the frontier a slot is found by its state; pushing it as well would give it out twice.
+        passed = slots[slots < self._frontier] if self._frontier < self.num_slots else slots
+        self._returned[self._num_returned : self._num_returned + len(passed)] = passed
+        self._num_returned += len(passed)
+
+    def begin_storing(
+        self, slots: Slots, keys: Sequence[Key], origin: Origin, positions: Slots, priority_class: int
+    ) -> None:
+        """Give slots that were just taken to keys that are about to be stored."""
+        self.states[slots] = SlotState.STORING
+        self.epochs[slots] = self.epoch
+        self.generations[slots] += 1
+        self.keys[slots] = keys
+        self.origins[slots] = origin
+        self.positions[slots] = positions
+        self.classes.assign(slots, priority_class)
+
+    def make_ready(self, slots: Slots, now_s: float) -> None:
+        """Publish slots that were being stored."""
+        self.states[slots] = SlotState.READY
+        self.stored_s[slots] = now_s
+        self.hit_s[slots] = 0.0
+        self.hits[slots] = 0
+        self.dirty[slots] = True
+        self.num_ready += len(slots)
+
+    def begin_epoch(self, held: Slots) -> None:
+        """Forget every slot but `held`, those that transfers under way still touch, in time proportional to `held`."""
+        self.epoch += 1
+        self.num_ready = 0
+        self.states[held] = SlotState.HELD
+        self.num_free = self.num_slots - len(held)
+        self._num_returned = 0
+        self._frontier = 0
+
+    def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of the states of the slots in a range, with those left over from older epochs shown as free."""
+        states = self.states[start:end].copy()
+        states[(self.epochs[start:end] != self.epoch) & (states != SlotState.HELD)] = SlotState.FREE
+        return states
+
+    def is_ready(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of these slots hold a block that can be found."""
+        ready: NDArray[np.bool_] = (self.states[slots] == SlotState.READY) & (self.epochs[slots] == self.epoch)
+        return ready
+
+    def rows(self, slots: Slots) -> SlotRows:
+        """A copy of these slots' columns. All slots have the pool's one size."""
+        if len(slots) > len(self._sizes):
+            self._sizes = np.full(len(slots), self.slot_bytes, dtype=np.int64)
+        return SlotRows(
+            slots=slots,
+            keys=self.keys[slots].tolist(),
+            live=self.is_ready(slots),
+            generations=self.generations[slots],
+            epochs=self.epochs[slots],
+            sizes=self._sizes[: len(slots)],
+            positions=self.positions[slots],
+            origins=self.origins[slots].tolist(),
+            stored_s=self.stored_s[slots],
+            hit_s=self.hit_s[slots],
+            hits=self.hits[slots],
+        )

@@ -1,0 +1,91 @@
+"""How much memory this process may still take: the machine's, its cgroup's, and what `/dev/shm` holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes 'no limit' as a number near 2**63."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One limit that an allocation has to fit into. `name` is said to users."""
+
+    name: str
+    available_bytes: int
+
+
+class NotEnoughMemory(ValueError):
+    """An allocation that cannot fit, found before anything was allocated. The message has both numbers."""
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits on anonymous memory: what the machine has available, and what the cgroups above us leave."""
+    limits = [MemoryLimit("memory available on this machine", psutil.virtual_memory().available)]
+    limits += _cgroup_limits(root)
+    return limits
+
+
+def shm_limit(path: Path = Path("/dev/shm")) -> MemoryLimit:
+    """What is free in the shared-memory file system."""
+    usage = os.statvfs(path)
+    return MemoryLimit(f"space free in {path}", usage.f_bavail * usage.f_frsize)
+
+
+def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> None:
+    """Raise `NotEnoughMemory` naming the setting if what it asks for exceeds a limit."""
+    tightest = min(limits, key=lambda limit: limit.available_bytes)
+    if wanted_bytes > tightest.available_bytes:
+        raise NotEnoughMemory(
+            f"{setting} asks for {wanted_bytes:,} bytes ({wanted_bytes / 2**30:.2f} GiB), but {tightest.name} is "
+            f"{tightest.available_bytes:,} bytes ({tightest.available_bytes / 2**30:.2f} GiB): make {setting} smaller "
+            "or raise that limit"
+        )
+
+
+def _cgroup_limits(root: Path) -> list[MemoryLimit]:
+    """What is left in this process's cgroup and in each of its parents, versions 1 and 2."""
+    found: list[MemoryLimit] = []
+    for maximum, usage in _cgroup_files(root):
+        limit_bytes, used_bytes = _read_bytes(maximum), _read_bytes(usage)
+        if limit_bytes is not None and used_bytes is not None and limit_bytes < _UNLIMITED_BYTES:
+            found.append(MemoryLimit(f"memory left in the cgroup ({maximum})", max(limit_bytes - used_bytes, 0)))
+    return found
+
+
+def _cgroup_files(root: Path) -> list[tuple[Path, Path]]:
+    """Pairs of limit and usage files. A container sees its own cgroup as the top one, whatever its path says."""
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    files: list[tuple[Path, Path]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = mount, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        while True:
+            files.append((folder / names[0], folder / names[1]))
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+    return files
+
+
+def _read_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
