@@ -1,0 +1,136 @@
+"""Paged attention as a transformers attention function: write this step's KV into blocks, attend through block tables.
+
+The tokens of all sequences of a step lie one after another in one row. transformers makes no mask for a function that
+it does not know, and hands the keyword `paged` down to it, so that there is no state outside the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from app.engines.embedded.config import EngineStartError
+from app.engines.embedded.kv_cache import PagedKVCache
+
+ATTENTION_NAME = "kvferry_paged"
+REFUSED_FEATURES = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "position biases"}
+
+
+class Attend(Protocol):
+    """What the keyword `paged` holds: it does one layer's attention.
+
+    `query` is `[heads, tokens, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`; the answer is
+    `[tokens, heads, head_dim]`. `window` is the number of tokens that a token sees, itself included.
+    """
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor: ...
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    paged: Attend | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls, once a layer."""
+    if paged is None:
+        raise EngineStartError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+    for name, description in REFUSED_FEATURES.items():
+        if features.get(name) is not None:
+            raise EngineStartError(f"{type(module).__name__} uses {description}, which this engine does not have")
+    output = paged.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0],
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling,
+        sliding_window,
+    )
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence of a step: its tokens are rows `start` to `start + num_new` and the last of its `num_tokens`."""
+
+    start: int
+    num_new: int
+    num_tokens: int
+    blocks: Tensor
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """One step's sequences, and where the KV of each of its tokens goes."""
+
+    cache: PagedKVCache
+    spans: Sequence[Span]
+    write_blocks: Tensor
+    write_offsets: Tensor
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Write the new tokens of every sequence, then let each attend to its own blocks."""
+        self.cache.write(layer, self.write_blocks, self.write_offsets, key, value)
+        output = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
+        for index, span in enumerate(self.spans):
+            rows = slice(span.start, span.start + span.num_new)
+            output[rows] = self._attend_span(index, span, layer, query[:, rows], scale, window).transpose(0, 1)
+        return output
+
+    def _attend_span(
+        self, index: int, span: Span, layer: int, query: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        first_seen = 0 if window is None else max(0, span.num_tokens - span.num_new - window + 1)
+        first_block, skipped = divmod(first_seen, self.cache.block_size)
+        num_keys = span.num_tokens - first_seen
+        key, value = self.cache.read(layer, span.blocks[first_block:], skipped, num_keys)
+        if span.num_new == 1:
+            return _sdpa(query, key, value, scale)
+        if span.num_new == num_keys and (window is None or window >= num_keys):
+            return _sdpa(query, key, value, scale, causal=True)
+        mask = self._masks.get((index, window))
+        if mask is None:
+            mask = _causal_mask(span.num_new, num_keys, window, query.device)
+            self._masks[index, window] = mask
+        return _sdpa(query, key, value, scale, mask)
+
+
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """True where a query sees a key; the last query is as far as the last key."""
+    query_at = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key_at = torch.arange(num_keys, device=device)[None, :]
+    mask = key_at <= query_at
+    return mask if window is None else mask & (key_at > query_at - window)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Attention of `[heads, tokens, head_dim]` queries over `[kv_heads, tokens, head_dim]` keys and values."""
+    groups = query.shape[0] // key.shape[0]
+    if mask is not None and groups > 1:  # no fast kernel takes both a mask and grouped heads
+        key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
+        groups = 1
+    return scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
+    )[0]

@@ -1,0 +1,110 @@
+"""The device's blocks: who uses each, what each holds, and which free one goes next.
+
+A block is free when no request refers to it and no transfer holds it. Free blocks keep their contents, findable by
+hash, until they are given out again, least recently used first. Every operation is O(1) a block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+log = logging.getLogger(__name__)
+
+
+class BlockPool:
+    """Reference counts, the prefix cache and the free queue of blocks 0 to `num_blocks - 1`.
+
+    Implements `core.engine.DeviceView` (`hold`, `release`). Used on the engine's thread only.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._holds = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_held = 0
+        self._complained = False
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give out now."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that a transfer in flight reads or writes."""
+        return self._num_held
+
+    def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest run of `hashes`, from the first, that the device has. They are not taken yet."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate(self, shared: Sequence[int], num_new: int) -> list[int] | None:
+        """Take the `shared` blocks that `find_prefix` found and `num_new` others; None if too few are free."""
+        num_shared_free = sum(block in self._free for block in shared)
+        if len(self._free) - num_shared_free < num_new:
+            return None
+        for block in shared:
+            self._references[block] += 1
+            self._free.pop(block, None)
+        return [*shared, *(self._take_oldest() for _ in range(num_new))]
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block of a table. The tail is reused first: prefixes die from their end."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            self._queue_if_free(block)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a full, computed block findable. The first block of a hash keeps it; a later copy stays anonymous."""
+        if self._hash_of[block] is None and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep blocks from being freed or reused while a transfer touches them (`core.engine.DeviceView`)."""
+        for block in block_ids:
+            self._num_held += self._holds[block] == 0
+            self._holds[block] += 1
+            self._free.pop(block, None)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Undo one `hold` of each block; the tail is reused first."""
+        for block in reversed(block_ids):
+            if self._holds[block] == 0:
+                self._complain(block)
+                continue
+            self._holds[block] -= 1
+            self._num_held -= self._holds[block] == 0
+            self._queue_if_free(block)
+
+    def _take_oldest(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+        self._references[block] = 1
+        return block
+
+    def _queue_if_free(self, block: int) -> None:
+        if self._references[block] or self._holds[block]:
+            return
+        self._free[block] = None
+        if self._hash_of[block] is None:
+            self._free.move_to_end(block, last=False)
+
+    def _complain(self, block: int) -> None:
+        if not self._complained:
+            self._complained = True
+            log.error("device block %d was released without being held; ignored, and further ones silently", block)

@@ -1,0 +1,94 @@
+"""A look at a model before it serves: what its KV is like, and whether paged attention computes what the model means.
+
+A model that this engine would serve wrongly is refused at start, not found out by its users.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+
+from app.engines.embedded.attention import ATTENTION_NAME, PagedBatch, Span
+from app.engines.embedded.config import EngineStartError
+from app.engines.embedded.kv_cache import KVShape, PagedKVCache
+from app.engines.embedded.model import LoadedModel, refusal
+
+PROBE_TOKENS = 24
+PROBE_CHUNKS = (13, 10, 1)
+PROBE_BLOCK_SIZE = 4
+MIN_AGREEMENT = 0.98
+"""Cosine of the two answers: rounding of half precision stays above it, another mask or other positions do not."""
+
+
+class _ShapeProbe:
+    """Attends within one row, and notes what each layer's keys and values look like."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        self.layers[layer] = (tuple(key.shape[1:]), tuple(value.shape[1:]))
+        output = scaled_dot_product_attention(
+            query[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return output[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def inspect_model(model: LoadedModel) -> KVShape:
+    """The shape of the model's KV. Raises `EngineStartError` when its layers are not plain attention, all alike."""
+    ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3) % model.vocab_size
+    probe = _ShapeProbe()
+    try:
+        _forward(model, ids, 0, probe)
+    except EngineStartError as error:
+        raise refusal(model.name, str(error)) from error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise refusal(model.name, f"it does not run on plain attention ({type(error).__name__}: {error})") from error
+    num_layers = int(model.module.config.get_text_config().num_hidden_layers)
+    if sorted(probe.layers) != list(range(num_layers)):
+        raise refusal(model.name, f"{len(probe.layers)} of its {num_layers} layers are plain attention")
+    shapes = {shape for pair in probe.layers.values() for shape in pair}
+    if len(shapes) != 1:
+        raise refusal(model.name, f"its layers' keys and values differ in heads or size: {sorted(shapes)}")
+    heads, head_dim = shapes.pop()
+    shape = KVShape(num_layers, heads, head_dim, model.dtype)
+    _compare(model, ids, shape)
+    return shape
+
+
+def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
+    """Run the prompt through the model's own attention and, in chunks, through scattered pages."""
+    num_blocks = -(-PROBE_TOKENS // PROBE_BLOCK_SIZE)
+    cache = PagedKVCache(shape, num_blocks, PROBE_BLOCK_SIZE, model.device)
+    blocks = torch.arange(num_blocks, device=model.device).flip(0)
+    paged, done = [], 0
+    for num_new in PROBE_CHUNKS:
+        at = torch.arange(done, done + num_new, device=model.device)
+        span = Span(0, num_new, done + num_new, blocks[: -(-(done + num_new) // PROBE_BLOCK_SIZE)])
+        batch = PagedBatch(cache, [span], blocks[at // PROBE_BLOCK_SIZE], at % PROBE_BLOCK_SIZE)
+        paged.append(_forward(model, ids[done : done + num_new], done, batch))
+        done += num_new
+    model.module.set_attn_implementation("eager")
+    try:
+        own = model.module(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+    agreement = cosine_similarity(torch.cat(paged).double(), own.double(), dim=-1).min().item()
+    if not agreement >= MIN_AGREEMENT:
+        raise refusal(model.name, f"paged attention does not compute what its own does (agreement {agreement:.3f})")
+
+
+def _forward(model: LoadedModel, ids: Tensor, start: int, paged: object) -> Tensor:
+    positions = torch.arange(start, start + len(ids), device=model.device)
+    output = model.module(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
+    logits: Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,40 @@
+"""What the embedded engine is told at start, and the error it refuses to start with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+MAX_BLOCK_SIZE_TOKENS = 1024
+
+
+class EngineStartError(ValueError):
+    """A setting, or the model it names, that this engine cannot serve; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the embedded engine under the names of their environment variables, checked when made.
+
+    `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
+    is requests at once.
+    """
+
+    model: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    device_blocks: int = 512
+    block_size: int = 16
+    max_batched_tokens: int = 2048
+    max_running: int = 8
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise EngineStartError(f"DTYPE={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if not self.model:
+            raise EngineStartError("MODEL is empty: name `tiny`, a local folder or a hub id")
+        for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise EngineStartError(f"{name.upper()}={getattr(self, name)} must be at least 1")
+        if self.block_size > MAX_BLOCK_SIZE_TOKENS:
+            raise EngineStartError(f"BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")

@@ -1,0 +1,225 @@
+"""The engine as others see it: a model with its KV cache, a door for requests, and a place to attach offload.
+
+To attach a copy engine and an `OffloadScheduler`: build them over `engine.cache.block_bytes` and `engine.pool` (the
+`DeviceView`), give the copy engine `engine.wake` to call when a job has ended, and `attach` both before `start`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.engines.embedded.block_pool import BlockPool
+from app.engines.embedded.check import inspect_model
+from app.engines.embedded.config import EngineConfig
+from app.engines.embedded.kv_cache import PagedKVCache, check_fits
+from app.engines.embedded.loop import EngineLoop, EngineStoppedError
+from app.engines.embedded.model import TINY, load_model
+from app.engines.embedded.offload import NoCopies, NoOffload, Offload
+from app.engines.embedded.request import Request, Sampling
+from app.engines.embedded.runner import ModelRunner
+from app.engines.embedded.scheduler import StepScheduler
+from app.engines.embedded.stream import RequestStream
+from cuda_ops.copy_engine import CopyEngine
+
+log = logging.getLogger(__name__)
+
+
+class InvalidRequestError(ValueError):
+    """A request that can never be served; `param` is the field at fault."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is. `block_bytes` is one block on the device, `kv_bytes` all of them."""
+
+    name: str
+    model: str
+    revision: str | None
+    device: str
+    dtype: str
+    block_size: int
+    block_bytes: int
+    device_blocks: int
+    kv_bytes: int
+    num_layers: int
+    vocab_size: int
+    context_tokens: int
+
+
+class EmbeddedEngine:
+    """Loads the model and allocates its KV when made; serves from `start` to `close`."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
+        """Raises `EngineStartError` for what cannot be served. `clock` gives Unix time in seconds."""
+        self.config = config
+        self.model = load_model(config.model, config.device, config.dtype)
+        shape = inspect_model(self.model)
+        kv_bytes = check_fits(shape, config.device_blocks, config.block_size, self.model.device)
+        self.info = EngineInfo(
+            name="embedded",
+            model=config.model,
+            revision=self.model.revision,
+            device=str(self.model.device),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            block_size=config.block_size,
+            block_bytes=shape.block_bytes(config.block_size),
+            device_blocks=config.device_blocks,
+            kv_bytes=kv_bytes,
+            num_layers=shape.num_layers,
+            vocab_size=self.model.vocab_size,
+            context_tokens=self.model.context_tokens,
+        )
+        _log_start(self.info)
+        self.cache = PagedKVCache(shape, config.device_blocks, config.block_size, self.model.device)
+        self.pool = BlockPool(config.device_blocks)
+        self._clock = clock
+        self._ids_lock = threading.Lock()
+        self._live_ids: set[str] = set()
+        self._loop = self._make_loop(NoOffload(), NoCopies())
+
+    # ---- what wires and watches it ----------------------------------------------------------------------------------
+
+    def attach(self, offload: Offload, copies: CopyEngine) -> None:
+        """Attach an offload scheduler and its copy engine, before `start`."""
+        if self._loop.is_started():
+            raise RuntimeError("offload must be attached before the engine starts")
+        self._loop = self._make_loop(offload, copies)
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        if self._loop.is_started():
+            raise RuntimeError("the engine was started before")
+        self._loop.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Take no more requests, abort those that run, wait a bounded time for their transfers, and stop."""
+        self._loop.close(timeout_s)
+
+    def wake(self) -> None:
+        """Have an idle engine take a step, since a job has ended or an operator has left work. Any thread."""
+        self._loop.wake()
+
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._loop.is_alive()
+
+    @property
+    def last_error(self) -> str | None:
+        """The latest error that the engine survived."""
+        return self._loop.last_error
+
+    @property
+    def thread_cpu_s(self) -> float:
+        """CPU time of the engine's thread, up to its last step."""
+        return self._loop.thread_cpu_s
+
+    # ---- what clients call ------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str | None = None,
+        aliases: Sequence[str] = (),
+        cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> RequestStream:
+        """Queue a request; its answer comes out of the stream. Call in the event loop that will read it.
+
+        An id that is in use gets a suffix, and stays an alias. Raises `InvalidRequestError` for what can never be
+        served, and `EngineStoppedError`.
+        """
+        limit_tokens = self.check(prompt_token_ids, sampling)
+        wanted_id = request_id or secrets.token_hex(16)
+        unique_id = self._reserve_id(wanted_id)
+        try:
+            stream = RequestStream(unique_id, self.cancel)
+            request = Request(
+                unique_id,
+                prompt_token_ids,
+                replace(sampling, max_tokens=min(sampling.max_tokens, limit_tokens - len(prompt_token_ids))),
+                self.model.tokenizer.stream(),
+                stream.push,
+                self.config.block_size,
+                aliases=aliases if unique_id == wanted_id else (wanted_id, *aliases),
+                cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
+            )
+            self._loop.post(request)
+        except BaseException:
+            self._release_id(unique_id)
+            raise
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request wherever it is; an unknown or ended one is no error. Any thread."""
+        try:
+            self._loop.post(request_id)
+        except EngineStoppedError:
+            log.debug("request %s ends with the engine", request_id)
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Tokens that prompt and answer may have together. Raises `InvalidRequestError` where that is too few."""
+        if not prompt:
+            raise InvalidRequestError("prompt is empty: send at least one token", "prompt")
+        if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < self.model.vocab_size)
+            raise InvalidRequestError(
+                f"prompt has token id {outside}, and the vocabulary is 0 to {self.model.vocab_size - 1}", "prompt"
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens is {sampling.max_tokens}, and must be at least 1", "max_tokens")
+        pool_tokens = self.config.device_blocks * self.config.block_size
+        for limit_tokens, what in (
+            (self.model.context_tokens, "the model's context"),
+            (pool_tokens, f"the device's KV cache (DEVICE_BLOCKS={self.config.device_blocks})"),
+        ):
+            if len(prompt) >= limit_tokens:
+                raise InvalidRequestError(
+                    f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
+                    "prompt",
+                )
+        return min(self.model.context_tokens, pool_tokens)
+
+    def _reserve_id(self, wanted_id: str) -> str:
+        with self._ids_lock:
+            unique_id = wanted_id
+            while unique_id in self._live_ids:
+                unique_id = f"{wanted_id}-{secrets.token_hex(4)}"
+            self._live_ids.add(unique_id)
+            return unique_id
+
+    def _release_id(self, request_id: str) -> None:
+        with self._ids_lock:
+            self._live_ids.discard(request_id)
+
+    def _make_loop(self, offload: Offload, copies: CopyEngine) -> EngineLoop:
+        config = self.config
+        scheduler = StepScheduler(self.pool, offload, config.block_size, config.max_batched_tokens, config.max_running)
+        runner = ModelRunner(self.model, self.cache)
+        return EngineLoop(scheduler, runner, copies, self.model.eos_token_ids, self._release_id, self._clock)
+
+
+def _log_start(info: EngineInfo) -> None:
+    log.info(
+        "model %s%s on %s in %s: %d device blocks of %d tokens, %s bytes each, %s bytes in all",
+        info.model,
+        ", which is UNTRAINED and answers noise," if info.model == TINY else "",
+        info.device,
+        info.dtype,
+        info.device_blocks,
+        info.block_size,
+        f"{info.block_bytes:,}",
+        f"{info.kv_bytes:,}",
+    )

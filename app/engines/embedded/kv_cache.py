@@ -1,0 +1,72 @@
+"""Paged KV in one tensor: `[blocks, layers, 2, block_size, kv_heads, head_dim]`, a block being one run of bytes.
+
+That run is what a copy engine moves (`block_bytes`); the model reads and writes it layer by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from app.engines.embedded.config import EngineStartError
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token's KV looks like in a model: the same in each of its layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of `block_size` tokens, all layers, keys and values."""
+        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """The device's KV cache. `block_bytes[i]` is block i as bytes, sharing memory with `tensor[i]`."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.tensor = torch.zeros(
+            (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=shape.dtype,
+            device=device,
+        )
+        self.block_bytes: Tensor = self.tensor.view(num_blocks, -1).view(torch.uint8)
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put token i's key and value (`[tokens, kv_heads, head_dim]`) at `offsets[i]` of block `blocks[i]`."""
+        of_layer = self.tensor[:, layer]
+        of_layer[blocks, 0, offsets] = key
+        of_layer[blocks, 1, offsets] = value
+
+    def read(self, layer: int, blocks: Tensor, skipped: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each `[kv_heads, tokens, head_dim]`, of tokens of a run of blocks, after `skipped` ones."""
+        of_layer = self.tensor[:, layer]
+        key, value = (
+            of_layer[:, part].index_select(0, blocks).flatten(0, 1)[skipped : skipped + num_tokens].transpose(0, 1)
+            for part in (0, 1)
+        )
+        return key, value
+
+
+def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> int:
+    """Bytes that the cache will take; refuses, with the numbers, what the device has no room for."""
+    needed_bytes = num_blocks * shape.block_bytes(block_size)
+    on_cuda = device.type == "cuda"
+    available_bytes = torch.cuda.mem_get_info(device)[0] if on_cuda else psutil.virtual_memory().available
+    if needed_bytes > available_bytes:
+        most = available_bytes // shape.block_bytes(block_size)
+        raise EngineStartError(
+            f"DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} bytes, and "
+            f"{device} has {available_bytes:,} free: set DEVICE_BLOCKS to {most} or less"
+        )
+    return needed_bytes

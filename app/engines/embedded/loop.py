@@ -1,0 +1,268 @@
+"""The engine's thread: one step after another, for as long as there is something to do.
+
+A step, in the order that every engine attached to kvferry has to keep (its calls are marked `offload:` below):
+
+    transfers that ended -> schedule (match, commit) -> plan -> loads go -> compute -> stores go -> answers
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from app.engines.embedded.offload import Offload
+from app.engines.embedded.request import FinishReason, Request
+from app.engines.embedded.runner import ModelRunner
+from app.engines.embedded.scheduler import Chunk, StepScheduler
+from core.transfers import StepPlan, TransferJob, TransferResult
+from cuda_ops.copy_engine import CopyEngine
+
+log = logging.getLogger(__name__)
+
+RECHECK_S = 0.01
+"""How often an idle engine looks again while a transfer is under way or a request waits for another's load."""
+ERROR_BACKOFF_S = 1.0
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes no requests: it has not started, is closing, or its thread has died."""
+
+
+class EngineLoop:
+    """Everything here but `post`, `wake`, `start` and `close` happens on the engine's own thread.
+
+    `on_ended` is told the id of each request that is over, before its client is told.
+    """
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        runner: ModelRunner,
+        copies: CopyEngine,
+        eos_token_ids: frozenset[int],
+        on_ended: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.last_error: str | None = None
+        self.thread_cpu_s = 0.0
+        self._scheduler = scheduler
+        self._offload: Offload = scheduler.offload
+        self._runner = runner
+        self._copies = copies
+        self._eos_token_ids = eos_token_ids
+        self._on_ended = on_ended
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._inbox: deque[Request | str] = deque()
+        self._woken = False
+        self._closing = False
+        self._close_deadline_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._logged_errors: set[str] = set()
+
+    # ---- from other threads -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        self._thread = threading.Thread(target=self._serve, name="kvferry-engine", daemon=True)
+        self._thread.start()
+
+    def is_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._thread is not None
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def post(self, message: Request | str) -> None:
+        """A new request, or the id of one to stop."""
+        with self._condition:
+            if self._closing or not self.is_alive():
+                raise EngineStoppedError("the engine is not running")
+            self._inbox.append(message)
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Have an idle engine take a step."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Abort what runs, wait at most this long for its transfers, and stop."""
+        with self._condition:
+            self._closing = True
+            self._close_deadline_s = time.monotonic() + timeout_s
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s + 5.0)
+            if self._thread.is_alive():
+                log.error("the engine's thread did not stop within %.0f s", timeout_s + 5.0)
+
+    # ---- the step ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        idle_s: float | None = None
+        try:
+            while self._wait(idle_s):
+                try:
+                    idle_s = self._step()
+                except Exception as error:  # noqa: BLE001 - whatever it was, the engine goes on serving
+                    self._complain("a step failed, and its requests end with an error", error)
+                    self._fail(self._scheduler.requests(), error)
+                    idle_s = ERROR_BACKOFF_S
+                self.thread_cpu_s = time.thread_time()
+        finally:
+            with self._condition:
+                self._closing = True
+            self._drain()
+
+    def _wait(self, idle_s: float | None) -> bool:
+        """Sleep until there is something to do, at most `idle_s` (None: no limit). False once the engine closes."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._inbox or self._woken or self._closing, idle_s)
+            self._woken = False
+            return not self._closing
+
+    def _step(self) -> float | None:
+        """One step. Answers how long the engine may sleep before the next."""
+        now_s = self._clock()
+        self._read_inbox(now_s)
+        self._end_transfers(self._copies.poll(), now_s)
+        step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
+        plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
+        self._submit(plan.loads, now_s)  # offload: loads go before the compute that hides them
+        if step.chunks:
+            self._compute(list(step.chunks.values()), plan, now_s)
+            return 0.0
+        self._submit(plan.stores, now_s)
+        return RECHECK_S if step.deferred or self._offload.has_open_work() else None
+
+    def _compute(self, chunks: Sequence[Chunk], plan: StepPlan, now_s: float) -> None:
+        try:
+            tokens = self._runner.run(chunks)
+        except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
+            self._complain("a forward pass failed, and its requests end with an error", error)
+            self._fail([chunk.request for chunk in chunks], error)
+            self._end_transfers([_failed(job, "the step that fills its blocks failed") for job in plan.stores], now_s)
+            return
+        self._submit(plan.stores, now_s)  # offload: stores go after the compute that fills their blocks
+        for chunk, token in zip(chunks, tokens, strict=True):
+            self._scheduler.advance(chunk)
+            if token is None:
+                continue
+            delta = chunk.request.append(token, token in self._eos_token_ids)
+            if delta.finish_reason is not None:
+                self._finish(chunk.request, now_s)
+            chunk.request.tell(delta)
+
+    def _submit(self, jobs: Iterable[TransferJob], now_s: float) -> None:
+        """Hand jobs to the copy engine. One that it does not take has failed."""
+        refused = []
+        for job in jobs:
+            try:
+                self._copies.submit(job)
+            except Exception as error:  # noqa: BLE001 - reported as the job's result
+                self._complain("the copy engine refused a job", error)
+                refused.append(_failed(job, f"not submitted: {error}"))
+        if refused:
+            self._end_transfers(refused, now_s)
+
+    def _end_transfers(self, results: Sequence[TransferResult], now_s: float) -> None:
+        """offload: pass results on, every step; let the requests go on whose loads have ended."""
+        for outcome in self._offload.on_transfers_finished(results, now_s):
+            self._scheduler.end_load(outcome)
+
+    # ---- requests that come and go ----------------------------------------------------------------------------------
+
+    def _read_inbox(self, now_s: float) -> None:
+        """Take what clients sent, in order, so that a request is known before it is canceled."""
+        with self._condition:
+            messages = list(self._inbox)
+            self._inbox.clear()
+        for message in messages:
+            if isinstance(message, Request):
+                self._announce(message, now_s)
+                continue
+            request = self._scheduler.find(message)
+            if request is not None:
+                self._finish(request, now_s)
+                request.tell(request.end(FinishReason.ABORT))
+
+    def _announce(self, request: Request, now_s: float) -> None:
+        try:
+            self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
+        except Exception as error:  # noqa: BLE001 - this request alone is concerned
+            self._complain("a request could not be announced", error)
+            self._on_ended(request.request_id)
+            request.tell(request.end(FinishReason.ERROR, _public(error)))
+            return
+        self._scheduler.add(request)
+
+    def _finish(self, request: Request, now_s: float) -> None:
+        """offload: on_request_finished, once, and only then are the blocks freed (in `StepScheduler.finish`)."""
+        try:
+            self._scheduler.finish(request, now_s)
+        finally:
+            self._on_ended(request.request_id)
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End requests with an error. offload: on_step_failed first, since what they were to compute is not there."""
+        try:
+            self._offload.on_step_failed([request.request_id for request in requests])
+        except Exception as another:  # noqa: BLE001 - the requests must still be ended
+            self._complain("a failed step could not be reported", another)
+        for request in requests:
+            try:
+                self._finish(request, self._clock())
+            except Exception as another:  # noqa: BLE001 - the others must still be told
+                self._complain("a failed request could not be finished", another)
+            request.tell(request.end(FinishReason.ERROR, _public(error)))
+
+    def _drain(self) -> None:
+        """Abort what is left and wait, within `close`'s time, until no transfer touches a block."""
+        pool = self._scheduler.pool
+        try:
+            now_s = self._clock()
+            self._read_inbox(now_s)
+            for request in self._scheduler.requests():
+                self._finish(request, now_s)
+                request.tell(request.end(FinishReason.ABORT))
+            while True:
+                now_s = self._clock()
+                self._end_transfers(self._copies.poll(), now_s)
+                plan = self._offload.plan_step([], now_s)
+                self._submit([*plan.loads, *plan.stores], now_s)
+                if not pool.num_held:
+                    return
+                if time.monotonic() >= self._close_deadline_s:
+                    log.warning("closed with %d device blocks still under transfer", pool.num_held)
+                    return
+                with self._condition:
+                    self._condition.wait_for(lambda: self._woken, RECHECK_S)
+                    self._woken = False
+        except Exception as error:  # noqa: BLE001 - closing ends in any case
+            self._complain("the engine did not close cleanly", error)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Remember an error, and log it with its traceback the first time that it comes from this place."""
+        self.last_error = f"{what}: {type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{type(error).__name__}@{frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
+        if place not in self._logged_errors:
+            self._logged_errors.add(place)
+            log.error("%s (logged once)", what, exc_info=error)
+
+
+def _failed(job: TransferJob, error: str) -> TransferResult:
+    return TransferResult(job.job_id, error=error)
+
+
+def _public(error: Exception) -> str:
+    """What a client may know of an internal error."""
+    return f"the engine failed on this request ({type(error).__name__}); see its log"

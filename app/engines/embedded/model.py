@@ -1,0 +1,179 @@
+"""The model: a causal LM from a local folder or a hub id, or `tiny`, which is made here from a seed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from app.engines.embedded.attention import ATTENTION_NAME
+from app.engines.embedded.config import EngineStartError
+from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+TINY = "tiny"
+TINY_CONTEXT_TOKENS = 8192
+TINY_SEED = 20
+TINY_GAIN = 1.5
+TINY_QUERY_KEY_GAIN = 1.5
+"""Gains of `tiny`'s random weights over 1/sqrt(fan in): attention is so peaked that wrong KV changes the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run, and what the engine needs to know about it.
+
+    `revision` names the weights as far as they are known: the hub's commit, `seed-<n>` for `tiny`, None for a folder.
+    """
+
+    name: str
+    module: PreTrainedModel
+    tokenizer: Tokenizer
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: frozenset[int]
+    revision: str | None
+
+
+def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served."""
+    where = _resolve_device(device)
+    module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
+    torch.nn.Module.to(module, where)
+    module.train(False)
+    module.requires_grad_(False)
+    config = module.config.get_text_config()
+    context_tokens = getattr(config, "max_position_embeddings", None)
+    if not isinstance(context_tokens, int):
+        raise refusal(name, "its config does not say how long its context is (max_position_embeddings)")
+    return LoadedModel(
+        name=name,
+        module=module,
+        tokenizer=ByteTokenizer() if name == TINY else load_tokenizer(name),
+        device=where,
+        dtype=module.dtype,
+        vocab_size=_num_embeddings(module),
+        context_tokens=context_tokens,
+        eos_token_ids=frozenset(_as_ids(module.generation_config.eos_token_id if module.generation_config else None)),
+        revision=f"seed-{TINY_SEED}" if name == TINY else getattr(module.config, "_commit_hash", None),
+    )
+
+
+def _num_embeddings(module: PreTrainedModel) -> int:
+    embeddings = module.get_input_embeddings()
+    if not isinstance(embeddings, torch.nn.Embedding):
+        raise refusal(str(module.name_or_path), f"its embeddings are {type(embeddings).__name__}")
+    return embeddings.num_embeddings
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
+    if where.type not in ("cpu", "cuda"):
+        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise EngineStartError(
+            f"DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
+        )
+    return where
+
+
+def _pretrained(name: str, dtype: str) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(name)
+        refuse_by_config(name, config)
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+        )
+        return module
+    except EngineStartError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise EngineStartError(
+            f"MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
+        ) from error
+
+
+def refuse_by_config(name: str, config: Any) -> None:
+    """Refuse, before any weights are read, a model that its config already shows to be no plain causal attention."""
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope_types = set(_rope_types(getattr(text, "rope_parameters", None))) & {"dynamic", "longrope"}
+    for found, reason in (
+        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
+        (getattr(text, "kv_lora_rank", None), "it caches a compressed latent instead of keys and values (MLA)"),
+        (layer_types, f"it has layers of the kinds {', '.join(sorted(layer_types))}"),
+        (getattr(text, "attn_logit_softcapping", None), "it caps attention scores (attn_logit_softcapping)"),
+        (rope_types, f"its positions depend on the batch (rope type {', '.join(sorted(rope_types))})"),
+        (getattr(text, "is_causal", True) is False, "it is not causal"),
+    ):
+        if found:
+            raise refusal(name, reason)
+
+
+def refusal(name: str, reason: str) -> EngineStartError:
+    """The error for a model that loads, but that this engine does not serve."""
+    return EngineStartError(
+        f"MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or sliding-window "
+        "attention in every layer, such as Llama, Qwen and Mistral"
+    )
+
+
+def _rope_types(parameters: Any) -> Iterable[str]:
+    if isinstance(parameters, dict):
+        if "rope_type" in parameters:
+            yield str(parameters["rope_type"])
+        for nested in parameters.values():
+            yield from _rope_types(nested)
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _tiny(dtype: str) -> PreTrainedModel:
+    """An untrained byte-level Llama. The same numbers in every dtype, rounded."""
+    config = LlamaConfig(
+        vocab_size=BYTE_VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=TINY_CONTEXT_TOKENS,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+    )
+    config._attn_implementation = ATTENTION_NAME
+    module: PreTrainedModel = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    generator = torch.Generator().manual_seed(TINY_SEED)
+    with torch.no_grad():
+        for name, weight in sorted(module.named_parameters()):
+            if weight.ndim < 2:
+                weight.fill_(1.0)
+                continue
+            gain = 1.0 if "embed" in name else TINY_GAIN / math.sqrt(weight.shape[1])
+            if "q_proj" in name or "k_proj" in name:
+                gain *= TINY_QUERY_KEY_GAIN
+            weight.copy_(torch.randn(weight.shape, generator=generator) * gain)
+    torch.nn.Module.to(module, torch.float32 if dtype == "auto" else getattr(torch, dtype))
+    return module

@@ -1,0 +1,197 @@
+"""A request as the engine holds it: its tokens, its blocks, how far it is, and how it ends.
+
+Satisfies `core.engine.EngineRequest`, so that an offload scheduler can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from app.engines.embedded.hashing import chain_root, extend_chain
+from app.engines.embedded.tokenizer import TextStream
+from core.keys import tenant_digest
+
+
+class RequestState(StrEnum):
+    """Where a request is. Every state may be left for `finished` at any time."""
+
+    WAITING = "waiting"
+    LOADING = "waiting_for_load"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended; `abort` and `error` have no answer to speak of."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop. Temperature 0 is greedy; a seed makes sampling repeatable."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one step added to an answer. The last one has a `finish_reason`, and for `error` what went wrong.
+
+    `num_cached_tokens` are the prompt tokens that were not computed, since the device or the host pool had them.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    error: str | None = None
+
+
+class Request:
+    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        text: TextStream,
+        sink: Callable[[OutputDelta], None],
+        block_size: int,
+        *,
+        aliases: Sequence[str] = (),
+        cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.aliases = tuple(aliases)
+        self.tenant = tenant_digest(cache_salt)
+        self.lora: str | None = None
+        self.kv_transfer_params = kv_transfer_params
+        self.sampling = sampling
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.block_hashes: list[bytes] = []
+        self.state = RequestState.WAITING
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_loading_tokens = 0
+        self.arrival = 0
+        self.generator: torch.Generator | None = None
+        self._block_size = block_size
+        self._chain_root = chain_root(cache_salt, self.lora)
+        self._cached_tokens: int | None = None
+        self._prefilled = False
+        self._text = StopScanner(text, sampling.stop)
+        self._sink = sink
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The answer so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that a cache served; settled when the prefill is done."""
+        return self._cached_tokens or 0
+
+    def note_cached(self, num_tokens: int) -> None:
+        """A cache serves this many tokens of a prefill that starts now.
+
+        A second start may find what the request itself computed before it was preempted, and that was never cached: the
+        lower count stands.
+        """
+        if not self._prefilled:
+            num_tokens = min(num_tokens, self.num_prompt_tokens)
+            self._cached_tokens = num_tokens if self._cached_tokens is None else min(self._cached_tokens, num_tokens)
+
+    def advance(self, num_new_tokens: int) -> None:
+        """A step has computed this many more tokens."""
+        self.num_computed_tokens += num_new_tokens
+        self._prefilled = self._prefilled or self.num_computed_tokens >= self.num_prompt_tokens
+
+    def append(self, token_id: int, is_eos: bool) -> OutputDelta:
+        """Take a sampled token; the answer says what it adds for the client, and whether it ends there."""
+        self.token_ids.append(token_id)
+        self._extend_hashes()
+        if is_eos and not self.sampling.ignore_eos:
+            return self._delta((token_id,), self._text.flush(), FinishReason.STOP)
+        piece, stopped = self._text.push(token_id)
+        if stopped:
+            return self._delta((token_id,), piece, FinishReason.STOP)
+        if self.num_output_tokens >= self.sampling.max_tokens:
+            return self._delta((token_id,), piece + self._text.flush(), FinishReason.LENGTH)
+        return self._delta((token_id,), piece, None)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+        """The last word to the client when something other than a token ends the answer."""
+        return self._delta((), self._text.flush(), reason, error)
+
+    def tell(self, delta: OutputDelta) -> None:
+        """Hand this to the client."""
+        self._sink(delta)
+
+    def _delta(
+        self, token_ids: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
+    ) -> OutputDelta:
+        return OutputDelta(
+            token_ids, text, reason, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens, error
+        )
+
+    def _extend_hashes(self) -> None:
+        known = len(self.block_hashes) * self._block_size
+        if self.num_tokens - known >= self._block_size:
+            extend_chain(self.block_hashes, self._chain_root, self.token_ids[known:], self._block_size, known)
+
+
+class StopScanner:
+    """Text of an answer up to its first stop string. What might be the start of one is held back until it is not."""
+
+    def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
+        self._text = text
+        self._stops = stops
+        self._held = ""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Text that may be told now, and whether a stop string ended the answer."""
+        return self._scan(self._text.push(token_id))
+
+    def flush(self) -> str:
+        """The rest, once no token follows."""
+        piece, stopped = self._scan(self._text.flush())
+        rest, self._held = ("" if stopped else self._held), ""
+        return piece + rest
+
+    def _scan(self, piece: str) -> tuple[str, bool]:
+        if not self._stops:
+            return piece, False
+        held = self._held + piece
+        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self._held = ""
+            return held[: min(found)], True
+        keep = max((n for stop in self._stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep], False

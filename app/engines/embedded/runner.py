@@ -1,0 +1,70 @@
+"""One forward pass over the chunks of a step, and the tokens that come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.engines.embedded.attention import PagedBatch, Span
+from app.engines.embedded.kv_cache import PagedKVCache
+from app.engines.embedded.model import LoadedModel
+from app.engines.embedded.sampler import sample
+from app.engines.embedded.scheduler import Chunk
+
+
+class ModelRunner:
+    """Lays the chunks of a step one after another in one row and runs the model over it."""
+
+    def __init__(self, model: LoadedModel, cache: PagedKVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """The next token of each chunk that reaches its request's end, None for the others.
+
+        On return, the device has done all of it: what the step read may be overwritten.
+        """
+        try:
+            sampling = [chunk.request for chunk in chunks if chunk.samples]
+            tokens = iter(sample(self._forward(chunks), sampling))
+            return [next(tokens) if chunk.samples else None for chunk in chunks]
+        finally:
+            if self._model.device.type == "cuda":
+                torch.cuda.current_stream(self._model.device).synchronize()
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits `[samples, vocabulary]` of the last token of each chunk that samples."""
+        ids: list[int] = []
+        positions, blocks, last_rows = [], [], []
+        spans = []
+        block_size = self._cache.block_size
+        for chunk in chunks:
+            start, end = chunk.request.num_computed_tokens, chunk.request.num_computed_tokens + chunk.num_new_tokens
+            table = np.asarray(chunk.request.block_table[: -(-end // block_size)], dtype=np.int64)
+            at = np.arange(start, end)
+            spans.append(Span(len(ids), chunk.num_new_tokens, end, self._to_device(table)))
+            ids.extend(chunk.request.token_ids[start:end])
+            positions.append(at)
+            blocks.append(table[at // block_size])
+            if chunk.samples:
+                last_rows.append(len(ids) - 1)
+        at = np.concatenate(positions)
+        batch = PagedBatch(
+            self._cache, spans, self._to_device(np.concatenate(blocks)), self._to_device(at % block_size)
+        )
+        output = self._model.module(
+            input_ids=self._to_device(np.asarray(ids))[None],
+            position_ids=self._to_device(at)[None],
+            use_cache=False,
+            logits_to_keep=self._to_device(np.asarray(last_rows, dtype=np.int64)),
+            paged=batch,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _to_device(self, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device)

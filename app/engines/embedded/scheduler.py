@@ -1,0 +1,219 @@
+"""Which tokens of which requests the next step computes, and the life of a request's blocks around it.
+
+Running requests go first, decodes before prefill, under one token budget; then waiting ones start, as far as blocks go.
+When blocks run out, the request that came last gives its own back and starts over later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from app.engines.embedded.block_pool import BlockPool
+from app.engines.embedded.offload import Offload
+from app.engines.embedded.request import Request, RequestState
+from core.engine import StepProgress
+from core.scheduler import Hit, Later
+from core.transfers import LoadOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_new_tokens` tokens of a request. One that reaches the end of its tokens yields another."""
+
+    request: Request
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends at the request's last token, so that the next one can be chosen."""
+        return self.request.num_computed_tokens + self.num_new_tokens == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes. `deferred` says that some request waits for a load that another one leads."""
+
+    chunks: dict[str, Chunk] = field(default_factory=dict)
+    budget_tokens: int = 0
+    deferred: bool = False
+
+    def add(self, request: Request, num_new_tokens: int) -> None:
+        """Compute these tokens too."""
+        self.chunks[request.request_id] = Chunk(request, num_new_tokens)
+        self.budget_tokens -= num_new_tokens
+
+    def drop(self, request: Request) -> None:
+        """Do not compute this request after all."""
+        chunk = self.chunks.pop(request.request_id, None)
+        if chunk is not None:
+            self.budget_tokens += chunk.num_new_tokens
+
+    def progress(self) -> list[StepProgress]:
+        """Each scheduled request as it will be once the step has run."""
+        return [
+            StepProgress(c.request.request_id, c.request.block_table, c.request.num_computed_tokens + c.num_new_tokens)
+            for c in self.chunks.values()
+        ]
+
+
+class StepScheduler:
+    """Every live request is in exactly one of `waiting`, `loading` and `running`."""
+
+    def __init__(
+        self, pool: BlockPool, offload: Offload, block_size: int, max_batched_tokens: int, max_running: int
+    ) -> None:
+        self.pool = pool
+        self.offload = offload
+        self.block_size = block_size
+        self.max_batched_tokens = max_batched_tokens
+        self.max_running = max_running
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.loading: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self._arrivals = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self.waiting[request.request_id] = request
+
+    def find(self, request_id: str) -> Request | None:
+        """A live request."""
+        return self.running.get(request_id) or self.waiting.get(request_id) or self.loading.get(request_id)
+
+    def requests(self) -> list[Request]:
+        """Every live request."""
+        return [*self.running.values(), *self.loading.values(), *self.waiting.values()]
+
+    def schedule(self, now_s: float) -> Step:
+        """Choose the next step's tokens and take the blocks that they need."""
+        step = Step(budget_tokens=self.max_batched_tokens)
+        preempted = False
+        for request in self._running_in_order():
+            if request.state is not RequestState.RUNNING or step.budget_tokens == 0:
+                continue
+            num_new = min(request.num_tokens - request.num_computed_tokens, step.budget_tokens)
+            while not self._grow(request, request.num_computed_tokens + num_new):
+                victim = max(self.running.values(), key=lambda r: r.arrival)
+                step.drop(victim)
+                self._preempt(victim, now_s)
+                preempted = True
+                if victim is request:
+                    break
+            if request.state is RequestState.RUNNING:
+                step.add(request, num_new)
+        if not preempted:
+            self._start_waiting(step, now_s)
+        return step
+
+    def advance(self, chunk: Chunk) -> None:
+        """A chunk was computed: the blocks that it filled can be found from now on."""
+        request = chunk.request
+        first = request.num_computed_tokens // self.block_size
+        request.advance(chunk.num_new_tokens)
+        self._register(request, first, request.num_computed_tokens // self.block_size)
+
+    def end_load(self, outcome: LoadOutcome) -> None:
+        """A load ended: run on with what it brought, or start over without it."""
+        request = self.loading.pop(outcome.request_id, None)
+        if request is None:
+            return
+        if outcome.ok:
+            request.num_computed_tokens += request.num_loading_tokens
+            request.note_cached(request.num_computed_tokens)
+            request.state = RequestState.RUNNING
+            self.running[request.request_id] = request
+            self._register(request, outcome.first_block, outcome.first_block + outcome.num_blocks)
+        else:
+            self._give_back(request)
+            self._queue_first(request)
+        request.num_loading_tokens = 0
+
+    def finish(self, request: Request, now_s: float) -> None:
+        """Let a request go, in whatever state it is. Blocks under transfer stay held by whoever moves them."""
+        for queue in (self.running, self.waiting, self.loading):
+            queue.pop(request.request_id, None)
+        request.state = RequestState.FINISHED
+        try:
+            self.offload.on_request_finished(request.request_id, now_s)
+        finally:
+            self._give_back(request)
+
+    def _running_in_order(self) -> Iterator[Request]:
+        """Decodes, then prefills, each by arrival."""
+        by_arrival = sorted(self.running.values(), key=lambda r: r.arrival)
+        decoding = [r.num_tokens - r.num_computed_tokens == 1 for r in by_arrival]
+        yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if decodes)
+        yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if not decodes)
+
+    def _start_waiting(self, step: Step, now_s: float) -> None:
+        """Start waiting requests in order, until one finds no room; pass over those that wait for another's load."""
+        for request in list(self.waiting.values()):
+            if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self.max_running:
+                return
+            loadable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+            on_device = self.pool.find_prefix(loadable)
+            num_hit = len(on_device) * self.block_size
+            answer = self.offload.match(request.request_id, num_hit, now_s)
+            if isinstance(answer, Later):
+                step.deferred = True
+                continue
+            most = len(loadable) * self.block_size - num_hit
+            num_load = min(answer.num_tokens, most) if isinstance(answer, Hit) else 0
+            num_new = min(request.num_tokens - num_hit - num_load, step.budget_tokens)
+            num_blocks = self._blocks_for(num_hit + num_load + num_new) - len(on_device)
+            table = self.pool.allocate(on_device, num_blocks)
+            if table is None:
+                return
+            del self.waiting[request.request_id]
+            request.block_table = table
+            request.num_computed_tokens = num_hit
+            request.num_loading_tokens = num_load
+            if num_load:
+                request.state = RequestState.LOADING
+                self.loading[request.request_id] = request
+            else:
+                request.note_cached(num_hit)
+                request.state = RequestState.RUNNING
+                self.running[request.request_id] = request
+                step.add(request, num_new)
+            self.offload.commit(request.request_id, table, num_load, now_s)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        more = self._blocks_for(num_tokens) - len(request.block_table)
+        if more <= 0:
+            return True
+        blocks = self.pool.allocate((), more)
+        if blocks is None:
+            return False
+        request.block_table.extend(blocks)
+        return True
+
+    def _preempt(self, request: Request, now_s: float) -> None:
+        """Take a request's blocks. It keeps its answer so far and computes all of it anew, or finds it in a cache."""
+        del self.running[request.request_id]
+        self._queue_first(request)
+        try:
+            self.offload.on_preempted(request.request_id, now_s)
+        finally:
+            self._give_back(request)
+
+    def _queue_first(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+
+    def _give_back(self, request: Request) -> None:
+        self.pool.free(request.block_table)
+        request.block_table = []
+        request.num_computed_tokens = 0
+
+    def _register(self, request: Request, first_block: int, end_block: int) -> None:
+        for index in range(first_block, end_block):
+            self.pool.register(request.block_table[index], request.block_hashes[index])
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,142 @@
+"""Text to token ids and back: a token a byte for `tiny`, the checkpoint's own tokenizer for every other model."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from transformers import AutoTokenizer
+
+log = logging.getLogger(__name__)
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+BYTE_OFFSET = 3
+BYTE_VOCAB_SIZE = 256 + BYTE_OFFSET
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_TOKENS_A_CHARACTER = 4
+
+
+class TextStream(Protocol):
+    """Text of a growing answer, piece by piece: the pieces put together are the text of the whole."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, often empty."""
+
+    def flush(self) -> str:
+        """What is still held back, once no token follows."""
+
+
+class Tokenizer(Protocol):
+    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def stream(self) -> TextStream: ...
+
+
+class ByteTokenizer:
+    """ByT5's ids: 0 pad, 1 end, 2 unknown, byte b is b + 3."""
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8 bytes, without an end token."""
+        return [byte + BYTE_OFFSET for byte in text.encode()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the bytes; what is no UTF-8 becomes U+FFFD, special tokens become nothing."""
+        return bytes(i - BYTE_OFFSET for i in token_ids if i >= BYTE_OFFSET).decode(errors="replace")
+
+    def stream(self) -> TextStream:
+        """A decoder that holds incomplete characters back."""
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id - BYTE_OFFSET])) if token_id >= BYTE_OFFSET else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class CheckpointTokenizer:
+    """The tokenizer that was saved with the model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.encode("settle lazy state before threads share it")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids with the special tokens that the model expects at the start."""
+        return [int(i) for i in self._tokenizer.encode(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        """A decoder that looks back at the piece before."""
+        return _ContextStream(self)
+
+
+class _ContextStream:
+    """Decodes a piece behind the one before it, since spaces and joined characters depend on what precedes them.
+
+    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0
+        self._told = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        before, text = self._decode()
+        broken = text.endswith(REPLACEMENT) and len(self._ids) - self._told < MAX_TOKENS_A_CHARACTER
+        return "" if broken or len(text) <= len(before) else self._tell(before, text)
+
+    def flush(self) -> str:
+        return self._tell(*self._decode())
+
+    def _decode(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        return decode(self._ids[self._context : self._told]), decode(self._ids[self._context :])
+
+    def _tell(self, before: str, text: str) -> str:
+        self._context, self._told = self._told, len(self._ids)
+        return text[len(before) :]
+
+
+class NoTokenizer:
+    """For a folder without a tokenizer: prompts are token ids, and so are answers."""
+
+    def encode(self, text: str) -> list[int]:
+        """Refuses text."""
+        raise ValueError("this model came without a tokenizer: send the prompt as token ids")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Nothing to say."""
+        return ""
+
+    def stream(self) -> TextStream:
+        """Nothing to say, piece by piece."""
+        return _ContextStream(self)
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a local folder or hub id; without one, the engine serves token ids alone and says so."""
+    try:
+        return CheckpointTokenizer(AutoTokenizer.from_pretrained(model))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        log.warning("MODEL=%s has no tokenizer that loads (%s): prompts must be token ids", model, _first_line(error))
+        return NoTokenizer()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
