@@ -1,0 +1,50 @@
+"""The metadata store: slots, history and what operators want, in SQLite, written behind the engine."""
+
+from app.store.cursors import Page
+from app.store.database import Database, downgrade, upgrade
+from app.store.errors import StoreError, StoreUnavailable
+from app.store.intents import Intents, RuleExistsError
+from app.store.journal import Journal, JournalStats
+from app.store.migrate import Upgrade
+from app.store.projection import DirtySource
+from app.store.queries import StoreReader
+from app.store.records import (
+    AgeBucket,
+    AuditEntry,
+    AuditRecord,
+    EvictionFilter,
+    EvictionRecord,
+    EvictionSummary,
+    OverrideRecord,
+    Rule,
+    SlotRecord,
+)
+from app.store.store import Store
+from app.store.trim import HistoryLimits
+
+__all__ = [
+    "AgeBucket",
+    "AuditEntry",
+    "AuditRecord",
+    "Database",
+    "DirtySource",
+    "EvictionFilter",
+    "EvictionRecord",
+    "EvictionSummary",
+    "HistoryLimits",
+    "Intents",
+    "Journal",
+    "JournalStats",
+    "OverrideRecord",
+    "Page",
+    "Rule",
+    "RuleExistsError",
+    "SlotRecord",
+    "Store",
+    "StoreError",
+    "StoreReader",
+    "StoreUnavailable",
+    "Upgrade",
+    "downgrade",
+    "upgrade",
+]

@@ -1,0 +1,126 @@
+"""How connections are made: the file, its folder, the pragmas, and who begins a transaction.
+
+SQLite runs in WAL mode, so that readers go on beside the one writer. Every wait is bounded. Connections never create a
+file: a database that was deleted would come back empty and without a schema, unnoticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from enum import Enum
+from pathlib import Path
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+
+from app.store.errors import StoreError
+
+_log = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+_CACHE_KIB = 16 * 1024
+_WAL_KEPT_BYTES = 64 << 20
+_READERS = 8
+
+
+class Access(Enum):
+    """What a connection is for."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+def parse_url(text: str) -> URL:
+    """The URL of a database; `StoreError` if it is none, or one that could not be kept."""
+    try:
+        url = make_url(text)
+        backend = url.get_backend_name()
+    except ArgumentError:
+        # The text may hold a password, so it is not repeated.
+        raise StoreError(
+            "DATABASE_URL is not a database URL; it should look like sqlite:////folder/kvferry.db"
+        ) from None
+    if backend == "sqlite" and (url.database in (None, "", ":memory:") or url.query):
+        raise StoreError(
+            f"DATABASE_URL {shown(url)} does not name a plain file; it should look like sqlite:////folder/kvferry.db"
+        )
+    return url
+
+
+def shown(url: URL) -> str:
+    """A URL as logs and answers may show it: without user, password and options."""
+    where = f"{url.host}:{url.port}" if url.port else url.host or ""
+    return f"{url.drivername}://{where}/{url.database or ''}"
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """The absolute path of a SQLite database, None for another kind."""
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return None
+    return Path(url.database).absolute()
+
+
+def prepare_file(path: Path, busy_timeout_s: float) -> None:
+    """Create the folder and the file where they are missing, for the owner alone, and put the file into WAL mode."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with closing(sqlite3.connect(path, timeout=busy_timeout_s)) as connection:
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    if mode != "wal":
+        _log.warning(
+            "%s cannot be put into WAL mode (it is in mode %s): readers and the writer will wait for each other",
+            path,
+            mode,
+        )
+
+
+def make_engine(
+    url: URL, access: Access, busy_timeout_s: float, max_bytes: int | None, before_connect: Callable[[], None]
+) -> Engine:
+    """A pool of connections. `before_connect` may refuse a new one by raising; `max_bytes` bounds a SQLite file."""
+    path = sqlite_path(url)
+    if path is None:
+        return create_engine(url, pool_pre_ping=True, pool_timeout=busy_timeout_s)
+    where = f"{path.as_uri()}?mode=rw"
+
+    def connect() -> sqlite3.Connection:
+        before_connect()
+        # Transactions are begun below, and connections travel between threads one at a time.
+        connection = sqlite3.connect(
+            where, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _set_pragmas(connection, access, max_bytes)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    size = _READERS if access is Access.READ else 1
+    engine = create_engine(
+        "sqlite:///" + str(path), creator=connect, pool_size=size, max_overflow=0, pool_timeout=busy_timeout_s
+    )
+    # A writer that began as a reader could find its snapshot outdated and fail without waiting.
+    begin = "BEGIN" if access is Access.READ else "BEGIN IMMEDIATE"
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _set_pragmas(connection: sqlite3.Connection, access: Access, max_bytes: int | None) -> None:
+    connection.execute("PRAGMA foreign_keys=ON")
+    if access is Access.READ:
+        connection.execute("PRAGMA query_only=ON")
+        return
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+    connection.execute(f"PRAGMA journal_size_limit={_WAL_KEPT_BYTES}")
+    if max_bytes is not None:
+        connection.execute(f"PRAGMA max_page_count={max(1, max_bytes // PAGE_BYTES)}")

@@ -1,0 +1,170 @@
+"""The database of the metadata store: opened and migrated, written by turns, read beside that, reopened when lost."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from alembic.util.exc import CommandError
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
+
+from app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
+from app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, diagnose, unavailable_on_trouble
+from app.store.file_watch import FileWatch
+from app.store.migrate import Upgrade, migrate, unmigrate
+from app.store.turns import WriteTurns
+
+BUSY_TIMEOUT_S = 1.0
+OPEN_TIMEOUT_S = 5.0
+PERSON_TIMEOUT_S = 2.0
+
+
+class Database:
+    """Connections to one database. Methods may be called from any thread once `open` has returned."""
+
+    def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S, max_bytes: int | None = None) -> None:
+        """`busy_timeout_s` bounds each wait for another connection's lock, `max_bytes` a SQLite file's size."""
+        self._url = parse_url(url)
+        self.name = shown(self._url)
+        self.busy_timeout_s = busy_timeout_s
+        self._max_bytes = max_bytes
+        path = sqlite_path(self._url)
+        self._watch = None if path is None else FileWatch(path)
+        self._turns = WriteTurns()
+        self._writer: Engine | None = None
+        self._reader: Engine | None = None
+        self.written_s = 0.0
+        """When the last transaction was committed, by the monotonic clock."""
+
+    def open(self) -> Upgrade:
+        """Create what is missing and bring the schema up to date. Raises `StoreError`."""
+        return self._connect(OPEN_TIMEOUT_S)
+
+    def reopen(self) -> bool:
+        """Open anew what lies under the path now; True if it is another database, or had no schema.
+
+        Raises `StoreError`, and `StoreUnavailable` while others are writing.
+        """
+        with self._turns.person(PERSON_TIMEOUT_S):
+            self._disconnect()
+            replaced = False
+            if self._watch is not None:
+                try:
+                    self._watch.verify()
+                except DatabaseReplaced:
+                    replaced = True
+                    self._watch.remove_orphaned_log()
+            return self._connect(self.busy_timeout_s).before is None or replaced
+
+    def check(self) -> None:
+        """Raise `DatabaseReplaced` if the file is no longer the one that was opened."""
+        if self._watch is not None:
+            self._watch.verify()
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction of the journal, whose errors come as they are. It waits for people, who do not wait for it."""
+        with self._turns.journal(self.busy_timeout_s):
+            self.check()
+            with self._opened(self._writer).begin() as connection:
+                yield connection
+        self.written_s = time.monotonic()
+
+    @contextmanager
+    def write_for_person(self) -> Iterator[Connection]:
+        """A transaction that somebody waits for. `StoreUnavailable` after a bounded time, and then nothing was done."""
+        with unavailable_on_trouble(self.name), self._turns.person(PERSON_TIMEOUT_S):
+            self.check()
+            with self._opened(self._writer).begin() as connection:
+                yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A snapshot for reading, on a connection of its own. Raises `StoreUnavailable`."""
+        with unavailable_on_trouble(self.name), self._opened(self._reader).begin() as connection:
+            yield connection
+
+    def limit_bytes(self, max_bytes: int | None) -> None:
+        """Change the bound on a SQLite file's size, from the next connection on."""
+        with self._turns.person(PERSON_TIMEOUT_S):
+            self._max_bytes = max_bytes
+            self._disconnect()
+            self._make_engines()
+
+    def close(self) -> None:
+        """Close what is idle; what is in use closes when it is given back."""
+        self._disconnect()
+
+    def _connect(self, timeout_s: float) -> Upgrade:
+        try:
+            return self._prepare(timeout_s)
+        except NoSuchModuleError as error:
+            raise StoreError(f"DATABASE_URL {self.name}: this kind of database is not known; use sqlite") from error
+        except ImportError as error:
+            raise StoreError(f"DATABASE_URL {self.name}: its driver is not installed ({error.name})") from error
+        except CommandError as error:
+            raise StoreError(
+                f"the database {self.name} cannot be migrated: {error}. It was probably written by a newer version: "
+                "install that, or set DATABASE_URL to another database"
+            ) from error
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            raise StoreError(_advice(error, self.name)) from error
+
+    def _prepare(self, timeout_s: float) -> Upgrade:
+        if self._watch is not None:
+            prepare_file(self._watch.path, timeout_s)
+            self._watch.remember()
+        migrator = make_engine(self._url, Access.WRITE, timeout_s, self._max_bytes, self.check)
+        try:
+            upgrade = migrate(migrator)
+        finally:
+            migrator.dispose()
+        self._make_engines()
+        return upgrade
+
+    def _make_engines(self) -> None:
+        self._writer = make_engine(self._url, Access.WRITE, self.busy_timeout_s, self._max_bytes, self.check)
+        self._reader = make_engine(self._url, Access.READ, self.busy_timeout_s, None, self.check)
+
+    def _disconnect(self) -> None:
+        writer, reader = self._writer, self._reader
+        self._writer = self._reader = None
+        for engine in (writer, reader):
+            if engine is not None:
+                engine.dispose()
+
+    def _opened(self, engine: Engine | None) -> Engine:
+        if engine is None:
+            raise StoreUnavailable(f"the database {self.name} is not open")
+        return engine
+
+
+def _advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
+    if isinstance(error, OSError):
+        reason = f"the database {name} cannot be opened: {error.strerror or error} ({error.filename})"
+        return f"{reason}. Set STATE_DIR or DATABASE_URL to a place that can be written"
+    reason = diagnose(error, name).text
+    if getattr(getattr(error, "orig", error), "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB:
+        return f"{reason}. Move the file away, or set DATABASE_URL to another path"
+    return f"{reason}. End what holds it, or set DATABASE_URL to another database"
+
+
+def upgrade(url: str) -> Upgrade:
+    """Bring a database to this version's schema, creating it where it is missing. Raises `StoreError`."""
+    database = Database(url)
+    try:
+        return database.open()
+    finally:
+        database.close()
+
+
+def downgrade(url: str, revision: str) -> Upgrade:
+    """Undo migrations down to `revision`, for a way back to an older version. `base` drops every table."""
+    engine = make_engine(parse_url(url), Access.WRITE, OPEN_TIMEOUT_S, None, lambda: None)
+    try:
+        return unmigrate(engine, revision)
+    finally:
+        engine.dispose()

@@ -1,0 +1,101 @@
+"""What can go wrong with the metadata store, and which of it is the database's doing and which one row's."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+
+class StoreError(Exception):
+    """The store cannot be opened or migrated: the service refuses to start. The message says what to do."""
+
+
+class StoreUnavailable(Exception):
+    """The database does not answer right now. Nothing was changed; trying again later may work."""
+
+
+class DatabaseReplaced(StoreUnavailable):
+    """The file under the database's path is no longer the one that was opened."""
+
+
+class Trouble(StrEnum):
+    """What keeps the journal from writing."""
+
+    LOCKED = "locked"
+    FULL = "full"
+    REPLACED = "replaced"
+    BROKEN = "broken"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A failure as operators are told of it, in a sentence: never a statement or its values, which belong to users."""
+
+    trouble: Trouble
+    text: str
+
+
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_MAKE_ROOM = "free disk space, raise the limit on its size, or lower EVICTION_HISTORY_ROWS"
+
+
+def diagnose(error: BaseException, database: str) -> Diagnosis:
+    """Name the trouble behind an exception; `database` is its name as it may be shown."""
+    if isinstance(error, DatabaseReplaced):
+        return Diagnosis(Trouble.REPLACED, str(error))
+    if isinstance(error, StoreUnavailable):
+        return Diagnosis(Trouble.LOCKED, str(error))
+    if isinstance(error, StoreError):
+        return Diagnosis(Trouble.BROKEN, str(error))
+    if isinstance(error, PoolTimeoutError):
+        return Diagnosis(Trouble.LOCKED, f"the database {database} is busy: all connections to it are in use")
+    if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
+        trouble, what = _diagnose_database(error)
+        return Diagnosis(trouble, f"the database {database} {what}")
+    if isinstance(error, OSError):
+        return Diagnosis(Trouble.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
+    return Diagnosis(Trouble.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Trouble, str]:
+    cause: BaseException = error
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        cause = error.orig
+    code = getattr(cause, "sqlite_errorcode", None)
+    name = getattr(cause, "sqlite_errorname", None)
+    # The low byte of an extended code is the primary one.
+    primary = code & 0xFF if isinstance(code, int) else None
+    if primary in _LOCKED:
+        return Trouble.LOCKED, "is locked by another connection"
+    if primary == sqlite3.SQLITE_FULL:
+        return Trouble.FULL, f"is full: {_MAKE_ROOM}"
+    if name == "SQLITE_IOERR_WRITE":
+        return Trouble.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_MAKE_ROOM}"
+    return Trouble.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether the rows themselves are at fault, so that writing them again would fail for ever."""
+    return isinstance(error, (DataError, IntegrityError, ValueError, TypeError, OverflowError))
+
+
+@contextmanager
+def unavailable_on_trouble(name: str) -> Iterator[None]:
+    """Turn a failing database into `StoreUnavailable`; rows that it refuses stay what they are."""
+    try:
+        yield
+    except (DataError, IntegrityError):
+        raise
+    except SQLAlchemyError as error:
+        raise StoreUnavailable(diagnose(error, name).text) from error

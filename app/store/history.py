@@ -1,0 +1,140 @@
+"""Writing history: evictions, regrets about them, and resets, in batches and in the order in which they happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, Table, bindparam, func, insert, select, update
+
+from app.store.database import Database
+from app.store.errors import is_refused
+from app.store.models import EvictionRow, ResetRow
+from app.store.queue import Entry, HistoryQueue, Regrets
+from app.store.text import clean
+from core.events import EvictionBatch, ResetEvent
+from core.keys import group_of
+
+BATCH_ROWS = 2000
+BATCHES_A_STEP = 8
+
+
+class HistoryWriter:
+    """Moves entries from the queue into the database. An entry that the database refuses is dropped and counted."""
+
+    def __init__(self, engine: str, queue: HistoryQueue) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._one_by_one = 0
+        self.written_rows = 0
+        self.refused_rows = 0
+
+    def step(self, database: Database) -> bool:
+        """Write some batches; True if more waits. Raises what the database raises, and keeps what was not written."""
+        for _ in range(BATCHES_A_STEP):
+            entries = self._queue.take(BATCH_ROWS)
+            if not entries:
+                return False
+            if self._one_by_one:
+                entries = entries[:1]
+            self._write(database, entries)
+            self._one_by_one = max(0, self._one_by_one - 1)
+        return True
+
+    def _write(self, database: Database, entries: list[Entry]) -> None:
+        rows = sum(entry.rows for entry in entries)
+        try:
+            with database.write() as connection:
+                self._insert(connection, entries)
+        except Exception as error:
+            if not is_refused(error):
+                raise
+            if len(entries) > 1:
+                # One of them is at fault: find it by writing each alone.
+                self._one_by_one = len(entries) + 1
+                return
+            self.refused_rows += rows
+            self._queue.settle(1)
+            raise
+        self.written_rows += rows
+        self._queue.settle(len(entries))
+
+    def _insert(self, connection: Connection, entries: list[Entry]) -> None:
+        evictions: list[dict[str, Any]] = []
+        for entry in entries:
+            if isinstance(entry.item, EvictionBatch):
+                evictions += eviction_rows(self._engine, entry.item)
+                continue
+            # A regret is about an eviction before it, never about one behind it.
+            _insert_evictions(connection, evictions)
+            evictions = []
+            if isinstance(entry.item, Regrets):
+                _mark_regrets(connection, self._engine, entry.item)
+            else:
+                _insert_reset(connection, self._engine, entry.item)
+        _insert_evictions(connection, evictions)
+
+
+def eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
+    """The rows of a batch as parameters. A block that was never hit has been idle since it was stored."""
+    rows = batch.rows
+    age_s = (batch.time_s - rows.stored_s).clip(min=0.0).tolist()
+    idle_s = (batch.time_s - np.maximum(rows.stored_s, rows.hit_s)).clip(min=0.0).tolist()
+    common = {
+        "engine": engine,
+        "time": batch.time_s,
+        "reason": batch.reason.value,
+        "policy": batch.policy,
+        "needed_by": clean(batch.needed_by),
+        "regretted_at": None,
+    }
+    columns = zip(
+        rows.keys,
+        age_s,
+        idle_s,
+        rows.hits.tolist(),
+        rows.positions.tolist(),
+        rows.sizes.tolist(),
+        rows.origins,
+        strict=True,
+    )
+    return [
+        common
+        | {
+            "key": key.hex(),
+            "group_index": group_of(key),
+            "age_s": age,
+            "idle_s": idle,
+            "hits": hits,
+            "position": position,
+            "size_bytes": size,
+            "request": clean(origin.request_id),
+            "tenant": clean(origin.tenant),
+        }
+        for key, age, idle, hits, position, size, origin in columns
+    ]
+
+
+def _insert_evictions(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        connection.execute(insert(EvictionRow), rows)
+
+
+def _insert_reset(connection: Connection, engine: str, event: ResetEvent) -> None:
+    row = {"engine": engine, "time": event.time_s, "epoch": event.epoch, "dropped": event.dropped}
+    connection.execute(insert(ResetRow), row)
+
+
+def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None:
+    latest = (
+        select(func.max(EvictionRow.id))
+        .where(EvictionRow.engine == engine, EvictionRow.key == bindparam("of_key"))
+        .scalar_subquery()
+    )
+    table = EvictionRow.__table__
+    if not isinstance(table, Table):
+        raise TypeError("evictions is not a table")
+    statement = (
+        update(table).where(table.c.id == latest, table.c.regretted_at.is_(None)).values(regretted_at=bindparam("at"))
+    )
+    connection.execute(statement, [{"of_key": key.hex(), "at": regrets.time_s} for key in regrets.keys])

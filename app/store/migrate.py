@@ -1,0 +1,56 @@
+"""Bringing a database to the schema of this version, from code alone: no configuration file, no current folder."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine
+
+# `app` and `migrations` are installed side by side; a folder of that name elsewhere on the path must not win.
+_SCRIPTS = Path(__file__).resolve().parents[2] / "migrations"
+
+# Alembic keeps the migration under way in a module-wide place.
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """The schema's revision before (None: there was no schema) and after."""
+
+    before: str | None
+    after: str | None
+
+
+def migrate(engine: Engine) -> Upgrade:
+    """Bring the schema up to this version's, in one transaction. Raises `CommandError` for a schema newer than this."""
+    with _one_at_a_time, engine.begin() as connection:
+        config = _config(connection)
+        before = _revision(connection)
+        if before != ScriptDirectory.from_config(config).get_current_head():
+            command.upgrade(config, "head")
+        return Upgrade(before, _revision(connection))
+
+
+def unmigrate(engine: Engine, revision: str) -> Upgrade:
+    """Undo migrations down to `revision`, in one transaction; `base` undoes them all, and the data with them."""
+    with _one_at_a_time, engine.begin() as connection:
+        before = _revision(connection)
+        command.downgrade(_config(connection), revision)
+        return Upgrade(before, _revision(connection))
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
