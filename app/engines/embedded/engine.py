@@ -18,7 +18,7 @@ from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.check import inspect_model
 from app.engines.embedded.config import EngineConfig
 from app.engines.embedded.kv_cache import PagedKVCache, check_fits
-from app.engines.embedded.loop import EngineLoop, EngineStoppedError
+from app.engines.embedded.loop import CanceledRequest, EngineLoop, EngineStoppedError, NewRequest
 from app.engines.embedded.model import TINY, load_model
 from app.engines.embedded.offload import NoCopies, NoOffload, Offload
 from app.engines.embedded.request import Request, Sampling
@@ -83,8 +83,8 @@ class EmbeddedEngine:
         self.cache = PagedKVCache(shape, config.device_blocks, config.block_size, self.model.device)
         self.pool = BlockPool(config.device_blocks)
         self._clock = clock
-        self._ids_lock = threading.Lock()
-        self._live_ids: set[str] = set()
+        self._live_lock = threading.Lock()
+        self._live: dict[str, Request | None] = {}
         self._loop = self._make_loop(NoOffload(), NoCopies())
 
     # ---- what wires and watches it ----------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class EmbeddedEngine:
         wanted_id = request_id or secrets.token_hex(16)
         unique_id = self._reserve_id(wanted_id)
         try:
-            stream = RequestStream(unique_id, self.cancel)
+            stream = RequestStream(unique_id, lambda: self._cancel(request))
             request = Request(
                 unique_id,
                 prompt_token_ids,
@@ -156,7 +156,9 @@ class EmbeddedEngine:
                 cache_salt=cache_salt,
                 kv_transfer_params=kv_transfer_params,
             )
-            self._loop.post(request)
+            with self._live_lock:
+                self._live[unique_id] = request
+            self._loop.post(NewRequest(request))
         except BaseException:
             self._release_id(unique_id)
             raise
@@ -164,10 +166,10 @@ class EmbeddedEngine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request wherever it is; an unknown or ended one is no error. Any thread."""
-        try:
-            self._loop.post(request_id)
-        except EngineStoppedError:
-            log.debug("request %s ends with the engine", request_id)
+        with self._live_lock:
+            request = self._live.get(request_id)
+        if request is not None:
+            self._cancel(request)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Tokens that prompt and answer may have together. Raises `InvalidRequestError` where that is too few."""
@@ -192,17 +194,23 @@ class EmbeddedEngine:
                 )
         return min(self.model.context_tokens, pool_tokens)
 
+    def _cancel(self, request: Request) -> None:
+        try:
+            self._loop.post(CanceledRequest(request))
+        except EngineStoppedError:
+            log.debug("request %s ends with the engine", request.request_id)
+
     def _reserve_id(self, wanted_id: str) -> str:
-        with self._ids_lock:
+        with self._live_lock:
             unique_id = wanted_id
-            while unique_id in self._live_ids:
+            while unique_id in self._live:
                 unique_id = f"{wanted_id}-{secrets.token_hex(4)}"
-            self._live_ids.add(unique_id)
+            self._live[unique_id] = None
             return unique_id
 
     def _release_id(self, request_id: str) -> None:
-        with self._ids_lock:
-            self._live_ids.discard(request_id)
+        with self._live_lock:
+            self._live.pop(request_id, None)
 
     def _make_loop(self, offload: Offload, copies: CopyEngine) -> EngineLoop:
         config = self.config

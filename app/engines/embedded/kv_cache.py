@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
 from app.engines.embedded.config import EngineStartError
+from cuda_ops.limits import MemoryLimit, memory_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,14 @@ def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.d
     """Bytes that the cache will take; refuses, with the numbers, what the device has no room for."""
     needed_bytes = num_blocks * shape.block_bytes(block_size)
     on_cuda = device.type == "cuda"
-    available_bytes = torch.cuda.mem_get_info(device)[0] if on_cuda else psutil.virtual_memory().available
-    if needed_bytes > available_bytes:
-        most = available_bytes // shape.block_bytes(block_size)
+    limits = (
+        [MemoryLimit(f"memory free on {device}", torch.cuda.mem_get_info(device)[0])] if on_cuda else memory_limits()
+    )
+    tightest = min(limits, key=lambda limit: limit.available_bytes)
+    if needed_bytes > tightest.available_bytes:
+        most = tightest.available_bytes // shape.block_bytes(block_size)
         raise EngineStartError(
             f"DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} bytes, and "
-            f"{device} has {available_bytes:,} free: set DEVICE_BLOCKS to {most} or less"
+            f"{tightest.name} is {tightest.available_bytes:,}: set DEVICE_BLOCKS to {most} or less"
         )
     return needed_bytes

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from app.engines.embedded.offload import Offload
 from app.engines.embedded.request import FinishReason, Request
@@ -30,6 +31,20 @@ ERROR_BACKOFF_S = 1.0
 
 class EngineStoppedError(RuntimeError):
     """The engine takes no requests: it has not started, is closing, or its thread has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A client sent this request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class CanceledRequest:
+    """The client of this request is gone. The request itself, since its id may have come again meanwhile."""
+
+    request: Request
 
 
 class EngineLoop:
@@ -57,7 +72,7 @@ class EngineLoop:
         self._on_ended = on_ended
         self._clock = clock
         self._condition = threading.Condition()
-        self._inbox: deque[Request | str] = deque()
+        self._inbox: deque[NewRequest | CanceledRequest] = deque()
         self._woken = False
         self._closing = False
         self._close_deadline_s = 0.0
@@ -79,8 +94,8 @@ class EngineLoop:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def post(self, message: Request | str) -> None:
-        """A new request, or the id of one to stop."""
+    def post(self, message: NewRequest | CanceledRequest) -> None:
+        """Tell the engine of a request that comes or goes. Raises `EngineStoppedError`."""
         with self._condition:
             if self._closing or not self.is_alive():
                 raise EngineStoppedError("the engine is not running")
@@ -186,11 +201,10 @@ class EngineLoop:
             messages = list(self._inbox)
             self._inbox.clear()
         for message in messages:
-            if isinstance(message, Request):
-                self._announce(message, now_s)
-                continue
-            request = self._scheduler.find(message)
-            if request is not None:
+            request = message.request
+            if isinstance(message, NewRequest):
+                self._announce(request, now_s)
+            elif self._scheduler.is_live(request):
                 self._finish(request, now_s)
                 request.tell(request.end(FinishReason.ABORT))
 

@@ -80,9 +80,9 @@ class StepScheduler:
         request.arrival = self._arrivals
         self.waiting[request.request_id] = request
 
-    def find(self, request_id: str) -> Request | None:
-        """A live request."""
-        return self.running.get(request_id) or self.waiting.get(request_id) or self.loading.get(request_id)
+    def is_live(self, request: Request) -> bool:
+        """Whether this very request was added and has not finished."""
+        return any(queue.get(request.request_id) is request for queue in (self.running, self.waiting, self.loading))
 
     def requests(self) -> list[Request]:
         """Every live request."""

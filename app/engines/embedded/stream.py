@@ -11,7 +11,8 @@ from app.engines.embedded.request import OutputDelta
 class RequestStream:
     """An async iterator of what each step adds; it ends after the delta that has a `finish_reason`."""
 
-    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
+        """`cancel` stops the request; it is called when its client is gone."""
         self.request_id = request_id
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
@@ -31,11 +32,11 @@ class RequestStream:
     def cancel(self) -> None:
         """The client is gone: stop working for it. Harmless once the answer has ended."""
         if not self._ended:
-            self._cancel(self.request_id)
+            self._cancel()
 
     def push(self, delta: OutputDelta) -> None:
         """Called by the engine's thread. An event loop that has closed is a client that is gone."""
         try:
             self._loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
         except RuntimeError:
-            self._cancel(self.request_id)
+            self._cancel()
