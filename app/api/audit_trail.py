@@ -1,0 +1,201 @@
+"""The audit trail: who tried to change what, from where, and what came of it, written around every mutating call.
+
+A call that changes something is written down before it is applied, and its outcome after. While the database is gone
+such a call answers 503 and changes nothing, except what an operator needs in an emergency (reset, dropping and pinning
+blocks): that is applied all the same, and its record goes to the log. Calls refused before they got that far are
+written down too, as far as the database lets us.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import Depends, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.auth import TokenName
+from app.api.offthread import StoreThreads
+from app.api.problems import Problem
+from app.store import AuditEntry, Store, StoreUnavailable
+
+AUDITED_PREFIX = "/admin/"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+MAX_PATH_CHARS = 1000
+MAX_WHAT_CHARS = 4000
+MAX_DEPTH = 8
+MAX_UNKNOWN_PER_MINUTE = 120
+MASK = "***"
+
+_SECRET = re.compile(r"token(?!s)|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Record:
+    """One call's entry in the making; `row_id` is None until it is written."""
+
+    scope: Scope
+    started_s: float
+    row_id: int | None = None
+
+    def entry(self) -> AuditEntry:
+        """What is known of the call so far."""
+        state = self.scope["state"]
+        client = self.scope.get("client")
+        return AuditEntry(
+            time_s=self.started_s,
+            token=str(state.get("token", TokenName.NONE)),
+            client=client[0] if client else "",
+            request_id=state["request_id"],
+            method=self.scope["method"],
+            path=self.scope["path"][:MAX_PATH_CHARS],
+            what=describe_body(state.get("body", b"")),
+        )
+
+
+def describe_body(body: bytes) -> dict[str, Any] | None:
+    """What a call's body said, for people to read later: bounded, and without secrets. None without a body."""
+    if not body:
+        return None
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        # It may hold anything, a misplaced secret too.
+        return {"unreadable_bytes": len(body)}
+    if not isinstance(parsed, dict) or len(body) > MAX_WHAT_CHARS:
+        return {"too_large_bytes" if isinstance(parsed, dict) else "unreadable_bytes": len(body)}
+    return {_text(name): _plain(name, value, depth=1) for name, value in parsed.items()}
+
+
+def _plain(name: str, value: Any, depth: int) -> Any:
+    """A JSON value that every database takes, with secrets masked by the name they go under."""
+    if _SECRET.search(name):
+        return MASK
+    if depth > MAX_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return {_text(inner): _plain(inner, item, depth + 1) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(name, item, depth + 1) for item in value]
+    if isinstance(value, str):
+        return _text(value)
+    # NaN and infinities, which Python's reader takes and no JSON column does, and numbers beyond all columns.
+    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) >= 2**63):
+        return repr(value)
+    return value
+
+
+def _text(text: str) -> str:
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+class AuditTrail:
+    """Writes records. The database's own limits bound how long that takes, and so do ours."""
+
+    def __init__(self, store: Store) -> None:
+        self._intents = store.intents
+        self._threads = StoreThreads(max_threads=4, timeout_s=5.0)
+        self._minute = 0
+        self._unknown_callers = 0
+
+    async def begin(self, record: Record) -> None:
+        """Write down that a call is about to be applied. Raises `StoreUnavailable` or a 503 problem."""
+        record.row_id = await self._threads.run(self._intents.begin_audit, record.entry())
+
+    async def end(self, record: Record, status: int) -> None:
+        """Write down what came of a call. What the database does not take is logged instead, and nothing is raised."""
+        outcome = outcome_of(status)
+        if record.row_id is None and not self._wanted(record):
+            return
+        try:
+            if record.row_id is None or not await self._threads.run(
+                self._intents.end_audit, record.row_id, status, outcome
+            ):
+                entry = replace(record.entry(), status=status, outcome=outcome)
+                await self._threads.run(self._intents.begin_audit, entry)
+        except (StoreUnavailable, Problem) as exc:
+            _log_record(record, status, outcome, exc)
+
+    def _wanted(self, record: Record) -> bool:
+        """Whether a refused call is kept: strangers must not be able to fill the table."""
+        if record.scope["state"].get("authorized", False):
+            return True
+        minute = int(record.started_s // 60)
+        if minute != self._minute:
+            self._minute, self._unknown_callers = minute, 0
+        self._unknown_callers += 1
+        return self._unknown_callers <= MAX_UNKNOWN_PER_MINUTE
+
+
+def outcome_of(status: int) -> str:
+    """A status in one word: `applied`, `refused`, or `failed`."""
+    if status < 400:
+        return "applied"
+    return "refused" if status < 500 else "failed"
+
+
+def _log_record(record: Record, status: int, outcome: str, trouble: Exception) -> None:
+    entry = record.entry()
+    _log.warning(
+        "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
+        trouble,
+        entry.method,
+        entry.path,
+        entry.token,
+        entry.client,
+        entry.request_id,
+        json.dumps(entry.what),
+        status,
+        outcome,
+    )
+
+
+class Audit:
+    """ASGI middleware that writes the outcome of every mutating admin call before its answer leaves."""
+
+    def __init__(self, app: ASGIApp, trail: AuditTrail) -> None:
+        self._app = app
+        self._trail = trail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or not scope["path"].startswith(AUDITED_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        record = Record(scope, time.time())
+        scope["state"]["audit"] = (self._trail, record)
+        ended = False
+
+        async def send_when_written(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start" and not ended:
+                ended = True
+                await self._trail.end(record, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_when_written)
+        except Exception:
+            if not ended:
+                await self._trail.end(record, 500)
+            raise
+
+
+async def _write_ahead(request: Request) -> None:
+    trail, record = request.state.audit
+    await trail.begin(record)
+
+
+async def _write_after(request: Request) -> None:
+    """Nothing to do before: the middleware writes the record once the call is through."""
+
+
+WRITE_AHEAD = Depends(_write_ahead)
+"""For routes that change intent (policies, overrides, settings): not applied unless it can be written down first."""
+EMERGENCY = Depends(_write_after)
+"""For routes that must work without the database: reset, and dropping and pinning blocks."""

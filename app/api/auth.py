@@ -1,0 +1,145 @@
+"""Who may call what: bearer tokens, or, without any, loopback only and no foreign web page."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api.pages import sign_in_page
+from app.api.problems import Problem
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+ENGINE_PREFIX = "/v1/"
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class TokenName(StrEnum):
+    """Which token a caller showed: what the audit table says, never the token's value."""
+
+    ADMIN = "admin"
+    READ = "read"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens that open the API; without either, it is open to programs on this machine."""
+
+    admin: str | None = field(default=None, repr=False)
+    read: str | None = field(default=None, repr=False)
+
+    @property
+    def any_set(self) -> bool:
+        """Whether callers must show a token."""
+        return self.admin is not None or self.read is not None
+
+    def name_of(self, shown: str) -> TokenName | None:
+        """Which token this is, in a time that does not depend on how much of it is right."""
+        digest = _digest(shown)
+        is_admin = self.admin is not None and hmac.compare_digest(digest, _digest(self.admin))
+        is_read = self.read is not None and hmac.compare_digest(digest, _digest(self.read))
+        if is_admin:
+            return TokenName.ADMIN
+        return TokenName.READ if is_read else None
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+class Auth:
+    """ASGI middleware that lets a call through or answers 401 or 403."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._check_token(scope, headers) if self._tokens.any_set else self._check_local(scope, headers)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif refusal.status == 401 and (page := sign_in_page(scope, headers, refusal)) is not None:
+            await page(scope, receive, send)
+        else:
+            await refusal.response(scope)(scope, receive, send)
+
+    def _check_token(self, scope: Scope, headers: Headers) -> Problem | None:
+        shown = headers.getlist("authorization")
+        name = self._tokens.name_of(shown[0][7:].strip()) if _is_bearer(shown) else None
+        scope["state"]["token"] = name or TokenName.NONE
+        scope["state"]["authorized"] = name is not None
+        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+            return None
+        if name is None:
+            challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if shown else "")
+            detail = "this token is not known here" if shown else "send a token: Authorization: Bearer <token>"
+            return Problem(401, detail, headers={"WWW-Authenticate": challenge})
+        if name is TokenName.READ and scope["method"] != "GET" and not scope["path"].startswith(ENGINE_PREFIX):
+            challenge = 'Bearer realm="kvferry", error="insufficient_scope"'
+            detail = "the read token only reads: this call needs the admin token"
+            return Problem(403, detail, headers={"WWW-Authenticate": challenge})
+        return None
+
+    def _check_local(self, scope: Scope, headers: Headers) -> Problem | None:
+        """Without a token, a web page must not get in: neither by a rebound name nor from another origin."""
+        scope["state"]["token"] = TokenName.NONE
+        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+            return None
+        hosts = headers.getlist("host")
+        port = _loopback_port(hosts[0], "http") if len(hosts) == 1 else None
+        if port is None:
+            return Problem(
+                403, "without a token, only loopback is served: the Host header must be localhost or a loopback address"
+            )
+        for origin in headers.getlist("origin"):
+            origin_port = _origin_loopback_port(origin)
+            # Reading cross-origin is already stopped by the browser; another local page must not change anything.
+            if origin_port is None or (scope["method"] not in ("GET", "HEAD") and origin_port != port):
+                return Problem(403, "without a token, calls from the pages of another origin are refused")
+        scope["state"]["authorized"] = True
+        return None
+
+
+def _is_bearer(shown: list[str]) -> bool:
+    return len(shown) == 1 and shown[0][:7].lower() == "bearer "
+
+
+def _loopback_port(host: str, scheme: str) -> int | None:
+    """The port of a Host header that names this machine, the scheme's own if none is given; else None."""
+    match = _HOST.fullmatch(host)
+    if match is None:
+        return None
+    port = int(match["port"]) if match["port"] else _DEFAULT_PORTS[scheme]
+    return port if port <= 65535 and _is_loopback(match["name"].strip("[]")) else None
+
+
+def _is_loopback(name: str) -> bool:
+    if name.rstrip(".").lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _origin_loopback_port(origin: str) -> int | None:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return None
+    if parts.scheme not in _DEFAULT_PORTS or parts.path or parts.query or parts.fragment:
+        return None
+    return _loopback_port(parts.netloc, parts.scheme)

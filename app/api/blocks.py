@@ -1,0 +1,204 @@
+"""Blocks in the pool: listing, dropping and pinning single ones, and a map of all slots."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Body, Path
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api.audit_trail import EMERGENCY
+from app.api.context import AdminContext
+from app.api.paging import Cursor, Limit, Page, parse_position
+from app.api.policy_models import DEFAULT_TTL_S, Ttl
+from app.api.problems import Problem
+from app.api.times import rfc3339, rfc3339_or_none
+from core.events import SlotRows
+from core.keys import GROUP_BYTES, Key, group_of
+from core.manager import PinOutcome
+from core.slots import SlotState
+
+MAX_KEY_HEX = 512
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
+
+BlockHash = Annotated[
+    str,
+    Path(
+        alias="hash",
+        max_length=MAX_KEY_HEX,
+        description="hex of the key, group included",
+        examples=["9f86d081884c7d659a2feaa0c55ad01500"],
+    ),
+]
+
+
+class Block(BaseModel):
+    """A loadable block. `hash` is what paths call its key; `size` is bytes; `position` its index within its request."""
+
+    hash: str
+    key: str
+    group: int
+    slot: int
+    size: int
+    state: str = Field(examples=["ready"])
+    position: int
+    request: str = Field(description="the request that stored it")
+    tenant: str | None = Field(description="digest of that request's tenant")
+    lora: str | None
+    stored_at: str
+    last_hit: str | None
+    hits: int
+    epoch: int
+    generation: int
+    pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
+    tiers: list[str] = Field(examples=[["host"]], description="where the block is held")
+
+
+class PinBody(BaseModel):
+    """For how long a block is kept from eviction."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [{"ttl_s": 600}]})
+    ttl_s: Ttl = DEFAULT_TTL_S
+
+
+class PinAnswer(BaseModel):
+    """A pin as it now stands."""
+
+    hash: str
+    pinned_until: str
+
+
+class SlotMap(BaseModel):
+    """Every slot's state, one byte a slot in the order of their numbers, base64-encoded."""
+
+    slots: int
+    encoding: str = Field(default="base64", examples=["base64"])
+    legend: dict[str, int] = Field(examples=[{state.name.lower(): state.value for state in SlotState}])
+    states: str
+    epoch: int
+
+
+def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any]]:
+    columns = zip(
+        rows.keys,
+        rows.slots.tolist(),
+        rows.sizes.tolist(),
+        rows.positions.tolist(),
+        rows.origins,
+        rows.stored_s.tolist(),
+        rows.hit_s.tolist(),
+        rows.hits.tolist(),
+        rows.epochs.tolist(),
+        rows.generations.tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "hash": key.hex(),
+            "key": key.hex(),
+            "group": group_of(key),
+            "slot": slot,
+            "size": size,
+            "state": SlotState.READY.name.lower(),
+            "position": position,
+            "request": origin.request_id,
+            "tenant": origin.tenant,
+            "lora": origin.lora,
+            "stored_at": rfc3339(stored_s),
+            "last_hit": rfc3339_or_none(hit_s),
+            "hits": hits,
+            "epoch": epoch,
+            "generation": generation,
+            "pinned_until": rfc3339_or_none(context.manager.pinned_until(key)),
+            "tiers": ["host"],
+        }
+        for key, slot, size, position, origin, stored_s, hit_s, hits, epoch, generation in columns
+    ]
+
+
+def _key_of(block_hash: str) -> Key:
+    """The key that a hash in a path names; what is no hash names no block."""
+    if not _HEX.fullmatch(block_hash) or len(block_hash) <= 2 * GROUP_BYTES:
+        raise _unknown(block_hash)
+    return bytes.fromhex(block_hash)
+
+
+def _unknown(block_hash: str) -> Problem:
+    return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
+
+
+def blocks_router(context: AdminContext) -> APIRouter:
+    """`/admin/v1/blocks` and `/admin/v1/slots/map`."""
+    router = APIRouter(tags=["blocks"])
+    manager = context.manager
+
+    @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
+    def list_blocks(limit: Limit = 100, cursor: Cursor = None) -> Response:
+        """A block that stays in its slot is listed exactly once; those that come or go while you page may be missed."""
+        start = parse_position(cursor) or 0
+        items: list[dict[str, Any]] = []
+        more = True
+        while more and len(items) < limit:
+            # Rows found may be gone a moment later, when they are read: an answer that is short is not yet the end.
+            rows = manager.list_blocks(start, limit - len(items))
+            items += _rows_to_blocks(context, rows)
+            more = len(rows.slots) > 0
+            start = int(rows.slots[-1]) + 1 if more else start
+        return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
+
+    @router.get("/blocks/{hash}", summary="One block", response_model=Block)
+    def get_block(block_hash: BlockHash) -> dict[str, Any]:
+        """404 when the pool does not hold it."""
+        rows = manager.find_block(_key_of(block_hash))
+        if rows is None:
+            raise _unknown(block_hash)
+        return _rows_to_blocks(context, rows)[0]
+
+    @router.delete("/blocks/{hash}", summary="Drop one block", status_code=204, dependencies=[EMERGENCY])
+    def drop_block(block_hash: BlockHash) -> None:
+        """It can no longer be found at once; its slot is free when the last transfer or pin on it ends."""
+        if not manager.drop_block(_key_of(block_hash), time.time()):
+            raise _unknown(block_hash)
+        context.wake()
+
+    @router.put(
+        "/blocks/{hash}/pin", summary="Keep one block from eviction", response_model=PinAnswer, dependencies=[EMERGENCY]
+    )
+    def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
+        """Pinning again moves the end. At most `MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
+        now_s = time.time()
+        expires_s = now_s + (body or PinBody()).ttl_s
+        outcome = manager.pin_block(_key_of(block_hash), expires_s, now_s)
+        if outcome is PinOutcome.NOT_FOUND:
+            raise _unknown(block_hash)
+        if outcome is PinOutcome.LIMIT:
+            share = f"{manager.max_pinned_fraction:.0%} of the pool (MAX_PINNED_FRACTION)"
+            detail = f"operators may pin {share}, and that is reached: unpin a block first"
+            raise Problem(409, detail, slug="pin-limit", title="Too many pins")
+        return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
+
+    @router.delete("/blocks/{hash}/pin", summary="Take a pin away", status_code=204, dependencies=[EMERGENCY])
+    def unpin_block(block_hash: BlockHash) -> None:
+        """404 without an operator's pin on this block."""
+        if not manager.unpin_block(_key_of(block_hash)):
+            raise Problem(404, f"block {block_hash[:100]!r} has no pin")
+        context.wake()
+
+    @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
+    def slot_map() -> Response:
+        """For drawing. Read in batches, so not quite of one moment."""
+        states = np.ascontiguousarray(manager.slot_states())
+        answer = SlotMap(
+            slots=len(states),
+            legend={state.name.lower(): state.value for state in SlotState},
+            states=base64.b64encode(states.tobytes()).decode("ascii"),
+            epoch=context.scheduler.snapshot().epoch,
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    return router

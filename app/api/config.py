@@ -1,0 +1,82 @@
+"""The settings of this process: what they are, where they came from, and changing those that may change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+from pydantic import BaseModel, Field
+
+from app.api.audit_trail import WRITE_AHEAD
+from app.api.context import AdminContext
+from app.api.problems import FieldError, Problem, invalid_fields
+from app.settings import BadSettings, NeedsRestart, Settings
+
+
+class SettingModel(BaseModel):
+    """One setting. Secrets are masked."""
+
+    value: Any = Field(examples=[1073741824])
+    source: str = Field(examples=["env"])
+    place: str = Field(
+        description="where it was given, in words", examples=["KVFERRY_POOL_BYTES (environment variable)"]
+    )
+    default: Any
+    variable: str = Field(description="its environment variable", examples=["KVFERRY_POOL_BYTES"])
+    mutable: bool = Field(description="whether PATCH may change it while running")
+    secret: bool
+    description: str
+
+
+def _view(settings: Settings) -> dict[str, SettingModel]:
+    return {
+        view.name: SettingModel(
+            value=view.value,
+            source=view.source.value,
+            place=view.place,
+            default=view.default,
+            variable=view.variable,
+            mutable=view.mutable,
+            secret=view.secret,
+            description=view.description,
+        )
+        for view in settings.describe()
+    }
+
+
+_PATCH_EXAMPLES = [{"log_level": "debug", "max_pinned_fraction": 0.1}]
+
+
+def config_router(context: AdminContext) -> APIRouter:
+    """`/admin/v1/config`."""
+    router = APIRouter(prefix="/config", tags=["config"])
+    live = context.settings
+
+    @router.get("", summary="Every setting, its value and where it came from")
+    async def get_config() -> dict[str, SettingModel]:
+        """By name, in lower case. Secrets, and passwords in URLs, are masked."""
+        return _view(live.current)
+
+    @router.patch("", summary="Change settings while running", dependencies=[WRITE_AHEAD])
+    def patch_config(
+        patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
+    ) -> dict[str, SettingModel]:
+        """Null gives a setting its value at start back. All of it is applied or nothing; forgotten at the next start.
+
+        A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
+        """
+        try:
+            return _view(live.change(patch))
+        except BadSettings as exc:
+            errors = [FieldError(field=problem.name[:200], message=problem.advice) for problem in exc.problems]
+            raise invalid_fields(errors) from None
+        except NeedsRestart as exc:
+            raise Problem(
+                409,
+                str(exc),
+                slug="restart-needed",
+                title="Needs a restart",
+                extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
+            ) from None
+
+    return router

@@ -1,0 +1,56 @@
+"""What the admin API needs from the process it lives in: the wiring builds it, and nothing else is reached for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+
+from app.api.auth import Tokens
+from app.api.live_settings import LiveSettings
+from app.store import Store
+from core.manager import OffloadManager
+from core.scheduler import OffloadScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The engine that hosts the cache, as `stats` shows it. `workers` are the ranks that move bytes."""
+
+    name: str
+    model: str
+    device: str
+    block_size: int
+    groups: int
+    workers: int
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class AdminContext:
+    """The process as the admin API sees it.
+
+    `readiness` answers why the service is not ready, one reason an item, and nothing when it is; it may take a moment,
+    so it is called on a thread. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
+    called from the event loop and from threads, and must not block. `closing` turns true once the server is to stop:
+    streams and waiting resets end then. `engine_router` serves `/v1`; None when another engine hosts us.
+    `pool_kind` is the setting `POOL_KIND`. `started_s` is Unix time.
+    """
+
+    scheduler: OffloadScheduler
+    manager: OffloadManager
+    store: Store
+    settings: LiveSettings
+    engine_info: EngineInfo
+    pool_kind: str
+    tokens: Tokens
+    readiness: Callable[[], list[str]]
+    wake: Callable[[], None]
+    started_s: float
+    closing: Callable[[], bool] = _never
+    engine_router: APIRouter | None = None
+    version: str = "0.1.0"

@@ -1,0 +1,72 @@
+"""What every answer carries: a request id, safe headers, and a problem document in place of an exception."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.problems import Problem
+
+MAX_REQUEST_ID_CHARS = 200
+REQUEST_ID_PATTERN = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+
+_log = logging.getLogger(__name__)
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client's `X-Request-ID` is taken over: 1 to 200 printable ASCII characters without spaces."""
+    return REQUEST_ID_PATTERN.fullmatch(text) is not None
+
+
+class Envelope:
+    """Outermost ASGI middleware.
+
+    A missing or unusable `X-Request-ID` is replaced, in the scope's headers too, so that everything behind sees the one
+    id that the answer names. An exception is logged once with that id and answered with a 500 without traceback; after
+    the answer has begun, the server breaks the connection, which is all that is left to say.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _settle_request_id(scope)
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("X-Request-ID", request_id)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+                headers.setdefault("Referrer-Policy", "no-referrer")
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as exc:  # noqa: BLE001  the last resort: no exception may reach a client or end the server
+            _log.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=exc)
+            if not started:
+                problem = Problem(500, "an unexpected error, logged with this request's id")
+                await problem.response(scope)(scope, receive, send_with_headers)
+
+
+def _settle_request_id(scope: Scope) -> str:
+    sent = Headers(scope=scope).getlist("x-request-id")
+    if len(sent) == 1 and is_request_id(sent[0]):
+        request_id = sent[0]
+    else:
+        request_id = uuid.uuid4().hex
+        others = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        scope["headers"] = [*others, (b"x-request-id", request_id.encode("ascii"))]
+    scope.setdefault("state", {})["request_id"] = request_id
+    return request_id

@@ -1,0 +1,92 @@
+"""Health, readiness and metrics: what probes and scrapers ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import anyio
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+
+from app.api.context import AdminContext
+from app.metrics import build_registry
+
+READINESS_TIMEOUT_S = 5.0
+
+
+class Health(BaseModel):
+    """The process can answer."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether the service may get traffic, and if not, why."""
+
+    ready: bool
+    reasons: list[str]
+
+
+class _ReadinessCheck:
+    """Runs the process's check on a thread, one at a time: a check that hangs is a reason, and costs one thread."""
+
+    def __init__(self, context: AdminContext) -> None:
+        self._context = context
+        self._under_way: asyncio.Task[list[str]] | None = None
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    async def reasons(self) -> list[str]:
+        if self._under_way is None or self._under_way.done():
+            self._under_way = asyncio.create_task(self._ask())
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._under_way), READINESS_TIMEOUT_S)
+        except TimeoutError:
+            return [f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"]
+
+    async def _ask(self) -> list[str]:
+        # A thread of its own, so that probes are answered while all others are busy.
+        self._limiter = self._limiter or anyio.CapacityLimiter(1)
+        return await anyio.to_thread.run_sync(self._context.readiness, limiter=self._limiter)
+
+
+def health_router(context: AdminContext) -> APIRouter:
+    """`/healthz`, `/readyz` and `/metrics`."""
+    router = APIRouter(tags=["health"])
+    readiness = _ReadinessCheck(context)
+    registry: CollectorRegistry = build_registry(
+        context.scheduler, context.store, context.engine_info, context.started_s
+    )
+
+    @router.get("/healthz", summary="Whether the process can answer")
+    async def healthz() -> Health:
+        """Touches nothing else. Needs no token."""
+        return Health()
+
+    @router.get(
+        "/readyz",
+        summary="Whether the service may get traffic",
+        response_model=Readiness,
+        responses={503: {"model": Readiness, "description": "Not ready, and why"}},
+    )
+    async def readyz() -> Response:
+        """Engine attached, pool mapped, recovery finished, database writable, threads alive, no overdue job."""
+        reasons = await readiness.reasons()
+        answer = Readiness(ready=not reasons, reasons=reasons)
+        return JSONResponse(answer.model_dump(), 503 if reasons else 200)
+
+    @router.get(
+        "/metrics",
+        summary="Counters for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics(request: Request) -> Response:
+        """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
+
+    return router

@@ -1,0 +1,31 @@
+"""The runtime defaults of the request policy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+
+from app.api.audit_trail import WRITE_AHEAD
+from app.api.context import AdminContext
+from app.api.policy_models import PolicyBody, PolicyView, view_fields
+
+
+def policy_router(context: AdminContext) -> APIRouter:
+    """`/admin/v1/policy`."""
+    router = APIRouter(prefix="/policy", tags=["policies"])
+    scheduler = context.scheduler
+
+    @router.get("", summary="The policy of a request that nothing else settles", response_model=PolicyView)
+    def get_policy() -> dict[str, Any]:
+        """Field by field: the value, and what set it: `default`, `env`, `file`, `connector` or `runtime`."""
+        return view_fields(scheduler.policy_defaults())
+
+    @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[WRITE_AHEAD])
+    def patch_policy(body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
+        """Null gives a field back to the settings. Applies to blocks not yet offered; forgotten at the next start."""
+        scheduler.set_runtime_policy(body.patch(), body.removed())
+        context.wake()
+        return view_fields(scheduler.policy_defaults())
+
+    return router

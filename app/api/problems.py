@@ -1,0 +1,165 @@
+"""Problem documents (RFC 9457): the one shape in which the API says no."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from app.store.errors import StoreUnavailable
+
+PROBLEM_JSON = "application/problem+json"
+_URN = "urn:kvferry:problem:"
+_NO_BODY_FIELD = "body"
+
+
+class FieldError(BaseModel):
+    """What is wrong with one field; `field` is its path, with dots, and `body` for the body as a whole."""
+
+    field: str = Field(examples=["max_offload_tokens"])
+    message: str = Field(examples=['must be a whole number, 0 or more, "unlimited" or null'])
+
+
+class ProblemModel(BaseModel):
+    """An RFC 9457 problem document."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no request 'r1' is known"}
+            ]
+        }
+    )
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str | None = None
+    errors: list[FieldError] | None = Field(default=None, description="on a 422: one entry a field")
+
+
+class Problem(Exception):
+    """Raised anywhere below a route to answer with a problem document."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        slug: str | None = None,
+        title: str | None = None,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.slug = slug
+        self.title = title or HTTPStatus(status).phrase
+        self.errors = list(errors)
+        self.headers = dict(headers or {})
+        self.extras = dict(extras or {})
+
+    def response(self, scope: Scope) -> Response:
+        """The document, for the request of this ASGI scope."""
+        document: dict[str, Any] = {
+            "type": _URN + self.slug if self.slug else "about:blank",
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            **self.extras,
+        }
+        if self.errors:
+            document["errors"] = [error.model_dump() for error in self.errors]
+        request_id = scope.get("state", {}).get("request_id")
+        if request_id is not None:
+            document["request_id"] = request_id
+        # ASCII, since a client's own field names (lone surrogates and all) may be quoted in it.
+        content = json.dumps(document, ensure_ascii=True).encode("ascii")
+        return Response(content, self.status, self.headers, PROBLEM_JSON)
+
+
+def invalid_fields(errors: Sequence[FieldError]) -> Problem:
+    """The 422 for these fields."""
+    named = ", ".join(error.field for error in errors)
+    return Problem(422, f"not valid: {named}"[:500], slug="invalid-fields", title="Invalid fields", errors=errors)
+
+
+def invalid_field(field: str, message: str) -> Problem:
+    """The 422 for one field."""
+    return invalid_fields([FieldError(field=field, message=message)])
+
+
+def unavailable(detail: str) -> Problem:
+    """The 503 for a call that needs the metadata store while it is gone."""
+    return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
+
+
+def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[FieldError]:
+    """Pydantic's errors as one entry a field, in the order in which they came.
+
+    The first `skip` parts of a location are left out: FastAPI's says where the value stood (body, query, path).
+    """
+    messages: dict[str, list[str]] = {}
+    for error in errors:
+        path = ".".join(str(part) for part in error["loc"][skip:]) or _NO_BODY_FIELD
+        messages.setdefault(path[:200], []).append(_message(error))
+    return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown field"
+    if error["type"] == "missing":
+        return "is required"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+async def _on_problem(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, Problem):
+        raise exc
+    return exc.response(request.scope)
+
+
+async def _on_invalid(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, RequestValidationError):
+        raise exc
+    errors = exc.errors()
+    if any(error["type"] == "json_invalid" for error in errors):
+        return Problem(400, "the body is not JSON", slug="invalid-json", title="Invalid JSON").response(request.scope)
+    return invalid_fields(field_errors(errors)).response(request.scope)
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, HTTPException):
+        raise exc
+    detail = _DETAILS.get(exc.status_code, str(exc.detail))
+    if exc.status_code in _DETAILS:
+        detail = detail.format(method=request.method, path=request.url.path)
+    return Problem(exc.status_code, detail, headers=exc.headers).response(request.scope)
+
+
+_DETAILS = {404: "nothing is at {path}", 405: "{path} does not take {method}"}
+
+
+async def _on_store_unavailable(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, StoreUnavailable):
+        raise exc
+    return unavailable(f"the metadata store does not answer, and nothing was changed: {exc}").response(request.scope)
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Make every way of refusing a call end in a problem document."""
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(StoreUnavailable, _on_store_unavailable)

@@ -1,0 +1,136 @@
+"""Live and recent requests: what settled their policies, what served their tokens, what became of their blocks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from app.api.context import AdminContext
+from app.api.paging import Cursor, Limit, Page, parse_position
+from app.api.policy_models import PolicyView, overlay, view_fields
+from app.api.problems import Problem
+from app.api.raw_ids import RequestId
+from app.api.stats_models import PromptTokenStats, StoreStats
+from app.api.times import rfc3339
+from core.policy import Override
+from core.requests import RequestView
+from core.stats import PromptTokens, StoreCounts
+
+EXPECTED = "expected"
+
+
+class OverrideState(BaseModel):
+    """An operator's override, and when it ends."""
+
+    fields: list[str] = Field(examples=[["offload_prompt_only"]])
+    expires_at: str
+
+
+class RequestModel(BaseModel):
+    """A request: live, recent, or `expected` where only an override is known of it."""
+
+    id: str
+    aliases: list[str] = Field(description="other ids that a client may know it by")
+    state: str = Field(examples=["running"], description="`expected`, `waiting`, `loading`, `running` or `finished`")
+    num_prompt_tokens: int | None
+    num_output_tokens: int | None
+    tenant: str | None = Field(description="digest of the tenant's name")
+    lora: str | None
+    policy: PolicyView
+    override: OverrideState | None
+    prompt_tokens: PromptTokenStats = Field(description="as in stats, for this request; zero until its prefill is done")
+    store: StoreStats = Field(description="as in stats, for this request")
+
+
+def unknown_request(request_id: str) -> Problem:
+    """The 404 for an id that names neither a request nor an override."""
+    return Problem(404, f"no request {request_id[:200]!r} is known, and none is expected under an override")
+
+
+def show_override(override: Override | None) -> dict[str, Any] | None:
+    """An override as answers show it."""
+    if override is None:
+        return None
+    return {"fields": list(override.patch), "expires_at": rfc3339(override.expires_s)}
+
+
+def find_override(context: AdminContext, request_id: str, view: RequestView | None, now_s: float) -> Override | None:
+    """The override that covers a request: by the id asked for, else by any other that the request goes by."""
+    ids = [request_id] if view is None else [request_id, view.request_id, *view.aliases]
+    found = (context.scheduler.find_override(one, now_s) for one in dict.fromkeys(ids))
+    return next((override for override in found if override is not None), None)
+
+
+def _show(view: RequestView, override: Override | None) -> dict[str, Any]:
+    return {
+        "id": view.request_id,
+        "aliases": list(view.aliases),
+        "state": view.phase.value,
+        "num_prompt_tokens": view.num_prompt_tokens,
+        "num_output_tokens": view.num_output_tokens,
+        "tenant": view.tenant,
+        "lora": view.lora,
+        "policy": view_fields(view.policy),
+        "override": show_override(override),
+        "prompt_tokens": asdict(view.prompt_tokens),
+        "store": asdict(view.store),
+    }
+
+
+def _show_expected(context: AdminContext, override: Override) -> dict[str, Any]:
+    return {
+        "id": override.request_id,
+        "aliases": [],
+        "state": EXPECTED,
+        "num_prompt_tokens": None,
+        "num_output_tokens": None,
+        "tenant": None,
+        "lora": None,
+        "policy": view_fields(overlay(context.scheduler.policy_defaults(), override.patch)),
+        "override": show_override(override),
+        "prompt_tokens": asdict(PromptTokens()),
+        "store": asdict(StoreCounts()),
+    }
+
+
+def requests_router(context: AdminContext) -> APIRouter:
+    """`/admin/v1/requests`."""
+    router = APIRouter(prefix="/requests", tags=["requests"])
+    scheduler = context.scheduler
+
+    @router.get("", summary="Live and recent requests, the latest first", response_model=Page[RequestModel])
+    def list_requests(
+        limit: Limit = 100,
+        cursor: Cursor = None,
+        state: Annotated[str | None, Query(max_length=20, description="only those in this state")] = None,
+    ) -> dict[str, Any]:
+        """Every live request, and the last 1,000 that finished."""
+        now_s = time.time()
+        after = parse_position(cursor)
+        items: list[dict[str, Any]] = []
+        more = True
+        while more and len(items) < limit:
+            views = scheduler.list_requests(after, limit - len(items), now_s)
+            wanted = [view for view in views if state is None or view.phase == state]
+            items += [_show(view, find_override(context, view.request_id, view, now_s)) for view in wanted]
+            more = bool(views)
+            after = views[-1].sequence if views else after
+        return {"items": items, "next_cursor": str(after) if more else None}
+
+    @router.get("/{id:path}", summary="One request", response_model=RequestModel)
+    def get_request(request_id: RequestId) -> dict[str, Any]:
+        """By the id that the client sent, or the one the engine made of it. 404 if nothing is known of it."""
+        now_s = time.time()
+        view = scheduler.find_request(request_id, now_s)
+        override = find_override(context, request_id, view, now_s)
+        if view is not None:
+            return _show(view, override)
+        if override is None:
+            raise unknown_request(request_id)
+        return _show_expected(context, override)
+
+    return router

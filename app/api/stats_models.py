@@ -1,0 +1,109 @@
+"""The answer of `GET /admin/v1/stats`, field by field."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+
+class EngineStats(BaseModel):
+    """The engine that hosts the cache."""
+
+    name: str = Field(examples=["embedded"])
+    model: str = Field(examples=["tiny"])
+    device: str = Field(examples=["cpu"])
+    block_size: int = Field(examples=[16], description="tokens a block")
+    groups: int = Field(examples=[1], description="KV-cache groups of the model")
+    workers: int = Field(examples=[1], description="ranks that move bytes")
+
+
+class PoolStats(BaseModel):
+    """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`."""
+
+    kind: str = Field(examples=["pinned"])
+    slots: int
+    slot_bytes: int
+    free: int
+    ready: int
+    storing: int = Field(description="neither free nor loadable: being stored, promoted, or held by a disowned job")
+    loading: int
+    pinned: int
+    unverified: int
+    bytes: int
+    eviction_policy: str = Field(examples=["lru"])
+
+
+class RequestStats(BaseModel):
+    """Requests by what became of them."""
+
+    seen: int
+    running: int
+    waiting_for_load: int
+    finished: int
+    preempted: int
+
+
+class PromptTokenStats(BaseModel):
+    """Prompt tokens by what served them; `total` is the sum of the rest."""
+
+    total: int
+    device_hit: int
+    host_hit: int
+    tier_hit: dict[str, int]
+    recomputed: int
+
+
+class StoreStats(BaseModel):
+    """Offered blocks by their answer: `offered = stored + sum(skipped) + failed + in_flight`."""
+
+    offered: int
+    stored: int
+    bytes: int
+    failed: int
+    in_flight: int
+    seconds: float
+    skipped: dict[str, int] = Field(examples=[{"prompt_only": 0, "token_cap": 0, "already_stored": 0, "in_flight": 0}])
+
+
+class LoadStats(BaseModel):
+    """Blocks loaded from the pool."""
+
+    blocks: int
+    bytes: int
+    failed: int
+    corrupt: int
+    declined: int
+    in_flight: int
+    seconds: float
+
+
+class EvictionStats(BaseModel):
+    """Blocks that left the pool, and those of them that were asked for again."""
+
+    total: int
+    by_reason: dict[str, int]
+    regretted: int
+
+
+class JournalStats(BaseModel):
+    """How far history is behind, in rows and seconds; `dropped` rows were never written."""
+
+    queued: int
+    written: int
+    dropped: int
+    lag_s: float
+
+
+class Stats(BaseModel):
+    """One consistent snapshot."""
+
+    time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
+    uptime_s: float
+    epoch: int
+    engine: EngineStats
+    pool: PoolStats
+    requests: RequestStats
+    prompt_tokens: PromptTokenStats
+    store: StoreStats
+    load: LoadStats
+    evictions: EvictionStats
+    journal: JournalStats

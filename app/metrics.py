@@ -1,0 +1,160 @@
+"""Prometheus metrics: the same numbers as `stats`, read from one snapshot a scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from app.api.context import EngineInfo
+    from app.store import JournalStats
+    from core.stats import Snapshot
+
+PREFIX = "kvferry_"
+
+
+class HasSnapshot(Protocol):
+    """Whatever can take core's counters at one moment."""
+
+    def snapshot(self) -> Snapshot: ...
+
+
+class HasJournal(Protocol):
+    """Whatever can say how far history is behind."""
+
+    def journal_stats(self) -> JournalStats: ...
+
+
+class SnapshotCollector(Collector):
+    """Turns one snapshot into metric families. No label takes a value that traffic can make up."""
+
+    def __init__(self, source: HasSnapshot, journal: HasJournal, engine: EngineInfo) -> None:
+        self._source = source
+        self._journal = journal
+        self._engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: asking for it at registration would take a snapshot of a core that is not yet up."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, of one moment."""
+        now = self._source.snapshot()
+        engine = self._engine
+        info = {"name": engine.name, "model": engine.model, "device": engine.device}
+        yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
+        yield _gauge("engine_block_size_tokens", "Tokens a block", engine.block_size)
+        yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
+        yield _gauge("epoch", "Number of resets since the pool was made", now.epoch)
+        yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
+        yield from _pool(now)
+        yield from _requests(now)
+        yield from _store(now)
+        yield from _load(now)
+        yield _counters("evictions", "Blocks that left the pool", "reason", now.evictions.by_reason)
+        yield _counter("evictions_regretted", "Evicted blocks that were asked for again", now.evictions.regretted)
+        journal = self._journal.journal_stats()
+        yield _gauge("journal_queued", "History rows waiting to be written", journal.queued)
+        yield _counter("journal_written", "History rows written", journal.written)
+        yield _counter(
+            "journal_dropped", "History rows dropped since the database was too slow or gone", journal.dropped
+        )
+        yield _gauge("journal_lag_seconds", "Age of the oldest history row not yet written", journal.lag_s)
+
+
+def _pool(now: Snapshot) -> Iterator[Metric]:
+    pool = now.pool
+    states = {"free": pool.free, "ready": pool.ready, "storing": pool.storing}
+    yield _gauges("pool_slots", "Slots by state; the states add up to the pool", "state", states)
+    yield _gauge("pool_loading_slots", "Ready slots that are being loaded from", pool.loading)
+    yield _gauge("pool_pinned_slots", "Ready slots that may not be evicted", pool.pinned)
+    yield _gauge("pool_unverified_slots", "Recovered slots not yet verified", pool.unverified)
+    yield _gauge("pool_slot_bytes", "Size of a slot", pool.slot_bytes)
+    yield _gauge("pool_bytes", "Size of the pool", pool.bytes)
+    yield InfoMetricFamily(
+        PREFIX + "eviction_policy", "The eviction policy in use", value={"policy": pool.eviction_policy}
+    )
+
+
+def _requests(now: Snapshot) -> Iterator[Metric]:
+    requests, tokens = now.requests, now.prompt_tokens
+    yield _counter("requests_seen", "Requests announced", requests.seen)
+    yield _counter("requests_finished", "Requests finished or aborted", requests.finished)
+    yield _counter("requests_preempted", "Times that a request was preempted", requests.preempted)
+    yield _gauge("requests_running", "Requests announced and not finished", requests.running)
+    yield _gauge("requests_waiting_for_load", "Requests waiting for a load", requests.waiting_for_load)
+    sources = {"device": tokens.device_hit, "host": tokens.host_hit, "recomputed": tokens.recomputed}
+    sources.update({f"tier:{name}": count for name, count in tokens.tier_hit.items()})
+    yield _counters("prompt_tokens", "Prompt tokens by what served them", "source", sources)
+
+
+def _store(now: Snapshot) -> Iterator[Metric]:
+    store = now.store
+    yield _counter("store_offered_blocks", "Blocks considered for storing", store.offered)
+    yield _counter("store_stored_blocks", "Blocks stored", store.stored)
+    yield _counter("store_bytes", "Bytes stored", store.bytes)
+    yield _counter("store_failed_blocks", "Blocks whose store failed", store.failed)
+    yield _gauge("store_in_flight_blocks", "Blocks being stored", store.in_flight)
+    yield _counter("store_seconds", "Time spent in stores", store.seconds)
+    yield _counters("store_skipped_blocks", "Blocks offered and not stored", "reason", store.skipped)
+
+
+def _load(now: Snapshot) -> Iterator[Metric]:
+    load = now.load
+    yield _counter("load_blocks", "Blocks loaded", load.blocks)
+    yield _counter("load_bytes", "Bytes loaded", load.bytes)
+    yield _counter("load_failed_blocks", "Blocks whose load failed", load.failed)
+    yield _counter("load_corrupt_blocks", "Blocks whose bytes did not match their checksum", load.corrupt)
+    yield _counter(
+        "load_declined_blocks", "Hits not taken: recomputing was faster, or loading not allowed", load.declined
+    )
+    yield _gauge("load_in_flight_blocks", "Blocks being loaded", load.in_flight)
+    yield _counter("load_seconds", "Time spent in loads", load.seconds)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counters(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    return _labelled(CounterMetricFamily(PREFIX + name, text, labels=[label]), values)
+
+
+def _gauges(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    return _labelled(GaugeMetricFamily(PREFIX + name, text, labels=[label]), values)
+
+
+def _labelled(family: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int]) -> Metric:
+    for label_value, value in values.items():
+        family.add_metric([label_value], value)
+    return family
+
+
+class _UptimeCollector(Collector):
+    """Seconds since the service started, by the wall clock."""
+
+    def __init__(self, started_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._started_s = started_s
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        """The one family."""
+        yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, self._clock() - self._started_s))
+
+
+def build_registry(source: HasSnapshot, journal: HasJournal, engine: EngineInfo, started_s: float) -> CollectorRegistry:
+    """A registry of our own: another engine's metrics in this process stay out of it, and ours out of theirs."""
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(source, journal, engine))
+    registry.register(_UptimeCollector(started_s))
+    ProcessCollector(namespace=PREFIX.rstrip("_"), registry=registry)
+    return registry

@@ -1,0 +1,148 @@
+"""A whole service for tests: loop engine, core, store, settings and server, wired the way the process does it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from app.api.app import create_app
+from app.api.auth import Tokens
+from app.api.context import AdminContext, EngineInfo
+from app.api.live_settings import LiveSettings
+from app.api.overrides import load_overrides
+from app.settings import Settings
+from app.store import Store
+
+from .loop_engine import BLOCK_TOKENS, LoopEngine
+from .serving import ClosingFlag, Running, serve, wait_until
+
+ADMIN = "admin-token-0123456789"
+READ = "read-token-0123456789"
+ENGINE_NAME = "test-engine"
+
+
+@dataclass
+class Service:
+    """What a test may reach for."""
+
+    running: Running
+    engine: LoopEngine
+    store: Store
+    context: AdminContext
+    reasons: list[str]
+    database: Path
+    shared_client: httpx.Client = field(init=False)
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    @property
+    def port(self) -> int:
+        return self.running.port
+
+    def client(self, token: str | None = None) -> httpx.Client:
+        return self.running.client(token)
+
+    def settle(self) -> None:
+        """Wait until no transfer is open."""
+        wait_until(lambda: not self.engine.scheduler.has_open_work(), "all transfers have ended")
+
+    def settle_history(self) -> None:
+        """Wait until history is in the database."""
+        if not self.store.journal.flush(10):
+            raise TimeoutError(f"history is not written: {self.store.health()}")
+
+
+def engine_router() -> APIRouter:
+    """Stands for an engine's `/v1`: says what arrived, and fails on request."""
+    router = APIRouter(prefix="/v1", tags=["engine"])
+
+    @router.post("/echo")
+    async def echo(request: Request) -> Any:
+        return await request.json()
+
+    @router.get("/models")
+    async def models() -> dict[str, list[str]]:
+        return {"data": []}
+
+    @router.get("/id")
+    async def request_id(request: Request) -> dict[str, str | None]:
+        return {"id": request.headers.get("X-Request-ID")}
+
+    @router.get("/fail")
+    async def fail() -> None:
+        raise RuntimeError("a secret in a message")
+
+    @router.get("/fail-late")
+    async def fail_late() -> StreamingResponse:
+        async def body() -> Any:
+            yield b"half"
+            raise RuntimeError("too late to say so")
+
+        return StreamingResponse(body())
+
+    return router
+
+
+def apply_settings(engine: LoopEngine, settings: Settings) -> None:
+    """What the wiring does with settings that change while running, as far as these tests look."""
+    engine.manager.max_pinned_fraction = settings.max_pinned_fraction
+    logging.getLogger("app").setLevel(settings.log_level.value.upper())
+
+
+@contextmanager
+def start_service(
+    folder: Path,
+    *,
+    admin_token: str | None = None,
+    read_token: str | None = None,
+    num_slots: int = 256,
+    model: str = "tiny",
+) -> Iterator[Service]:
+    """Everything up, until the block ends; a second start in the same folder finds the same database."""
+    database = folder / "kvferry.db"
+    given = {"admin_token": admin_token, "read_token": read_token}
+    settings = Settings(
+        _env_file=None,
+        state_dir=str(folder),
+        database_url=f"sqlite:///{database}",
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    store = Store(settings.resolved_database_url(), ENGINE_NAME, settings.pool_kind.value)
+    engine = LoopEngine(num_slots, sink=store.journal, max_pinned_fraction=settings.max_pinned_fraction)
+    store.start(engine.manager)
+    load_overrides(store, engine.scheduler, time.time())
+    closing = ClosingFlag()
+    reasons: list[str] = []
+    context = AdminContext(
+        scheduler=engine.scheduler,
+        manager=engine.manager,
+        store=store,
+        settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
+        engine_info=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+        pool_kind=settings.pool_kind.value,
+        tokens=Tokens(admin_token, read_token),
+        readiness=lambda: list(reasons),
+        wake=engine.wake,
+        started_s=time.time(),
+        closing=closing,
+        engine_router=engine_router(),
+    )
+    try:
+        with serve(create_app(context), closing) as running, running.client() as shared:
+            service = Service(running, engine, store, context, reasons, database)
+            service.shared_client = shared
+            yield service
+    finally:
+        engine.close()
+        store.close(5)

@@ -1,0 +1,80 @@
+"""A real server for tests: uvicorn on a free port, the real app over the real core, and the real store in a folder."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll a condition with a bound."""
+    event = threading.Event()
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"still not: {what}")
+        event.wait(0.01)
+
+
+@dataclass
+class Running:
+    """A server that answers at `url`."""
+
+    server: uvicorn.Server
+    thread: threading.Thread
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, token: str | None = None, **options: object) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, **options)  # type: ignore[arg-type]
+
+    def stop(self) -> bool:
+        """Ask it to stop, and say whether it did."""
+        self.server.should_exit = True
+        self.thread.join(DEADLINE_S)
+        return not self.thread.is_alive()
+
+
+class ClosingFlag:
+    """What `AdminContext.closing` asks: whether the server was told to stop. Bound to a server once there is one."""
+
+    def __init__(self) -> None:
+        self.server: uvicorn.Server | None = None
+
+    def __call__(self) -> bool:
+        return self.server is not None and self.server.should_exit
+
+
+@contextmanager
+def serve(app: FastAPI, closing: ClosingFlag | None = None) -> Iterator[Running]:
+    """Serve an app until the block ends."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=10)
+    server = uvicorn.Server(config)
+    if closing is not None:
+        closing.server = server
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)
+    thread.start()
+    running = Running(server, thread, listener.getsockname()[1])
+    try:
+        wait_until(lambda: server.started or not thread.is_alive(), "the server has started")
+        if not thread.is_alive():
+            raise RuntimeError("the server did not start")
+        yield running
+    finally:
+        if not running.stop():
+            raise TimeoutError("the server did not stop")

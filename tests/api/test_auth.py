@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .service import ADMIN, READ, Service
+
+PATHS = {
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/docs",
+    "/docs/swagger-ui.css",
+    "/openapi.json",
+    "/",
+    "/ui/",
+    "/v1/models",
+    "/v1/completions",
+    "/admin/v1/stats",
+    "/admin/v1/reset",
+    "/admin/v1/policy",
+    "/admin/v1/requests",
+    "/admin/v1/requests/r1",
+    "/admin/v1/requests/r1/policy",
+    "/admin/v1/blocks",
+    "/admin/v1/blocks/00ff",
+    "/admin/v1/blocks/00ff/pin",
+    "/admin/v1/slots/map",
+    "/admin/v1/evictions",
+    "/admin/v1/evictions/summary",
+    "/admin/v1/config",
+    "/admin/v1/audit",
+    "/admin/v1/nothing",
+    "/nowhere",
+}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+CREDENTIALS = {
+    "admin": [("Authorization", f"Bearer {ADMIN}")],
+    "admin, other case": [("Authorization", f"bEARER {ADMIN}")],
+    "read": [("Authorization", f"Bearer {READ}")],
+    "none": [],
+    "wrong": [("Authorization", "Bearer wrong")],
+    "empty": [("Authorization", "Bearer")],
+    "prefix": [("Authorization", f"Bearer {ADMIN[:-1]}")],
+    "longer": [("Authorization", f"Bearer {ADMIN}x")],
+    "basic": [("Authorization", f"Basic {ADMIN}")],
+    "bare": [("Authorization", ADMIN)],
+    "twice": [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {ADMIN}")],
+    "latin-1": [("Authorization", b"Bearer \xe4\xff")],
+}
+
+
+def expected_refusal(method: str, path: str, who: str) -> int | None:
+    """The contract, said once more and differently: what refuses this call, if anything."""
+    if path in ("/healthz", "/readyz") and method in ("GET", "HEAD"):
+        return None
+    if who.startswith("admin"):
+        return None
+    if who != "read":
+        return 401
+    return None if method == "GET" or path.startswith("/v1/") else 403
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(
+    method=st.sampled_from(METHODS),
+    path=st.sampled_from(sorted(PATHS)),
+    who=st.sampled_from(sorted(CREDENTIALS)),
+    origin=st.sampled_from([None, "http://evil.example"]),
+)
+def test_every_call_needs_the_token_that_the_contract_says(
+    guarded: Service, method: str, path: str, who: str, origin: str | None
+) -> None:
+    headers = [*CREDENTIALS[who], *([("Origin", origin)] if origin else [])]
+    answer = guarded.shared_client.request(method, path, headers=headers, follow_redirects=False)
+    refusal = expected_refusal(method, path, who)
+    if refusal is None:
+        assert answer.status_code not in (401, 403)
+        assert answer.status_code < 500 or path == "/readyz"
+        return
+    assert answer.status_code == refusal
+    assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+    if method != "HEAD":
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert answer.json()["status"] == refusal
+
+
+def test_a_read_token_changes_nothing(guarded: Service) -> None:
+    with guarded.client(READ) as reader, guarded.client(ADMIN) as admin:
+        assert reader.put("/admin/v1/requests/kept/policy", json={"store": False}).status_code == 403
+        assert reader.patch("/admin/v1/policy", json={"store": False}).status_code == 403
+        assert reader.post("/admin/v1/reset").status_code == 403
+        assert admin.get("/admin/v1/requests/kept").status_code == 404
+        assert admin.get("/admin/v1/policy").json()["store"]["value"] is True
+        assert admin.get("/admin/v1/stats").json()["epoch"] == 0
+
+
+def test_the_engine_takes_either_token(guarded: Service) -> None:
+    for token in (ADMIN, READ):
+        with guarded.client(token) as client:
+            assert client.post("/v1/echo", json={"say": "hello"}).json() == {"say": "hello"}
+    with guarded.client() as stranger:
+        assert stranger.post("/v1/echo", json={"say": "hello"}).status_code == 401
+
+
+def test_a_browser_gets_a_page_that_asks_for_a_token(guarded: Service) -> None:
+    with guarded.client() as browser:
+        for path in ("/", "/ui/", "/docs"):
+            answer = browser.get(path, headers={"Accept": "text/html,*/*"})
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+            assert 'type="password"' in answer.text
+            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        for path in ("/openapi.json", "/admin/v1/stats", "/docs/swagger-ui.css"):
+            answer = browser.get(path, headers={"Accept": "text/html,*/*"})
+            assert (answer.status_code, answer.headers["Content-Type"]) == (401, "application/problem+json")
+
+
+LOCAL_HOSTS = [
+    "localhost",
+    "localhost:1234",
+    "LOCALHOST",
+    "localhost.",
+    "127.0.0.1",
+    "127.0.0.1:80",
+    "127.9.9.9",
+    "[::1]",
+    "[::1]:8787",
+]
+FOREIGN_HOSTS = [
+    "evil.example",
+    "evil.example:8787",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "evil.example#localhost",
+    "user@localhost",
+    "localhost@evil.example",
+    "10.0.0.1",
+    "0.0.0.0",
+    "[::]",
+    "[::2]:80",
+    "::1",
+    "",
+    "localhost:99999",
+    "localhost:x",
+    "127.1",
+    "2130706433",
+]
+
+
+@pytest.mark.parametrize("host", LOCAL_HOSTS)
+def test_without_tokens_loopback_names_are_served(service: Service, host: str) -> None:
+    answer = httpx.get(service.url + "/admin/v1/stats", headers={"Host": host}, trust_env=False)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("host", FOREIGN_HOSTS)
+def test_without_tokens_a_foreign_host_is_refused(service: Service, host: str) -> None:
+    for path in ("/admin/v1/stats", "/metrics", "/v1/models", "/ui/"):
+        answer = httpx.get(service.url + path, headers={"Host": host}, trust_env=False)
+        assert answer.status_code == 403
+        assert answer.headers["Content-Type"] == "application/problem+json"
+    assert httpx.get(service.url + "/healthz", headers={"Host": host}, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "https://evil.example", "null", "", "file://", "http://localhost.evil.example", "http://10.0.0.1",
+     "http://localhost/path", "chrome-extension://abc", "http://localhost@evil.example", "http://[::1", "localhost"],
+)  # fmt: skip
+def test_without_tokens_a_foreign_origin_is_refused(service: Service, origin: str) -> None:
+    with service.client() as client:
+        assert client.get("/admin/v1/stats", headers={"Origin": origin}).status_code == 403
+        assert client.post("/admin/v1/reset", headers={"Origin": origin}).status_code == 403
+        assert client.post("/v1/echo", headers={"Origin": origin}, json={}).status_code == 403
+
+
+def test_without_tokens_only_our_own_pages_may_change_anything(service: Service) -> None:
+    with service.client() as client:
+        for name in ("127.0.0.1", "localhost", "[::1]"):
+            ours = {"Origin": f"http://{name}:{service.port}"}
+            assert client.get("/admin/v1/stats", headers=ours).status_code == 200
+            assert client.patch("/admin/v1/policy", json={}, headers=ours).status_code == 200
+        other = {"Origin": f"http://localhost:{service.port + 1}"}
+        assert client.get("/admin/v1/stats", headers=other).status_code == 200
+        assert client.post("/admin/v1/reset", headers=other).status_code == 403
+        assert client.patch("/admin/v1/policy", json={}, headers=other).status_code == 403
+
+
+def test_with_tokens_host_and_origin_do_not_matter(guarded: Service) -> None:
+    with guarded.client(READ) as client:
+        answer = client.get("/admin/v1/stats", headers={"Host": "kvferry.example", "Origin": "https://ops.example"})
+        assert answer.status_code == 200
+
+
+def test_only_a_read_token_set_leaves_nobody_who_may_change_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from .service import start_service
+
+    with (
+        start_service(tmp_path_factory.mktemp("read-only"), read_token=READ) as running,
+        running.client(READ) as client,
+    ):
+        assert client.get("/admin/v1/stats").status_code == 200
+        assert client.post("/admin/v1/reset").status_code == 403
+        assert client.get("/admin/v1/stats", headers={"Authorization": "Bearer None"}).status_code == 401

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import logging
+import socket
+
+import httpx
+import pytest
+
+from .service import ADMIN, Service
+
+
+def problem_of(answer: httpx.Response, status: int) -> dict[str, object]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    document: dict[str, object] = answer.json()
+    assert {"type", "title", "status", "detail"} <= document.keys()
+    assert document["status"] == status
+    assert document["request_id"] == answer.headers["X-Request-ID"]
+    assert "Traceback" not in answer.text
+    return document
+
+
+def test_unknown_routes_and_methods_are_problems(api: httpx.Client) -> None:
+    for path in ("/nowhere", "/admin/v1/nothing", "/admin/v2/stats", "/v1/nothing", "/admin/v1/stats/"):
+        problem_of(api.get(path), 404)
+    answer = api.delete("/admin/v1/stats")
+    problem_of(answer, 405)
+    assert answer.headers["Allow"] == "GET"
+
+
+def test_bad_json_is_a_problem(api: httpx.Client) -> None:
+    for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
+        answer = api.patch("/admin/v1/policy", content=body, headers={"Content-Type": "application/json"})
+        problem_of(answer, 400)
+
+
+def test_bodies_must_be_json(api: httpx.Client) -> None:
+    for content_type in (
+        None,
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/jsonx",
+        "multipart/form-data",
+    ):
+        headers = {} if content_type is None else {"Content-Type": content_type}
+        for method, path in (("POST", "/admin/v1/reset"), ("PATCH", "/admin/v1/policy"), ("POST", "/v1/echo")):
+            problem_of(api.request(method, path, content=b"{}", headers=headers), 415)
+    assert (
+        api.patch(
+            "/admin/v1/policy", content=b"{}", headers={"Content-Type": "Application/JSON; charset=utf-8"}
+        ).status_code
+        == 200
+    )
+
+
+def test_bodies_are_bounded_however_they_are_sent(api: httpx.Client) -> None:
+    large = b'{"reason": "' + b"x" * (1 << 20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    problem_of(api.post("/admin/v1/reset", content=large, headers=headers), 413)
+
+    def pieces() -> object:
+        for start in range(0, len(large), 1 << 16):
+            yield large[start : start + (1 << 16)]
+
+    problem_of(api.post("/admin/v1/reset", content=pieces(), headers=headers), 413)
+    echoed = api.post("/v1/echo", content=json.dumps({"prompt": "x" * (2 << 20)}), headers=headers)
+    assert echoed.status_code == 200
+
+
+def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+        raw.sendall(
+            b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99999999999\r\n\r\n{"
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_goes_while_sending_does_no_harm(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR), socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+        raw.sendall(
+            b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 50\r\n\r\n{"
+        )
+    with service.client() as client:
+        assert client.get("/healthz").status_code == 200
+    assert not [record for record in caplog.records if record.name.startswith("app.")]
+
+
+def test_request_ids_are_taken_over_or_made_up(api: httpx.Client) -> None:
+    for sent in ("a", "cmpl-123", "x" * 200, '~!"#%'):
+        assert api.get("/healthz", headers={"X-Request-ID": sent}).headers["X-Request-ID"] == sent
+    made = [api.get("/healthz").headers["X-Request-ID"] for _ in range(2)]
+    assert made[0] != made[1]
+    for unusable in ("x" * 201, "with space", b"\xe4", "tab\tbed", ""):
+        answered = api.get("/healthz", headers={"X-Request-ID": unusable}).headers["X-Request-ID"]
+        assert len(answered) == 32
+        assert answered.isalnum()
+    twice = api.get("/healthz", headers=[("X-Request-ID", "one"), ("X-Request-ID", "two")])
+    assert twice.headers["X-Request-ID"] not in ("one", "two")
+
+
+def test_the_engine_behind_us_sees_the_id_that_is_answered(api: httpx.Client) -> None:
+    for headers in ({}, {"X-Request-ID": "mine"}, {"X-Request-ID": "not usable"}):
+        answer = api.get("/v1/id", headers=headers)
+        assert answer.json() == {"id": answer.headers["X-Request-ID"]}
+
+
+def test_an_unexpected_error_is_a_500_logged_once(api: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        document = problem_of(api.get("/v1/fail", headers={"X-Request-ID": "broken-1"}), 500)
+    assert "a secret in a message" not in json.dumps(document)
+    logged = [record for record in caplog.records if "broken-1" in record.getMessage()]
+    assert len(logged) == 1
+    assert logged[0].exc_info is not None
+    assert not [record for record in caplog.records if record.name == "uvicorn.error"]
+
+
+def test_an_error_after_the_answer_has_begun_breaks_the_connection(service: Service) -> None:
+    with service.client() as client, pytest.raises(httpx.RemoteProtocolError):
+        client.get("/v1/fail-late")
+    with service.client() as client:
+        assert client.get("/healthz").status_code == 200
+
+
+def test_no_answer_may_be_sniffed_or_cached(api: httpx.Client) -> None:
+    for path in ("/healthz", "/admin/v1/stats", "/nowhere", "/ui/"):
+        headers = api.get(path).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+def test_tokens_are_not_in_the_log(guarded: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG), guarded.client(ADMIN) as client:
+        client.get("/v1/fail")
+        client.post("/admin/v1/reset", json={"reason": "check"})
+        client.patch("/admin/v1/config", json={"admin_token": "hunter2"})
+    for text in (caplog.text, repr(guarded.context.tokens)):
+        assert ADMIN not in text
+        assert "hunter2" not in text
