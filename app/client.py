@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -57,8 +57,8 @@ class Page:
 class KVFerryClient:
     """Talks to one kvferry service. Use it as a context manager, or close it.
 
-    Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`). Calls raise
-    `Unreachable` or `Refused`.
+    Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`), and raises
+    `BadSettings` where one of these will not do. Calls raise `Unreachable` or `Refused`.
     """
 
     def __init__(
@@ -69,12 +69,11 @@ class KVFerryClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        if url is None or token is None:
-            found = find_connection(url, env_files=())
-            url, token = found.url, token or found.token
-        self.url = url.rstrip("/")
+        found = find_connection(url, token, env_files=())
+        self.url = found.url
+        self.token = found.token
         self._http = httpx.Client(
-            **http_options(self.url, token),
+            **http_options(self.url, self.token),
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             transport=transport,
         )
@@ -95,7 +94,7 @@ class KVFerryClient:
         """One consistent snapshot."""
         return self._object("GET", f"{ADMIN}/stats")
 
-    def stats_stream(self, interval_s: float = 1.0) -> Iterator[Json]:
+    def stats_stream(self, interval_s: float = 1.0) -> Generator[Json, None, None]:
         """Snapshots, one each interval, until the server ends or the caller stops asking."""
         for data in self._events("GET", f"{ADMIN}/stats/stream", params={"interval_s": interval_s}):
             yield self._parsed(data)
@@ -180,7 +179,7 @@ class KVFerryClient:
 
     def stream_completion(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, **options: Any
-    ) -> Iterator[Json]:
+    ) -> Generator[Json, None, None]:
         """A completion, chunk by chunk."""
         body = _completion(prompt, options, stream=True)
         for data in self._events("POST", "/v1/completions", json=body, headers=_id_header(request_id)):
@@ -231,7 +230,7 @@ class KVFerryClient:
             raise refusal(response.status_code, response.text)
         return response
 
-    def _events(self, method: str, path: str, **request: Any) -> Iterator[str]:
+    def _events(self, method: str, path: str, **request: Any) -> Generator[str, None, None]:
         timeout = httpx.Timeout(self._http.timeout.read, connect=CONNECT_TIMEOUT_S)
         with self._reaching(), connect_sse(self._http, method, path, timeout=timeout, **request) as source:
             if not source.response.is_success:

@@ -103,9 +103,7 @@ class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
         if dropped > self._told:
             lost = logging.makeLogRecord(
                 {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
-                | {
-                    "msg": f"{dropped - self._told} log records were dropped: they came faster than they could be written"
-                }
+                | {"msg": f"dropped {dropped - self._told} log records, which came faster than they could be written"}
             )
             self._told = dropped
             super().emit(lost)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from app.settings.layers import URL, Layer, read_layers
 from app.settings.model import Settings
-from app.settings.origin import Given
+from app.settings.origin import Given, Place, Source
 from app.settings.problems import BadSettings, value_problem
+from app.settings.values import secret_token
 
 LOCAL_URL = "http://127.0.0.1:8787"
+ARGUMENT = Place(Source.RUNTIME, "argument")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +25,47 @@ class Connection:
     token: str | None = field(repr=False)
 
 
-def find_connection(url: str | None = None, *, env_files: Iterable[Path] = (Path(".env"),)) -> Connection:
-    """`url` or KVFERRY_URL or the local default; KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN. Raises `BadSettings`."""
-    layers = read_layers(Settings.names(), {}, env_files)
-    found = url or _first(layers, URL) or LOCAL_URL
-    return Connection(found.rstrip("/"), _first(layers, "admin_token") or _first(layers, "read_token"))
+def find_connection(
+    url: str | None = None, token: str | None = None, *, env_files: Iterable[Path] = (Path(".env"),)
+) -> Connection:
+    """`url`, or KVFERRY_URL, or the local default; `token`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN.
+
+    Raises `BadSettings` for a URL or token that cannot be one.
+    """
+    layers: list[Layer] = [{}] if url and token else read_layers(Settings.names(), {}, env_files)
+    layers.insert(
+        0, {name: Given(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
+    )
+    return Connection(
+        _first(layers, URL, _read_url) or LOCAL_URL,
+        _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token),
+    )
 
 
-def _first(layers: Iterable[Layer], name: str) -> str | None:
-    given: Given | None = next((layer[name] for layer in layers if name in layer), None)
+def _first(layers: Iterable[Layer], name: str, reader: Callable[[object], str]) -> str | None:
+    given = next((layer[name] for layer in layers if name in layer), None)
     if given is None:
         return None
+    secret = name != URL and given.spelled.lower().endswith(name)
     if given.trouble is not None:
-        raise BadSettings([value_problem(name, given, given.trouble, secret=given.spelled.lower().endswith("_token"))])
-    return str(given.value).strip()
+        raise BadSettings([value_problem(name, given, given.trouble, secret=secret)])
+    try:
+        return reader(given.value)
+    except ValueError as error:
+        raise BadSettings([value_problem(name, given, str(error), secret=name != URL)]) from error
+
+
+def _read_url(value: object) -> str:
+    rule = f"must be a URL such as {LOCAL_URL}"
+    try:
+        parts = urlsplit(str(value).strip())
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ValueError(rule) from error
+    if not good or not parts.geturl().isascii() or not parts.geturl().isprintable() or " " in parts.geturl():
+        raise ValueError(rule)
+    return parts.geturl().rstrip("/")
+
+
+def _read_token(value: object) -> str:
+    return secret_token(value).get_secret_value()

@@ -49,86 +49,91 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False, env_file=".env")
 
     host: Annotated[str, _read(values.host)] = Field(
-        "127.0.0.1", description="Where the admin API listens. Without a token only loopback addresses are accepted."
+        default="127.0.0.1",
+        description="Where the admin API listens. Without a token only loopback addresses are accepted.",
     )
     port: Annotated[int, _read(values.whole(0, 65535))] = Field(
-        8787, description="Port of the admin API; 0 takes a free one."
+        default=8787, description="Port of the admin API; 0 takes a free one."
     )
     admin_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
-        None, description="Bearer token that may do everything."
+        default=None, description="Bearer token that may do everything."
     )
     read_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
-        None, description="Bearer token that may only read."
+        default=None, description="Bearer token that may only read."
     )
     engine_name: Annotated[str | None, _read(values.name)] = Field(
-        None,
+        default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
         "By default made from the fingerprint of model and layout.",
     )
     engine: Annotated[Engine, _read(values.choice(Engine))] = Field(
-        Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
+        default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
     )
     model: Annotated[str, _read(values.word)] = Field(
-        "tiny",
+        default="tiny",
         description="Model of the embedded engine: `tiny` is built in and untrained; else a local folder or a hub id.",
     )
     device: Annotated[str, _read(values.device)] = Field(
-        "auto", description="Where the model runs: `auto`, `cpu`, `cuda` or `cuda:<index>`."
+        default="auto", description="Where the model runs: `auto`, `cpu`, `cuda` or `cuda:<index>`."
     )
     dtype: Annotated[Dtype, _read(values.choice(Dtype))] = Field(
-        Dtype.AUTO, description="Precision of the model: `auto`, `float16`, `bfloat16`, `float32` or `float64`."
+        default=Dtype.AUTO, description="Precision of the model: `auto`, `float16`, `bfloat16`, `float32` or `float64`."
     )
     device_blocks: Annotated[int, _read(values.whole(1))] = Field(
-        512, description="Size of the device's KV cache in blocks."
+        default=512, description="Size of the device's KV cache in blocks."
     )
-    block_size: Annotated[int, _read(values.whole(1))] = Field(16, description="Tokens a block.")
+    block_size: Annotated[int, _read(values.whole(1))] = Field(default=16, description="Tokens a block.")
     max_batched_tokens: Annotated[int, _read(values.whole(1))] = Field(
-        2048, description="Token budget of one engine step."
+        default=2048, description="Token budget of one engine step."
     )
-    max_running: Annotated[int, _read(values.whole(1))] = Field(8, description="Requests that run at once.")
+    max_running: Annotated[int, _read(values.whole(1))] = Field(default=8, description="Requests that run at once.")
     pool_bytes: Annotated[int, _read(values.size)] = Field(
-        1 << 30, description="Size of the host pool: the total of this engine, all ranks together."
+        default=1 << 30, description="Size of the host pool: the total of this engine, all ranks together."
     )
     pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
-        PoolKind.PINNED, description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder."
+        default=PoolKind.PINNED,
+        description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder.",
     )
     pool_path: Annotated[Path | None, _read(values.folder)] = Field(
-        None, description="Folder of the pool's file; only with `POOL_KIND=file`."
+        default=None, description="Folder of the pool's file; only with `POOL_KIND=file`."
     )
-    blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(1, description="Blocks that one slot holds.")
+    blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(
+        default=1, description="Blocks that one slot holds."
+    )
     store_mode: Annotated[StoreMode, _read(values.choice(StoreMode))] = Field(
-        StoreMode.EAGER, description="`eager` offers blocks as they fill, `lazy` those about to leave the device."
+        default=StoreMode.EAGER,
+        description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
     )
     eviction_policy: Annotated[str, _read(values.word)] = Field(
-        "lru", description="Which blocks leave a full pool first."
+        default="lru", description="Which blocks leave a full pool first."
     )
     offload_prompt_only: Annotated[bool, _read(values.truth)] = Field(
-        True, description="Default request policy: store only blocks wholly inside the prompt."
+        default=True, description="Default request policy: store only blocks wholly inside the prompt."
     )
     max_offload_tokens: Annotated[int | None, _read(values.cap)] = Field(
-        None,
+        default=None,
         description="Default request policy: store only blocks wholly inside the first N tokens; 0 stores nothing, "
         "`unlimited` everything.",
     )
     offload_level: Annotated[Level, _read(values.choice(Level))] = Field(
-        Level.BLOCK,
+        default=Level.BLOCK,
         description="Default request policy: tiers get new blocks only (`block`) or all of a request's (`request`).",
     )
     request_fields: Annotated[tuple[str, ...], _read(values.policy_fields)] = Field(
-        REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
+        default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )
     load_decision: Annotated[LoadDecision, _read(values.choice(LoadDecision)), MUTABLE] = Field(
-        LoadDecision.AUTO,
+        default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
     )
     store_threshold: Annotated[int, _read(values.whole(1))] = Field(
-        1, description="Offers of a block before it is stored."
+        default=1, description="Offers of a block before it is stored."
     )
     max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(
-        0.25, description="How much of the pool operators may pin, as a fraction."
+        default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
     database_url: Annotated[SecretStr, _read(values.database_url)] = Field(
-        SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
+        default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
         description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
     )
     state_dir: Annotated[Path, _read(values.folder)] = Field(
@@ -136,19 +141,19 @@ class Settings(BaseSettings):
         description="Folder of the database and the discovery file. By default the platform's folder for such state.",
     )
     eviction_history_rows: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
-        1_000_000, description="How many rows of eviction history are kept."
+        default=1_000_000, description="How many rows of eviction history are kept."
     )
     eviction_history_days: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
-        30, description="For how many days eviction history is kept."
+        default=30, description="For how many days eviction history is kept."
     )
     tiers: Annotated[tuple[dict[str, Any], ...], _read(values.tiers)] = Field(
-        (), description="JSON list of the tiers below the pool."
+        default=(), description="JSON list of the tiers below the pool."
     )
     log_level: Annotated[LogLevel, _read(values.choice(LogLevel)), MUTABLE] = Field(
-        LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
+        default=LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
     )
     log_format: Annotated[LogFormat, _read(values.choice(LogFormat))] = Field(
-        LogFormat.TEXT, description="`text`, or `json` with one object a line."
+        default=LogFormat.TEXT, description="`text`, or `json` with one object a line."
     )
 
     _given: dict[str, Given] = PrivateAttr(default_factory=dict)

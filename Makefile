@@ -1,0 +1,43 @@
+# make serve | test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+
+VENV ?= .venv
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := app core cuda_ops migrations tests bench
+OMP_NUM_THREADS ?= 1
+PYTEST_ARGS ?=
+
+.PHONY: help serve test lint format clean
+help:
+	@sed -n '1s/^# //p' Makefile
+
+serve: $(STAMP)
+	@exec $(BIN)/kvferry serve
+
+test: $(STAMP)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; \
+		else echo "no hadolint for this platform: Dockerfile not linted"; fi
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUITABLE)" 2>/dev/null || { \
+		echo "kvferry needs Python 3.11, 3.12 or 3.13, and PYTHON=$(PYTHON) is none; name one: make PYTHON=python3.12" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear "$(VENV)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(wildcard $(CODE)) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""`python -m app.cli` is `kvferry`."""
+
+import sys
+
+from app.cli.entry import main
+
+sys.exit(main())

@@ -1,0 +1,89 @@
+"""`kvferry config`: the settings, here or of a running service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from app.cli.console import new_table, note, out, print_json, words
+from app.cli.remote import JsonOption, UrlOption, connect
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """The settings: check them here, or show those of a running service."""
+
+
+@app.command("check")
+def check(as_json: JsonOption = False) -> int:
+    """Check the settings that `kvferry serve` would find here, and show them. Starts nothing."""
+    from app.settings import Settings
+
+    settings = Settings()
+    for notice in settings.notices:
+        note(notice)
+    views = {
+        view.name: {
+            "value": view.value,
+            "source": view.source.value,
+            "place": view.place,
+            "default": view.default,
+            "mutable": view.mutable,
+            "secret": view.secret,
+            "description": view.description,
+        }
+        for view in settings.describe()
+    }
+    if as_json:
+        print_json(views)
+    else:
+        _print_settings(views)
+        note("the settings are good")
+    return 0
+
+
+@app.command("show")
+def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Show the settings of a running service, and where each comes from."""
+    with connect(url) as client:
+        answer = client.config()
+    if as_json:
+        print_json(answer)
+    else:
+        _print_settings(answer)
+    return 0
+
+
+@app.command("docs")
+def docs() -> int:
+    """Print the documentation of every setting, as Markdown: docs/settings.md is made by this."""
+    from app.settings.reference import settings_markdown
+
+    out.out(settings_markdown(), end="")
+    return 0
+
+
+def _print_settings(views: Mapping[str, Any]) -> None:
+    table = new_table("setting", "value", "from")
+    for name, view in views.items():
+        if isinstance(view, Mapping):
+            given = view.get("source") != "default"
+            style = "bold" if given else ""
+            place = words(view.get("place") or view.get("source"))
+            table.add_row(
+                Text(name.upper(), style), _value(name, view.get("value")), Text(place, "" if given else "dim")
+            )
+    out.print(table)
+
+
+def _value(name: str, value: Any) -> str:
+    from app.settings.values import format_size
+
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_size(value)
+    return words(value)

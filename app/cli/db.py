@@ -1,0 +1,37 @@
+"""`kvferry db`: the metadata database."""
+
+from __future__ import annotations
+
+import typer
+
+from app.cli.console import ExitCode, complain, out, print_json
+from app.cli.remote import JsonOption
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """The metadata database."""
+
+
+@app.command("upgrade")
+def upgrade(as_json: JsonOption = False) -> int:
+    """Bring the database of the settings to this version's schema; it is made where there is none."""
+    from app.settings import Settings
+    from app.store import StoreError
+    from app.store import upgrade as upgrade_store
+
+    settings = Settings()
+    try:
+        done = upgrade_store(settings.resolved_database_url())
+    except StoreError as error:
+        complain(str(error))
+        return ExitCode.REFUSED
+    if as_json:
+        print_json({"before": done.before, "after": done.after})
+    elif done.before == done.after:
+        out.print(f"the database is up to date, at {done.after}")
+    else:
+        out.print(f"the database went from {done.before or 'nothing'} to {done.after}")
+    return ExitCode.OK

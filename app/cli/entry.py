@@ -1,0 +1,96 @@
+"""The entry point: every command by its name, and every way to fail as an exit code and a line on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from app.cli import config, db, evictions, policy, replay, reset, serve, stats
+from app.cli.console import ExitCode, complain, err, note, out
+
+# Typer brings its own copy of click or depends on it, by version; this is either's base of all usage errors.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="kvferry",
+    help="Carries KV-cache blocks of LLM engines to host memory and back, and lets you see and steer it.",
+    epilog="Exit codes: 0 done, 1 the server said no, 2 bad usage or setting, 3 could not reach the server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("serve")(serve.serve)
+app.command("stats")(stats.stats)
+app.command("reset")(reset.reset)
+app.add_typer(policy.app, name="policy")
+app.command("evictions")(evictions.evictions)
+app.add_typer(config.app, name="config")
+app.add_typer(db.app, name="db")
+app.command("replay")(replay.replay)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            out.print(f"kvferry {version('kvferry')}")
+        except PackageNotFoundError:
+            out.print("kvferry, run from its sources without being installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Carries KV-cache blocks of LLM engines to host memory and back, and lets you see and steer it."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        code = app(args=list(sys.argv[1:] if args is None else args), standalone_mode=False, prog_name="kvferry")
+    except _UsageError as error:
+        return _explain_usage(error)
+    except typer.Abort:
+        return ExitCode.REFUSED
+    except BrokenPipeError:
+        return ExitCode.OK
+    except Exception as error:  # noqa: BLE001  the last resort: a person gets a line, never a traceback
+        return _explain(error)
+    return int(code or 0)
+
+
+def _explain_usage(error: Exception) -> int:
+    message = str(getattr(error, "format_message", lambda: error)())
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # has shown the help, or holds it
+        err.out(message, end="")
+    else:
+        complain(message)
+        if context is not None:
+            note(f"see {context.command_path} --help")
+    return ExitCode.USAGE
+
+
+def _explain(error: Exception) -> int:
+    from app.client import ClientError, Unreachable
+    from app.settings import BadSettings
+
+    if isinstance(error, BadSettings):
+        for problem in error.problems:
+            complain(str(problem))
+        return ExitCode.USAGE
+    if isinstance(error, ClientError):
+        complain(str(error))
+        return ExitCode.UNREACHABLE if isinstance(error, Unreachable) else ExitCode.REFUSED
+    complain(f"{type(error).__name__}: {error}")
+    return ExitCode.REFUSED

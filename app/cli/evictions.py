@@ -1,0 +1,118 @@
+"""`kvferry evictions`: what left the pool, when and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.console import count, duration, new_table, note, out, print_json, size, words
+from app.cli.remote import JsonOption, UrlOption, connect
+
+HASH_CHARS_SHOWN = 16
+COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted")
+NUMBERS = ("position", "age_s", "hits")
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _moment(text: str | None) -> str | None:
+    """An RFC 3339 time as it is, or a span such as `15m` as the time that long ago."""
+    if text is None:
+        return None
+    match = _SPAN.fullmatch(text.strip())
+    try:
+        if match:
+            moment = datetime.now(UTC) - timedelta(seconds=float(match[1]) * _SPAN_UNITS_S[match[2]])
+        else:
+            moment = datetime.fromisoformat(text.strip())
+            moment = moment.astimezone() if moment.tzinfo is None else moment
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is neither a time nor a span such as 15m, 2h or 1d") from None
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def evictions(
+    since: Annotated[
+        str | None, typer.Option(callback=_moment, metavar="WHEN", help="From this time on, or the last 15m, 2h, 1d.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(callback=_moment, metavar="WHEN", help="Before this time.")] = None,
+    reason: Annotated[str | None, typer.Option(metavar="NAME", help="Only for this reason, such as capacity.")] = None,
+    request: Annotated[str | None, typer.Option(metavar="ID", help="Only blocks that this request stored.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many at most.")] = 50,
+    summary: Annotated[
+        bool, typer.Option("--summary", metavar="", help="Counts, ages and the regret rate instead.")
+    ] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Show which blocks left the pool, when and why."""
+    filters = {"since": since, "until": until, "reason": reason, "request": request, "tenant": tenant}
+    with connect(url) as client:
+        if summary:
+            answer = client.evictions_summary(**filters)
+        else:
+            page = client.evictions(limit=limit, **filters)
+            answer = {"items": page.items, "next_cursor": page.next_cursor}
+    if as_json:
+        print_json(answer)
+    elif summary:
+        _print_summary(answer)
+    else:
+        _print_rows(answer["items"], more=answer["next_cursor"] is not None)
+    return 0
+
+
+def _print_rows(items: list[dict[str, Any]], more: bool) -> None:
+    if not items:
+        note("no evictions")
+        return
+    shown = [name for name in COLUMNS if any(item.get(name) is not None for item in items)]
+    table = new_table(*(name.removesuffix("_s") for name in shown), right=tuple(n.removesuffix("_s") for n in NUMBERS))
+    for item in items:
+        table.add_row(*(_cell(name, item.get(name)) for name in shown))
+    out.print(table)
+    if more:
+        note("there are more; raise --limit, or use --json and its next_cursor")
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "hash" and isinstance(value, str):
+        return value if len(value) <= HASH_CHARS_SHOWN else value[:HASH_CHARS_SHOWN] + "…"
+    if name.endswith("_s") and isinstance(value, (int, float)):
+        return duration(value)
+    if name == "time" and isinstance(value, str):
+        return value.replace("T", " ").removesuffix("Z")
+    return words(value)
+
+
+def _print_summary(answer: Mapping[str, Any]) -> None:
+    table = new_table("", "", right=("",))
+    table.show_header = False
+    for name, value in _flat(answer):
+        table.add_row(name, value)
+    out.print(table)
+
+
+def _flat(answer: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for name, value in islice(answer.items(), 100):
+        label = f"{prefix}{name}"
+        if isinstance(value, Mapping) and depth < 3:
+            rows += _flat(value, f"{label} ", depth + 1)
+        elif name.endswith("_s") and isinstance(value, (int, float)):
+            rows.append((label.removesuffix("_s"), duration(value)))
+        elif name.endswith("bytes") and isinstance(value, (int, float)):
+            rows.append((label, size(value)))
+        elif (name.endswith(("rate", "fraction"))) and isinstance(value, (int, float)):
+            rows.append((label, f"{100 * value:.1f}%"))
+        else:
+            rows.append((label, count(value)))
+    return rows

@@ -1,0 +1,125 @@
+"""`kvferry policy`: the default policy of requests, and overrides for single ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.console import new_table, out, print_json, sourced_rows, words
+from app.cli.remote import JsonOption, UrlOption, connect
+
+app = typer.Typer(no_args_is_help=True)
+request_app = typer.Typer(no_args_is_help=True)
+app.add_typer(request_app, name="request")
+
+Fields = Annotated[
+    list[str],
+    typer.Argument(metavar="FIELD=VALUE...", help="Such as offload_prompt_only=false max_offload_tokens=unlimited."),
+]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="The X-Request-ID that the client sends.")]
+
+
+@app.callback()
+def _group() -> None:
+    """What requests may store and load: the runtime defaults, and overrides for single requests."""
+
+
+@request_app.callback()
+def _request_group() -> None:
+    """The override of one request, before it arrives or while it runs."""
+
+
+@app.command("show")
+def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Show the runtime defaults, and where each comes from."""
+    with connect(url) as client:
+        return _print_policy(client.policy(), as_json)
+
+
+@app.command("set")
+def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Change runtime defaults, until the next start; null gives a field back to the settings."""
+    patch = parse_fields(fields)
+    with connect(url) as client:
+        return _print_policy(client.patch_policy(patch), as_json)
+
+
+@request_app.command("show")
+def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Show what is overridden for one request."""
+    with connect(url) as client:
+        return _print_policy(client.request_policy(request_id), as_json)
+
+
+@request_app.command("set")
+def change_request(
+    request_id: RequestId,
+    fields: Fields,
+    ttl_s: Annotated[
+        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="How long it holds.", show_default="3600")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Override fields for one request; replaces what was set for it before."""
+    patch = parse_fields(fields)
+    with connect(url) as client:
+        return _print_policy(client.put_request_policy(request_id, patch, ttl_s=ttl_s), as_json)
+
+
+@request_app.command("clear")
+def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Take a request's override away."""
+    with connect(url) as client:
+        client.delete_request_policy(request_id)
+    if as_json:
+        print_json({"request": request_id, "cleared": True})
+    else:
+        out.print(f"no override for {request_id} any more")
+    return 0
+
+
+def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
+    """`name=value` words as a policy patch; values are JSON where they can be, `tiers` names between commas."""
+    patch: dict[str, Any] = {}
+    for word in fields:
+        name, equals, text = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name or not text:
+            raise typer.BadParameter(f"{word!r} is not FIELD=VALUE", param_hint="FIELD=VALUE")
+        if name in patch:
+            raise typer.BadParameter(f"{name} is given twice", param_hint="FIELD=VALUE")
+        patch[name] = _value(name, text)
+    return patch
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return [item.strip() for item in text.split(",")] if name == "tiers" else text
+
+
+def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
+    if as_json:
+        print_json(answer)
+        return 0
+    table = new_table("field", "value", "source")
+    rest: dict[str, Any] = {}
+    nested = answer.get("policy")
+    for part in (answer, nested if isinstance(nested, Mapping) else {}):
+        for row in sourced_rows(part):
+            table.add_row(*row)
+    if table.row_count == 0:
+        table = new_table("field", "value")
+        for name, value in answer.items():
+            table.add_row(name, words(value))
+    else:
+        rest = {name: value for name, value in answer.items() if not isinstance(value, Mapping)}
+    out.print(table)
+    for name, value in rest.items():
+        out.print(f"{name}: {words(value)}", style="dim")
+    return 0

@@ -1,0 +1,153 @@
+"""`kvferry replay`: send a recorded trace to a running engine, and say where the prompt tokens came from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from app.cli.console import ExitCode, complain, count, duration, err, new_table, note, out, print_json, share, size
+from app.cli.remote import JsonOption, UrlOption, connect
+
+if TYPE_CHECKING:
+    from app.client import KVFerryClient
+    from app.replay import MappedRequest, Options, Outcome, Report
+
+SETTLE_S = 10.0
+SETTLE_POLL_S = 0.05
+
+
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format, one JSON object a line.")
+    ],
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many of its requests.", show_default="all")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="How many at a time.")] = 8,
+    tokens_per_hash: Annotated[
+        int, typer.Option(metavar="N", min=1, max=512, help="Tokens sent for 512 of the trace.")
+    ] = 16,
+    max_output: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens that a request asks for.")] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the tokens that hash ids stand for.")] = 0,
+    respect_timestamps: Annotated[
+        bool, typer.Option("--respect-timestamps", metavar="", help="Send when the trace did, not as fast as possible.")
+    ] = False,
+    speed: Annotated[
+        float, typer.Option(metavar="FACTOR", min=0.001, help="With --respect-timestamps: how much faster.")
+    ] = 1.0,
+    engine_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where /v1/completions is, if not with the admin API.", show_default="--url"),
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Send a recorded trace to a running engine, and say where the prompt tokens came from.
+
+    A hash id of the trace stands for the same tokens wherever it occurs, so that the trace's shared prefixes are kept.
+    """
+    from app.client import KVFerryClient
+    from app.replay import BadTrace, Mapping, Options, make_report, map_request, read_trace
+
+    try:
+        recorded = read_trace(trace, requests)
+    except BadTrace as error:
+        complain(str(error))
+        return ExitCode.USAGE
+    with connect(url) as admin, KVFerryClient(engine_url or admin.url, admin.token) as engine:
+        model, context_tokens = _served(engine)
+        mapping = Mapping(tokens_per_hash, max_output, seed, context_tokens)
+        mapped = [map_request(request, mapping) for request in recorded]
+        before = admin.stats()
+        options = Options(engine.url, engine.token, model, concurrency, speed if respect_timestamps else None)
+        started_s = time.perf_counter()
+        outcomes = _run(mapped, options, quiet=as_json)
+        total_s = time.perf_counter() - started_s
+        after = _settled(admin)
+    report = make_report(outcomes, total_s, before, after)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _print_report(report)
+    for message, times in report.errors.items():
+        complain(f"{count(times)} x {message}")
+    return ExitCode.REFUSED if report.failed else ExitCode.OK
+
+
+def _served(engine: KVFerryClient) -> tuple[str, int | None]:
+    """The model's name and its context, as far as the engine says."""
+    models = engine.models()
+    first = models[0] if models else {}
+    context = first.get("max_model_len")
+    return str(first.get("id", "")), context if type(context) is int and context > 1 else None
+
+
+def _run(mapped: list[MappedRequest], options: Options, *, quiet: bool) -> list[Outcome]:
+    import asyncio
+
+    from app.replay import run_replay
+
+    columns = (
+        TextColumn("replaying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    failed = 0
+    with Progress(*columns, console=err, transient=True, disable=quiet) as progress:
+        task = progress.add_task("replay", total=len(mapped), failed=0)
+
+        def on_done(outcome: Outcome) -> None:
+            nonlocal failed
+            failed += outcome.error is not None
+            progress.update(task, advance=1, failed=failed)
+
+        return asyncio.run(run_replay(mapped, options, on_done))
+
+
+def _settled(admin: KVFerryClient) -> dict[str, Any]:
+    """Stats once nothing runs or is being stored any more, or after a while all the same."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        stats = admin.stats()
+        if not (stats["requests"]["running"] or stats["store"]["in_flight"]) or time.monotonic() > deadline_s:
+            return stats
+        time.sleep(SETTLE_POLL_S)
+
+
+def _print_report(report: Report) -> None:
+    table = new_table("", "", "", right=("",))
+    table.show_header = False
+
+    def row(name: str, value: str, extra: str = "") -> None:
+        table.add_row(name, value, extra)
+
+    row("requests", count(report.requests), f"{report.requests_per_s:.2f}/s")
+    row("  failed", count(report.failed))
+    if report.truncated:
+        row("  truncated", count(report.truncated), "to fit the context")
+    row("prompt tokens", count(report.prompt_tokens))
+    row("output tokens", count(report.output_tokens), f"{report.tokens_per_s:,.0f} tokens/s in all")
+    if report.cache is not None:
+        cache, whole = report.cache, report.cache.prompt_tokens
+        row("counted by the server", count(whole), "prompt tokens")
+        row("  from device", count(cache.device_tokens), share(cache.device_tokens, whole))
+        row("  from host", count(cache.host_tokens), share(cache.host_tokens, whole))
+        for tier, tokens in cache.tier_tokens.items():
+            row(f"  from {tier}", count(tokens), share(tokens, whole))
+        row("  recomputed", count(cache.recomputed_tokens), share(cache.recomputed_tokens, whole))
+        row("stored", size(cache.stored_bytes), f"{count(cache.stored_blocks)} blocks")
+        row("loaded", size(cache.loaded_bytes), f"{count(cache.loaded_blocks)} blocks")
+        row("evicted", count(cache.evicted_blocks), "blocks")
+    for name, seconds in report.first_token_s.items():
+        row(f"first token {name}", duration(seconds))
+    row("total time", duration(report.total_s))
+    out.print(table)
+    if report.cache is None:
+        note("the server restarted meanwhile, so that its counters say nothing")

@@ -1,0 +1,42 @@
+"""`kvferry reset`: drop what is stored."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from app.cli.console import count, note, out, print_json, size
+from app.cli.remote import JsonOption, UrlOption, connect
+
+
+def reset(
+    tier: Annotated[list[str] | None, typer.Option(help="Only this tier; may be repeated.", metavar="NAME")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only blocks stored for tenants like this.", metavar="GLOB")
+    ] = None,
+    lora: Annotated[str | None, typer.Option(help="Only blocks stored with LoRAs like this.", metavar="GLOB")] = None,
+    request: Annotated[
+        str | None, typer.Option(help="Only blocks stored by requests like this.", metavar="GLOB")
+    ] = None,
+    drain_timeout_s: Annotated[
+        float,
+        typer.Option("--drain-timeout-s", metavar="SECONDS", min=0, help="How long to wait for transfers under way."),
+    ] = 30.0,
+    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why, for the audit table.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Drop what is stored: all of it, or what requests like these stored. The engine keeps serving."""
+    given = {"tenant": tenant, "lora": lora, "request": request}
+    match = {name: glob for name, glob in given.items() if glob is not None}
+    with connect(url) as client:
+        answer = client.reset(tiers=tier, match=match or None, drain_timeout_s=drain_timeout_s, reason=reason)
+    if as_json:
+        print_json(answer)
+        return 0
+    dropped, pending = answer.get("dropped_blocks", 0), answer.get("pending_jobs", 0)
+    out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
+    if pending:
+        note(f"{count(pending)} transfers are still under way; what they carry is dropped when they end")
+    return 0

@@ -1,0 +1,143 @@
+"""`kvferry stats`: one snapshot, or one a second while watching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from app.cli.console import count, duration, err, out, print_json, print_json_line, share, size
+from app.cli.remote import JsonOption, UrlOption, connect
+
+BAR_WIDTH = 24
+
+Json = Mapping[str, Any]
+
+
+def stats(
+    watch: Annotated[bool, typer.Option("--watch", "-w", metavar="", help="Keep showing, until Ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", metavar="SECONDS", min=0.1, max=60, help="Time between snapshots.")
+    ] = 1.0,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Show where prompt tokens came from, what the pool holds, and what was stored, loaded and evicted."""
+    with connect(url) as client:
+        if not watch:
+            snapshot = client.stats()
+            if as_json:
+                print_json(snapshot)
+            else:
+                out.print(render(snapshot))
+            return 0
+        try:
+            with closing(client.stats_stream(interval_s)) as snapshots:
+                if as_json:
+                    for snapshot in snapshots:
+                        print_json_line(snapshot)
+                else:
+                    with Live(console=out, auto_refresh=False) as live:
+                        for snapshot in snapshots:
+                            live.update(render(snapshot), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+    err.print("the server ended the stream", style="dim")
+    return 0
+
+
+def render(snapshot: Json) -> RenderableType:
+    """A snapshot for people."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=16)
+    grid.add_column(justify="right", min_width=10)
+    grid.add_column(justify="right", min_width=6)
+    grid.add_column(width=BAR_WIDTH)
+    _prompt_rows(grid, snapshot.get("prompt_tokens", {}))
+    _pool_rows(grid, snapshot.get("pool", {}))
+    return Group(_headline(snapshot), Text(), grid, Text(), _flows(snapshot))
+
+
+def _headline(snapshot: Json) -> Text:
+    engine = snapshot.get("engine", {})
+    return Text.assemble(
+        ("kvferry", "bold"),
+        f"  {engine.get('name', '?')}, {engine.get('model', '?')} on {engine.get('device', '?')}",
+        (f"  up {duration(snapshot.get('uptime_s', 0))}, epoch {snapshot.get('epoch', 0)}", "dim"),
+    )
+
+
+def _section(grid: Table, name: str, total: str) -> None:
+    grid.add_row(Text(name, "bold"), Text(total, "bold"), "", "")
+
+
+def _bar_row(grid: Table, name: str, part: float, whole: float, color: str) -> None:
+    bar: RenderableType = Bar(whole, 0, part, width=BAR_WIDTH, color=color) if whole and part else ""
+    grid.add_row(f"  {name}", count(part), Text(share(part, whole), "dim"), bar)
+
+
+def _prompt_rows(grid: Table, tokens: Json) -> None:
+    total = tokens.get("total", 0)
+    _section(grid, "prompt tokens", count(total))
+    _bar_row(grid, "device hit", tokens.get("device_hit", 0), total, "green")
+    _bar_row(grid, "host hit", tokens.get("host_hit", 0), total, "cyan")
+    for tier, hit in tokens.get("tier_hit", {}).items():
+        _bar_row(grid, f"{tier} hit", hit, total, "blue")
+    _bar_row(grid, "recomputed", tokens.get("recomputed", 0), total, "yellow")
+
+
+def _pool_rows(grid: Table, pool: Json) -> None:
+    slots = pool.get("slots", 0)
+    grid.add_row()
+    _section(grid, "pool slots", count(slots))
+    for name, color in (("ready", "cyan"), ("storing", "yellow"), ("free", "bright_black")):
+        _bar_row(grid, name, pool.get(name, 0), slots, color)
+    for name in ("loading", "pinned", "unverified"):
+        if pool.get(name):
+            grid.add_row(f"  {name}", count(pool[name]), Text("of ready", "dim"), "")
+
+
+def _flows(snapshot: Json) -> Table:
+    pool, store, load = (snapshot.get(name, {}) for name in ("pool", "store", "load"))
+    evictions, requests, journal = (snapshot.get(name, {}) for name in ("evictions", "requests", "journal"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", min_width=16)
+    grid.add_column()
+    grid.add_row(
+        "pool",
+        f"{pool.get('kind', '?')}, {pool.get('eviction_policy', '?')}, "
+        f"{size(pool.get('slot_bytes', 0))} a slot, {size(pool.get('bytes', 0))} in use",
+    )
+    grid.add_row("store", _listed(store, "offered", "stored", "failed", "in_flight") + _rate(store))
+    skipped = {name: number for name, number in store.get("skipped", {}).items() if number}
+    if skipped:
+        grid.add_row(Text("  skipped", "not bold"), _listed(skipped, *skipped))
+    grid.add_row("load", _listed(load, "blocks", "failed", "corrupt", "declined", "in_flight") + _rate(load))
+    reasons = {name: number for name, number in evictions.get("by_reason", {}).items() if number}
+    grid.add_row("evictions", ", ".join([_listed(evictions, "total", "regretted"), *_pairs(reasons)]))
+    grid.add_row("requests", _listed(requests, "seen", "running", "waiting_for_load", "finished", "preempted"))
+    grid.add_row(
+        "journal", _listed(journal, "queued", "written", "dropped") + f", {duration(journal.get('lag_s', 0))} behind"
+    )
+    return grid
+
+
+def _pairs(numbers: Json) -> list[str]:
+    return [f"{count(number)} {name.replace('_', ' ')}" for name, number in numbers.items()]
+
+
+def _listed(numbers: Json, *names: str) -> str:
+    return ", ".join(_pairs({name: numbers.get(name, 0) for name in names}))
+
+
+def _rate(flow: Json) -> str:
+    num_bytes, seconds = flow.get("bytes", 0), flow.get("seconds", 0)
+    speed = f" at {size(num_bytes / seconds)}/s" if seconds else ""
+    return f"; {size(num_bytes)}{speed}" if num_bytes else ""

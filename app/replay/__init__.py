@@ -1,0 +1,20 @@
+"""Replay of a recorded trace against a running engine, to see where the prompt tokens come from."""
+
+from app.replay.mapping import MappedRequest, Mapping, map_request
+from app.replay.report import Report, make_report
+from app.replay.runner import Options, Outcome, run_replay
+from app.replay.trace import BadTrace, TraceRequest, read_trace
+
+__all__ = [
+    "BadTrace",
+    "MappedRequest",
+    "Mapping",
+    "Options",
+    "Outcome",
+    "Report",
+    "TraceRequest",
+    "make_report",
+    "map_request",
+    "read_trace",
+    "run_replay",
+]

@@ -1,0 +1,104 @@
+"""What a replay came to: times from its own clock, and where prompt tokens came from by the server's counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from app.client import Json
+from app.replay.runner import Outcome
+
+QUANTILES = (50, 90, 99)
+MAX_ERRORS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What the server counted while the replay ran; others' requests are in it too."""
+
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    tier_tokens: dict[str, int]
+    recomputed_tokens: int
+    stored_blocks: int
+    stored_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one replay. `first_token_s` is by percentile; `cache` is None if the server restarted."""
+
+    requests: int
+    failed: int
+    truncated: int
+    prompt_tokens: int
+    output_tokens: int
+    total_s: float
+    first_token_s: dict[str, float]
+    errors: dict[str, int]
+    cache: CacheUse | None
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests that worked, by the time that all took."""
+        return (self.requests - self.failed) / self.total_s if self.total_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens of requests that worked, by the time that all took."""
+        return (self.prompt_tokens + self.output_tokens) / self.total_s if self.total_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain JSON."""
+        return asdict(self) | {"requests_per_s": self.requests_per_s, "tokens_per_s": self.tokens_per_s}
+
+
+def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after: Json) -> Report:
+    """Sum up outcomes, and the difference of two stats snapshots. Tokens are those of requests that worked."""
+    worked = [outcome for outcome in outcomes if outcome.error is None]
+    times = sorted(outcome.first_token_s for outcome in worked if outcome.first_token_s is not None)
+    errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    return Report(
+        requests=len(outcomes),
+        failed=len(outcomes) - len(worked),
+        truncated=sum(outcome.truncated for outcome in outcomes),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in worked),
+        output_tokens=sum(outcome.output_tokens for outcome in worked),
+        total_s=total_s,
+        first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
+        errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
+        cache=_cache_use(before, after),
+    )
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """The least of the ordered values that `percent` of them do not exceed."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def _cache_use(before: Json, after: Json) -> CacheUse | None:
+    if after["uptime_s"] < before["uptime_s"]:
+        return None
+
+    def grown(part: str, name: str) -> int:
+        return int(after[part][name]) - int(before[part][name])
+
+    tiers_before = before["prompt_tokens"]["tier_hit"]
+    return CacheUse(
+        prompt_tokens=grown("prompt_tokens", "total"),
+        device_tokens=grown("prompt_tokens", "device_hit"),
+        host_tokens=grown("prompt_tokens", "host_hit"),
+        tier_tokens={tier: hit - tiers_before.get(tier, 0) for tier, hit in after["prompt_tokens"]["tier_hit"].items()},
+        recomputed_tokens=grown("prompt_tokens", "recomputed"),
+        stored_blocks=grown("store", "stored"),
+        stored_bytes=grown("store", "bytes"),
+        loaded_blocks=grown("load", "blocks"),
+        loaded_bytes=grown("load", "bytes"),
+        evicted_blocks=grown("evictions", "total"),
+    )
