@@ -25,7 +25,7 @@ from cuda_ops.copy_engine import CopyEngine
 log = logging.getLogger(__name__)
 
 RECHECK_S = 0.01
-"""How often an idle engine looks again while a transfer is under way or a request waits for another's load."""
+"""How often an engine that computes nothing looks again while transfers are under way or requests wait for something."""
 ERROR_BACKOFF_S = 1.0
 
 
@@ -156,7 +156,7 @@ class EngineLoop:
             self._compute(list(step.chunks.values()), plan, now_s)
             return 0.0
         self._submit(plan.stores, now_s)
-        return RECHECK_S if step.deferred or self._offload.has_open_work() else None
+        return RECHECK_S if self._scheduler.requests() or self._offload.has_open_work() else None
 
     def _compute(self, chunks: Sequence[Chunk], plan: StepPlan, now_s: float) -> None:
         try:

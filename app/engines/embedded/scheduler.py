@@ -33,11 +33,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes. `deferred` says that some request waits for a load that another one leads."""
+    """What one step computes, and how many tokens more it may."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
     budget_tokens: int = 0
-    deferred: bool = False
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Compute these tokens too."""
@@ -159,7 +158,6 @@ class StepScheduler:
             num_hit = len(on_device) * self.block_size
             answer = self.offload.match(request.request_id, num_hit, now_s)
             if isinstance(answer, Later):
-                step.deferred = True
                 continue
             most = len(loadable) * self.block_size - num_hit
             num_load = min(answer.num_tokens, most) if isinstance(answer, Hit) else 0

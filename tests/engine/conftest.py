@@ -1,0 +1,60 @@
+"""One torch thread, so that the suites of a small machine do not fight, and an engine that is closed in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.engines.embedded import EmbeddedEngine, EngineConfig
+from tests.engine.checkpoints import save_checkpoints
+from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of small random models, by architecture; `tiny` needs none."""
+    return {"tiny": "tiny", **save_checkpoints(Path(tmp_path_factory.mktemp("models")))}
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
+    """Makes engines, in float64 unless told otherwise, and closes them; each must have given every block back."""
+    made: list[EmbeddedEngine] = []
+
+    def make(**settings: object) -> EmbeddedEngine:
+        engine = EmbeddedEngine(EngineConfig(**{"dtype": "float64", "device": "cpu", **settings}))  # type: ignore[arg-type]
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert not engine.is_alive()
+        assert engine.pool.num_free == engine.config.device_blocks
+        assert engine.pool.num_held == 0
+
+
+@pytest.fixture
+def make_offloaded(make_engine: Callable[..., EmbeddedEngine]) -> Iterator[MakeOffloaded]:
+    """Makes engines with the real offload attached; nothing may be left held, pinned or in flight."""
+    made: list[Offloaded] = []
+
+    def make(num_slots: int = 400, prompt_only: bool = False, **settings: object) -> Offloaded:
+        made.append(Offloaded(make_engine(**settings), num_slots, prompt_only))
+        return made[-1]
+
+    yield make
+    for offloaded in made:
+        offloaded.close()
+        stats = offloaded.stats
+        check_identities(stats)
+        assert (stats.requests.running, stats.requests.waiting_for_load, stats.open_jobs) == (0, 0, 0)
+        assert (stats.store.in_flight, stats.load.in_flight, stats.pool.loading, stats.pool.pinned) == (0, 0, 0, 0)

@@ -1,0 +1,114 @@
+"""The real offload scheduler, host pool and copy engine around an engine, with a gate that tests can close."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from app.engines.embedded import EmbeddedEngine
+from core.manager import OffloadManager
+from core.policy import PolicyBook, RequestPolicy
+from core.scheduler import OffloadScheduler
+from core.stats import Snapshot
+from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.host_pool import HostPool
+
+
+class GatedCopies:
+    """A real copy engine behind a gate: what is submitted while the gate is closed starts when it opens.
+
+    `fail` turns the results of a direction into failures after the bytes were spoilt; `refuse` makes `submit` raise.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, pool: HostPool) -> None:
+        self._engine = engine
+        self._inner = CpuCopyEngine(engine.cache.block_bytes.numpy(), pool, engine.wake)
+        self._open = threading.Event()
+        self._open.set()
+        self._kept: list[TransferJob] = []
+        self._directions: dict[int, Direction] = {}
+        self.fail: set[Direction] = set()
+        self.refuse: set[Direction] = set()
+        self.submitted: list[TransferJob] = []
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+        self._engine.wake()
+
+    def kept(self, direction: Direction) -> int:
+        return sum(job.direction is direction for job in list(self._kept))
+
+    def submit(self, job: TransferJob) -> None:
+        if job.direction in self.refuse:
+            raise OSError("refused")
+        self.submitted.append(job)
+        self._directions[job.job_id] = job.direction
+        self._kept.append(job)
+        self._pass_on()
+
+    def poll(self) -> list[TransferResult]:
+        self._pass_on()
+        return [self._spoil(result) for result in self._inner.poll()]
+
+    def is_alive(self) -> bool:
+        return self._inner.is_alive()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _pass_on(self) -> None:
+        if self._open.is_set():
+            jobs, self._kept = self._kept, []
+            for job in jobs:
+                self._inner.submit(job)
+
+    def _spoil(self, result: TransferResult) -> TransferResult:
+        if self._directions[result.job_id] not in self.fail:
+            return result
+        if self._directions[result.job_id] is Direction.LOAD:
+            job = next(job for job in self.submitted if job.job_id == result.job_id)
+            self._engine.cache.block_bytes[job.block_ids] = 77
+        return replace(result, error="spoilt by the test")
+
+
+class Offloaded:
+    """An engine with everything attached."""
+
+    def __init__(self, engine: EmbeddedEngine, num_slots: int = 400, prompt_only: bool = False) -> None:
+        self.engine = engine
+        self.pool = HostPool(num_slots, engine.info.block_bytes)
+        self.manager = OffloadManager(num_slots, engine.info.block_bytes)
+        policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {})
+        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, engine.info.block_size)
+        self.copies = GatedCopies(engine, self.pool)
+        engine.attach(self.scheduler, self.copies)
+        engine.start()
+
+    @property
+    def stats(self) -> Snapshot:
+        return self.scheduler.snapshot()
+
+    def settled(self) -> bool:
+        stats = self.stats
+        return stats.open_jobs == 0 and stats.requests.running == 0 and not self.scheduler.has_open_work()
+
+    def close(self) -> None:
+        self.copies.open()
+        self.engine.close()
+        self.copies.close()
+        self.pool.close()
+
+
+MakeOffloaded = Callable[..., Offloaded]
+
+
+def check_identities(stats: Snapshot) -> None:
+    prompt, store, pool = stats.prompt_tokens, stats.store, stats.pool
+    assert prompt.total == prompt.device_hit + prompt.host_hit + sum(prompt.tier_hit.values()) + prompt.recomputed
+    assert store.offered == store.stored + sum(store.skipped.values()) + store.failed + store.in_flight
+    assert pool.slots == pool.free + pool.ready + pool.storing

@@ -1,0 +1,94 @@
+"""Asking an engine, and what the answer should be."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
+from app.engines.embedded.model import load_model
+
+DEADLINE_S = 30.0
+T = TypeVar("T")
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    last: OutputDelta | None = None
+
+    @property
+    def cached(self) -> int:
+        assert self.last is not None
+        return self.last.num_cached_tokens
+
+
+def greedy(max_tokens: int, **more: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
+
+
+async def collect(stream: RequestStream) -> Answer:
+    answer = Answer()
+    async for delta in stream:
+        answer.token_ids += delta.token_ids
+        answer.text += delta.text
+        answer.last = delta
+    return answer
+
+
+async def ask(engine: EmbeddedEngine, prompt: Sequence[int], sampling: Sampling, **more: Any) -> Answer:
+    return await collect(engine.submit(prompt, sampling, **more))
+
+
+def ask_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+    """All at once."""
+
+    async def everything() -> list[Answer]:
+        return await asyncio.gather(*[ask(engine, prompt, sampling) for prompt in prompts])
+
+    return run(everything())
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, DEADLINE_S)
+
+    return asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll with a bound."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"still not: {what}"
+        await asyncio.sleep(0.005)
+
+
+def random_prompts(seed: int, count: int, longest: int, low: int = 3, high: int = 250) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(low, high) for _ in range(rng.randrange(1, longest + 1))] for _ in range(count)]
+
+
+def reference_model(name: str) -> PreTrainedModel:
+    """The same weights in float64, with the attention that transformers itself has."""
+    module = load_model(name, "cpu", "float64").module
+    module.set_attn_implementation("sdpa")
+    return module
+
+
+@torch.inference_mode()
+def reference_answer(module: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy, by a full forward pass over everything for each token: no cache of any kind."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        logits = module(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -1,0 +1,168 @@
+"""Whatever the batching, the cache and the preemptions: greedy answers are those of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from app.engines.embedded import EmbeddedEngine, Sampling
+from app.engines.embedded.hashing import chain_root, extend_chain
+from app.engines.embedded.offload import NoCopies, NoOffload
+from tests.engine.serving import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
+
+MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
+MAX_TOKENS = 12
+Make = Callable[..., EmbeddedEngine]
+
+
+class PreemptionCounter(NoOffload):
+    def __init__(self) -> None:
+        self.preempted = 0
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        self.preempted += 1
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, str]) -> Callable[[str], tuple[list[list[int]], list[list[int]]]]:
+    """Prompts and reference answers, computed once a model. Some prompts begin alike."""
+    known: dict[str, tuple[list[list[int]], list[list[int]]]] = {}
+
+    def of(model: str) -> tuple[list[list[int]], list[list[int]]]:
+        if model not in known:
+            prompts = random_prompts(11, 10, 90)
+            prompts += [prompts[0] + tail for tail in random_prompts(12, 4, 30)]
+            module = reference_model(checkpoints[model])
+            known[model] = prompts, [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
+        return known[model]
+
+    return of
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_blocks": 200},
+        {"device_blocks": 200, "max_batched_tokens": 7, "max_running": 3},
+        {"device_blocks": 200, "max_batched_tokens": 1, "max_running": 4, "block_size": 5},
+        {"device_blocks": 40, "block_size": 4, "max_batched_tokens": 64},
+    ],
+    ids=["whole", "chunks", "token-by-token", "small-pool"],
+)
+def test_answers_are_the_models_own(
+    model: str, settings: dict[str, int], checkpoints: dict[str, str], expected: Callable, make_engine: Make
+) -> None:
+    prompts, answers = expected(model)
+    engine = make_engine(model=checkpoints[model], **settings)
+    engine.start()
+    assert [answer.token_ids for answer in ask_all(engine, prompts, greedy(MAX_TOKENS))] == answers
+    again = ask_all(engine, prompts, greedy(MAX_TOKENS))
+    assert [answer.token_ids for answer in again] == answers
+    assert engine.last_error is None
+
+
+def test_preempted_requests_lose_nothing(expected: Callable, make_engine: Make) -> None:
+    prompts, answers = expected("tiny")
+    engine = make_engine(device_blocks=30, block_size=4, max_running=6)
+    counter = PreemptionCounter()
+    engine.attach(counter, NoCopies())
+    engine.start()
+    got = ask_all(engine, prompts, greedy(MAX_TOKENS))
+    assert [answer.token_ids for answer in got] == answers
+    assert counter.preempted > 0
+
+
+def test_a_known_prefix_is_not_computed_again(make_engine: Make) -> None:
+    engine = make_engine(block_size=16)
+    engine.start()
+    prompt = random_prompts(3, 1, 1)[0] * 64
+    first, second = (ask_all(engine, [prompt], greedy(4))[0] for _ in range(2))
+    assert (first.cached, second.cached) == (0, 48)
+    assert first.token_ids == second.token_ids
+    longer = ask_all(engine, [[*prompt, *first.token_ids, *prompt]], greedy(1))[0]
+    assert longer.cached == 64
+
+
+def test_the_cache_of_one_tenant_is_not_anothers(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.start()
+    prompt = random_prompts(4, 1, 1)[0] * 40
+
+    async def cached(salt: str | None) -> int:
+        return (await ask(engine, prompt, greedy(1), cache_salt=salt)).cached
+
+    assert [run(cached(salt)) for salt in (None, "a", "b", "a", "", None)] == [0, 0, 0, 32, 0, 32]
+
+
+def test_float64_is_float64_throughout(make_engine: Make) -> None:
+    engine = make_engine()
+    assert engine.cache.tensor.dtype == torch.float64
+    assert {weight.dtype for weight in engine.model.module.parameters()} == {torch.float64}
+    seen = set()
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.add(args[0].dtype))
+        for layer in engine.model.module.model.layers
+    ]
+    engine.start()
+    ask_all(engine, [[5, 6, 7]], greedy(2))
+    assert seen == {torch.float64}
+    assert len(handles) == engine.info.num_layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_precisions_serve_too(dtype: str, make_engine: Make) -> None:
+    engine = make_engine(dtype=dtype)
+    engine.start()
+    answers = ask_all(engine, random_prompts(5, 4, 40), greedy(5))
+    assert [len(answer.token_ids) for answer in answers] == [5] * 4
+    assert engine.info.block_bytes <= 256 * 1024
+
+
+def test_one_wrong_block_changes_the_answer(make_engine: Make) -> None:
+    """What `tiny` is for: whoever serves wrong KV is found out."""
+    engine = make_engine(dtype="float32", device_blocks=1200)
+    engine.start()
+    prompts = [prompt * 2 for prompt in random_prompts(6, 60, 90) if len(prompt) > 16]
+    assert len(prompts) >= 40
+    before = [ask_all(engine, [prompt], greedy(16))[0].token_ids for prompt in prompts]
+    assert len({tuple(answer) for answer in before}) == len(prompts)
+    changed = 0
+    for index, (prompt, answer) in enumerate(zip(prompts, before, strict=True)):
+        block = engine.pool.find_prefix(_hashes(prompt))[index % (len(prompt) // 16)]
+        kept = engine.cache.block_bytes[block].clone()
+        engine.cache.block_bytes[block] = engine.cache.block_bytes[(block + 7) % 300]
+        changed += ask_all(engine, [prompt], greedy(16))[0].token_ids != answer
+        engine.cache.block_bytes[block] = kept
+    assert changed >= 0.9 * len(prompts)
+    after = [ask_all(engine, [prompt], greedy(16))[0].token_ids for prompt in prompts]
+    assert after == before
+
+
+def _hashes(prompt: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_chain(hashes, chain_root(None, None), prompt, 16)
+    return hashes[: (len(prompt) - 1) // 16]
+
+
+def test_sampling_is_repeatable_by_seed_whatever_runs_beside_it(make_engine: Make) -> None:
+    engine = make_engine(dtype="float64")
+    engine.start()
+    prompt = [9, 8, 7, 6]
+    alone = ask_all(engine, [prompt], Sampling(max_tokens=12, seed=5, ignore_eos=True))[0].token_ids
+    crowd = ask_all(engine, [prompt] * 3 + random_prompts(8, 4, 30), Sampling(max_tokens=12, seed=5, ignore_eos=True))
+    assert [answer.token_ids for answer in crowd[:3]] == [alone] * 3
+    other = ask_all(engine, [prompt], Sampling(max_tokens=12, seed=6, ignore_eos=True))[0].token_ids
+    unseeded = [ask_all(engine, [prompt], Sampling(max_tokens=12, ignore_eos=True))[0].token_ids for _ in range(2)]
+    assert len({tuple(alone), tuple(other), *map(tuple, unseeded)}) == 4
+
+
+def test_a_small_nucleus_is_greedy(make_engine: Make) -> None:
+    engine = make_engine()
+    engine.start()
+    prompts = random_prompts(9, 4, 20)
+    likeliest = [answer.token_ids for answer in ask_all(engine, prompts, greedy(8))]
+    sampled = ask_all(engine, prompts, Sampling(max_tokens=8, top_p=1e-6, ignore_eos=True))
+    assert [answer.token_ids for answer in sampled] == likeliest

@@ -1,0 +1,135 @@
+"""The block pool against an obvious model of it: sets, and a list that is searched."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from app.engines.embedded.block_pool import BlockPool
+
+NUM_BLOCKS = 12
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables are what requests hold, `held` what transfers do, `queue` the free blocks, the next to go first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[list[int]] = []
+        self.holds: list[list[int]] = []
+        self.queue = list(range(NUM_BLOCKS))
+        self.content: dict[int, bytes] = {}
+
+    @initialize()
+    def start(self) -> None:
+        self.pool = BlockPool(NUM_BLOCKS)
+
+    def in_use(self, block: int) -> bool:
+        return any(block in blocks for blocks in (*self.tables, *self.holds))
+
+    def let_go(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            if not self.in_use(block) and block not in self.queue:
+                if block in self.content:
+                    self.queue.append(block)
+                else:
+                    self.queue.insert(0, block)
+
+    @rule(names=st.lists(st.integers(0, 9), max_size=5), num_new=st.integers(0, 6))
+    def allocate(self, names: list[int], num_new: int) -> None:
+        shared = self.pool.find_prefix(bytes([name]) for name in names)
+        expected = []
+        for name in names:
+            found = [block for block, content in self.content.items() if content == bytes([name])]
+            if not found:
+                break
+            expected += found
+        assert shared == expected
+        shared = list(dict.fromkeys(shared))
+        table = self.pool.allocate(shared, num_new)
+        room = [block for block in self.queue if block not in shared]
+        if len(room) < num_new:
+            assert table is None
+            return
+        assert table == [*shared, *room[:num_new]]
+        for block in room[:num_new]:
+            self.content.pop(block, None)
+        self.queue = room[num_new:]
+        self.tables.append(table)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+        self.let_go(table)
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), name=st.integers(0, 9))
+    def register(self, data: st.DataObject, name: int) -> None:
+        block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
+        self.pool.register(block, bytes([name]))
+        if block not in self.content and bytes([name]) not in self.content.values():
+            self.content[block] = bytes([name])
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from([table for table in self.tables if table]))
+        self.pool.hold(blocks)
+        self.holds.append(blocks)
+
+    @rule(blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True, max_size=3))
+    def hold_any(self, blocks: list[int]) -> None:
+        self.pool.hold(blocks)
+        self.queue = [block for block in self.queue if block not in blocks]
+        self.holds.append(blocks)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        blocks = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self.pool.release(blocks)
+        self.let_go(blocks)
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "pool"):
+            assert self.pool.num_free == len(self.queue)
+            assert self.pool.num_held == len({block for blocks in self.holds for block in blocks})
+            for name in range(10):
+                found = self.pool.find_prefix([bytes([name])])
+                assert found == [block for block, content in self.content.items() if content == bytes([name])]
+
+    def teardown(self) -> None:
+        for blocks in self.holds:
+            self.pool.release(blocks)
+        for table in self.tables:
+            self.pool.free(table)
+        assert self.pool.num_free == NUM_BLOCKS
+        assert self.pool.allocate((), NUM_BLOCKS) is not None
+
+
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestPool = PoolMachine.TestCase
+
+
+def test_the_least_recently_used_block_goes_first_and_a_prefix_dies_from_its_end() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate((), 4)
+    assert table == [0, 1, 2, 3]
+    for block in table:
+        pool.register(block, bytes([block]))
+    pool.free(table)
+    assert pool.allocate((), 2) == [3, 2]
+    assert pool.find_prefix([b"\0", b"\1", b"\2"]) == [0, 1]
+
+
+def test_a_release_without_a_hold_is_ignored_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    pool = BlockPool(2)
+    assert pool.allocate((), 1) == [0]
+    pool.release([0, 0])
+    assert pool.num_free == 1
+    assert len(caplog.records) == 1

@@ -1,0 +1,308 @@
+"""The engine over HTTP, by OpenAI's own client and by clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from app.api.completions import completions_router
+from app.engines.embedded import EmbeddedEngine, EngineConfig
+from app.engines.embedded.offload import NoCopies, NoOffload
+from core.engine import EngineRequest
+from tests.engine.serving import greedy, run, until
+
+
+class Announcements(NoOffload):
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.finished: list[str] = []
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        self.requests.append(request)
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        self.finished.append(request_id)
+
+
+@dataclass
+class Service:
+    engine: EmbeddedEngine
+    seen: Announcements
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def post(self, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/completions", json=body, timeout=30.0, trust_env=False)
+
+
+@contextlib.contextmanager
+def serve(engine: EmbeddedEngine) -> Iterator[int]:
+    app = FastAPI()
+    app.include_router(completions_router(engine))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    run(until(lambda: server.started, "the server listens"))
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    engine, seen = EmbeddedEngine(EngineConfig(device="cpu", dtype="float64", device_blocks=600)), Announcements()
+    engine.attach(seen, NoCopies())
+    engine.start()
+    with serve(engine) as port:
+        yield Service(engine, seen, port)
+    engine.close()
+    assert engine.pool.num_free == 600
+    assert sorted(seen.finished) == sorted(request.request_id for request in seen.requests)
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with httpx.Client(trust_env=False, timeout=30.0) as http:
+        yield openai.OpenAI(base_url=service.url, api_key="none", max_retries=0, http_client=http)
+
+
+PROMPT = list(range(10, 50))
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+def test_whole_and_streamed_answers_are_the_same(client: openai.OpenAI) -> None:
+    asked = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 20,
+        "temperature": 0,
+        "extra_body": {"return_token_ids": True, "ignore_eos": True},
+    }
+    whole = client.completions.create(**asked)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "length"
+    assert len(choice.token_ids) == 20
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (40, 20, 60)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == choice.text
+    assert [token for chunk in chunks[:-1] for token in chunk.choices[0].token_ids] == choice.token_ids
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 19 + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 20
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 32
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_text_and_its_token_ids_are_one_prompt(client: openai.OpenAI) -> None:
+    text = "caf\u00e9, 24 \u20ac"
+    ids = [byte + 3 for byte in text.encode()]
+    answers = [
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=5, temperature=0) for prompt in (text, ids)
+    ]
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+    assert answers[0].usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_have_a_choice_each(stream: bool, client: openai.OpenAI, service: Service) -> None:
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    alone = [
+        client.completions.create(model="tiny", prompt=p, max_tokens=6, temperature=0).choices[0].text for p in prompts
+    ]
+    name = f"several-{stream}"
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=6, temperature=0, stream=stream, extra_headers={"X-Request-ID": name}
+    )
+    texts = ["", "", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == alone
+    mine = [request for request in service.seen.requests if name in request.aliases]
+    assert [request.request_id for request in mine] == [f"{name}-{i}" for i in range(3)]
+
+
+def test_the_request_is_what_the_client_said(service: Service) -> None:
+    answer = httpx.post(
+        f"{service.url}/completions",
+        json={
+            "prompt": [5, 6],
+            "max_tokens": None,
+            "cache_salt": "secret",
+            "kv_transfer_params": {"store": False},
+            "field_of_the_future": [1],
+        },
+        headers={"X-Request-ID": "by-name"},
+        trust_env=False,
+    )
+    assert answer.headers["X-Request-ID"] == "by-name"
+    assert answer.json()["id"] == "cmpl-by-name"
+    request = service.seen.requests[-1]
+    assert (request.request_id, request.aliases) == ("by-name", ())
+    assert request.kv_transfer_params == {"store": False}
+    assert request.tenant == "2bb80d537b1da3e3"
+    assert answer.json()["usage"]["completion_tokens"] <= 16
+
+
+def test_seeds(service: Service) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 10, "return_token_ids": True, "ignore_eos": True}
+    first, second, other = (service.post(**asked, seed=seed).json()["choices"][0]["token_ids"] for seed in (1, 1, 2))
+    assert first == second != other
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[5], []]}, "prompt"),
+        ({"prompt": [5, "a"]}, "prompt"),
+        ({"prompt": [5.5]}, "prompt"),
+        ({"prompt": True}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [259]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [5] * 8192}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -5}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "seed": 1 << 64}, "seed"),
+        ({"prompt": "a", "stop": ["a", ""]}, "stop"),
+        ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "a", "cache_salt": "\udc00"}, "cache_salt"),
+        ({"prompt": "a", "kv_transfer_params": [1]}, "kv_transfer_params"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: str, service: Service) -> None:
+    before = len(service.seen.requests)
+    answer = httpx.post(
+        f"{service.url}/completions",
+        content=json.dumps(body),
+        headers={"Content-Type": "application/json"},
+        trust_env=False,
+    )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"]
+    assert len(service.seen.requests) == before
+
+
+def test_what_is_no_json_and_another_model(service: Service, client: openai.OpenAI) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{service.url}/completions", content="{", headers=headers, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        client.completions.create(model="gpt-5", prompt="a")
+
+
+def hang_up(port: int, body: dict[str, object], after: Callable[[], bool]) -> None:
+    """Send a request and close the connection once `after` holds."""
+    data = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=20.0) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-ID: {body['user']}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        run(until(after, "it is time to hang up"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[5] * 8, [[5] * 8, [6] * 8]], ids=["one", "two"])
+def test_who_hangs_up_is_canceled(stream: bool, prompt: list[int], service: Service) -> None:
+    name = f"gone-{stream}-{len(prompt)}"
+    started_s = time.monotonic()
+    hang_up(
+        service.port,
+        {"prompt": prompt, "max_tokens": 8000, "ignore_eos": True, "stream": stream, "user": name},
+        lambda: any(request.request_id.startswith(name) for request in service.seen.requests),
+    )
+    mine = {request.request_id: request for request in service.seen.requests if request.request_id.startswith(name)}
+    run(until(lambda: set(service.seen.finished) >= set(mine), "all of it has ended"))
+    assert all(request.num_tokens < 8000 for request in mine.values()), time.monotonic() - started_s
+
+
+def test_an_engine_that_stops_says_so(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine = make_engine(dtype="float32")
+    engine.start()
+    with serve(engine) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"prompt": [5] * 8, "max_tokens": 8000, "ignore_eos": True}
+
+        async def scenario() -> None:
+            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+                cut = asyncio.create_task(http.post(url, json=body))
+                await until(lambda: engine.pool.num_free < 512, "it runs")
+                async with http.stream("POST", url, json={**body, "stream": True}) as streamed:
+                    lines = streamed.aiter_lines()
+                    await anext(lines)
+                    await asyncio.to_thread(engine.close)
+                    rest = [line async for line in lines if line]
+                assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+                assert rest[-1] == "data: [DONE]"
+                assert (await cut).status_code == 503
+                refused = await http.post(url, json=body)
+                assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+
+        run(scenario())
+
+
+def test_a_failed_step_is_500(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine = make_engine(dtype="float32")
+    engine.start()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("inner secret")
+
+    handle = engine.model.module.model.layers[0].register_forward_pre_hook(fail)
+    with serve(engine) as port:
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}, trust_env=False)
+        handle.remove()
+        again = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"}, trust_env=False)
+    assert (answer.status_code, again.status_code) == (500, 200)
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "inner secret" not in answer.text
+
+
+def test_greedy_helper_matches_http(service: Service) -> None:
+    from tests.engine.serving import ask_all
+
+    over_http = service.post(prompt=PROMPT, max_tokens=7, temperature=0, ignore_eos=True, return_token_ids=True).json()
+    assert over_http["choices"][0]["token_ids"] == ask_all(service.engine, [PROMPT], greedy(7))[0].token_ids

@@ -1,0 +1,98 @@
+"""Block hashes are the same everywhere and differ for whatever changes KV; text comes out in pieces that make the whole."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from app.engines.embedded.hashing import HASH_BYTES, chain_root, extend_chain
+from app.engines.embedded.request import StopScanner
+from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, ByteTokenizer, CheckpointTokenizer, NoTokenizer, Tokenizer
+from tests.engine.checkpoints import byte_tokenizer
+
+
+def chain(tokens: list[int], block_size: int = 4, salt: str | None = None, lora: str | None = None) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_chain(hashes, chain_root(salt, lora), tokens, block_size)
+    return hashes
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    assert [h.hex()[:16] for h in chain(list(range(3, 12)))] == KNOWN_HASHES
+    assert all(len(h) == HASH_BYTES for h in chain(list(range(8))))
+
+
+KNOWN_HASHES = ["780f3fdc4a32d31c", "22a3849a54222ff8"]
+
+
+@given(tokens=st.lists(st.integers(0, 2**31), max_size=40), cut=st.integers(0, 40), block_size=st.integers(1, 9))
+def test_a_chain_grown_by_pieces_is_the_chain_of_the_whole(tokens: list[int], cut: int, block_size: int) -> None:
+    hashes: list[bytes] = []
+    root = chain_root(None, None)
+    extend_chain(hashes, root, tokens[:cut], block_size)
+    known = len(hashes) * block_size
+    extend_chain(hashes, root, tokens[known:], block_size, known)
+    assert hashes == chain(tokens, block_size)
+
+
+def test_every_difference_shows_from_its_block_on() -> None:
+    tokens = list(range(20))
+    base = chain(tokens)
+    changed = chain([*tokens[:9], 99, *tokens[10:]])
+    assert [a == b for a, b in zip(base, changed, strict=True)] == [True, True, False, False, False]
+    roots = [(None, None), ("", None), (None, ""), ("a", None), (None, "a"), ("a", "a"), ("ab", None), ("a", "b")]
+    assert len({chain(tokens, 4, salt, lora)[0] for salt, lora in roots}) == len(roots)
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> str:
+    stream = tokenizer.stream()
+    return "".join([stream.push(i) for i in ids] + [stream.flush()])
+
+
+@given(ids=st.lists(st.integers(0, BYTE_VOCAB_SIZE - 1), max_size=30))
+def test_bytes_in_pieces_make_the_text_of_the_whole(ids: list[int]) -> None:
+    assert pieces(ByteTokenizer(), ids) == ByteTokenizer().decode(ids)
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=20))
+def test_text_survives_the_way_there_and_back(text: str) -> None:
+    for tokenizer in (ByteTokenizer(), CheckpointTokenizer(byte_tokenizer())):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert pieces(tokenizer, ids) == text
+
+
+def test_no_piece_shows_half_a_character() -> None:
+    for tokenizer in (ByteTokenizer(), CheckpointTokenizer(byte_tokenizer())):
+        stream = tokenizer.stream()
+        assert [stream.push(i) for i in tokenizer.encode("a\u20acb")] == ["a", "", "", "\u20ac", "b"]
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        NoTokenizer().encode("x")
+    assert pieces(NoTokenizer(), [5, 6]) == ""
+
+
+def until_stop(text: str, stops: list[str]) -> str:
+    scanner, told = StopScanner(ByteTokenizer().stream(), stops), ""
+    for token in ByteTokenizer().encode(text):
+        piece, stopped = scanner.push(token)
+        told += piece
+        assert not any(stop in told for stop in stops)
+        if stopped:
+            return told
+    return told + scanner.flush()
+
+
+@given(text=st.text("ab", max_size=14), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_text_ends_before_its_first_stop_string(text: str, stops: list[str]) -> None:
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if ends:
+        first = min(ends)
+        longest = max(len(stop) for stop in stops if text[:first].endswith(stop))
+        assert until_stop(text, stops) == text[: first - longest]
+    else:
+        assert until_stop(text, stops) == text

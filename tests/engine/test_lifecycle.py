@@ -1,0 +1,289 @@
+"""Requests come, wait, run, are canceled and end, in every order, and every block comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from app.engines.embedded import EmbeddedEngine, EngineStoppedError, FinishReason, InvalidRequestError, Sampling
+from app.engines.embedded.offload import NoCopies, NoOffload
+from core.engine import EngineRequest, StepProgress
+from core.scheduler import Hit, Later, Miss
+from core.transfers import StepPlan
+from tests.engine.serving import ask, ask_all, collect, greedy, random_prompts, run, until
+
+Make = Callable[..., EmbeddedEngine]
+
+
+class Recorder(NoOffload):
+    """Writes down what an engine tells, and says `Later` as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.announced: list[EngineRequest] = []
+        self.finished: list[str] = []
+        self.computed: dict[str, int] = {}
+        self.matched: dict[str, int] = {}
+        self.later = 0
+        self.fail_plans = 0
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        if request.request_id == "poison":
+            raise ValueError("not this one")
+        self.announced.append(request)
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        self.matched[request_id] = self.matched.get(request_id, 0) + 1
+        if request_id == "follower" and self.later:
+            self.later -= 1
+            return Later()
+        return Miss()
+
+    def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+        if self.fail_plans and progress:
+            self.fail_plans -= 1
+            raise ZeroDivisionError("a bug, says the test")
+        for step in progress:
+            assert len(step.block_ids) * 16 >= step.num_computed_tokens > self.computed.get(step.request_id, 0)
+            self.computed[step.request_id] = step.num_computed_tokens
+        return StepPlan()
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        self.finished.append(request_id)
+
+
+@pytest.fixture
+def recorded(make_engine: Make) -> Callable[..., tuple[EmbeddedEngine, Recorder]]:
+    def make(**settings: object) -> tuple[EmbeddedEngine, Recorder]:
+        engine, recorder = make_engine(dtype="float32", **settings), Recorder()
+        engine.attach(recorder, NoCopies())
+        engine.start()
+        return engine, recorder
+
+    return make
+
+
+def test_canceled_in_every_state(recorded: Callable) -> None:
+    engine, recorder = recorded(max_running=2, max_batched_tokens=8, device_blocks=600)
+
+    async def scenario() -> None:
+        decoding = engine.submit([5] * 4, greedy(4000), request_id="decoding")
+        async for _ in decoding:
+            break
+        prefilling = engine.submit([6] * 4000, greedy(5), request_id="prefilling")
+        await until(lambda: recorder.computed.get("prefilling", 0) > 0, "the prefill has begun")
+        waiting = engine.submit([7] * 4, greedy(5), request_id="waiting")
+        await until(lambda: len(recorder.announced) == 3, "the third was announced")
+        unseen = engine.submit([8] * 4, greedy(5), request_id="unseen")
+        for stream in (unseen, waiting, prefilling, decoding):
+            stream.cancel()
+            answer = await collect(stream)
+            assert answer.last is not None
+            assert answer.last.finish_reason is FinishReason.ABORT
+            stream.cancel()
+        assert "waiting" not in recorder.computed
+        await until(lambda: engine.pool.num_free == 600, "all blocks are free")
+
+    run(scenario())
+    assert sorted(recorder.finished) == sorted(request.request_id for request in recorder.announced)
+    assert engine.last_error is None
+
+
+def test_cancel_by_id_and_of_nobody(recorded: Callable) -> None:
+    engine, _ = recorded()
+
+    async def scenario() -> None:
+        stream = engine.submit([5] * 4, greedy(4000), request_id="mine")
+        engine.cancel("somebody else")
+        engine.cancel("mine")
+        answer = await collect(stream)
+        assert answer.last is not None
+        assert answer.last.finish_reason is FinishReason.ABORT
+        engine.cancel("mine")
+
+    run(scenario())
+
+
+def test_an_old_cancel_does_not_hit_a_new_request_of_the_same_id(recorded: Callable) -> None:
+    engine, recorder = recorded()
+
+    async def scenario() -> None:
+        old = engine.submit([5], greedy(1), request_id="mine")
+        await until(lambda: recorder.finished == ["mine"], "the first has ended")
+        await until(lambda: engine.pool.num_free == 512, "its blocks are free")
+        new = engine.submit([5] * 4, greedy(30), request_id="mine")
+        old.cancel()
+        assert len((await collect(new)).token_ids) == 30
+
+    run(scenario())
+
+
+def test_an_id_in_use_gets_a_suffix_and_stays_an_alias(recorded: Callable) -> None:
+    engine, recorder = recorded()
+
+    async def scenario() -> None:
+        streams = [engine.submit([5, 6], greedy(20), request_id="same", aliases=("other",)) for _ in range(3)]
+        await asyncio.gather(*map(collect, streams))
+        assert len({stream.request_id for stream in streams}) == 3
+        again = engine.submit([5, 6], greedy(1), request_id="same")
+        assert again.request_id == "same"
+        await collect(again)
+
+    run(scenario())
+    first, second = recorder.announced[:2]
+    assert (first.request_id, first.aliases) == ("same", ("other",))
+    assert second.request_id.startswith("same-")
+    assert second.aliases == ("same", "other")
+
+
+def test_random_cancellations_leave_nothing_behind(recorded: Callable) -> None:
+    engine, recorder = recorded(device_blocks=20, block_size=16, max_running=5, max_batched_tokens=32)
+    rng = random.Random(3)
+
+    async def client(prompt: list[int]) -> None:
+        stream = engine.submit(prompt, greedy(rng.randrange(1, 60)))
+        await asyncio.sleep(rng.random() * 0.1)
+        if rng.random() < 0.6:
+            stream.cancel()
+        assert (await collect(stream)).last is not None
+
+    async def scenario() -> None:
+        await asyncio.gather(*[client(prompt) for prompt in random_prompts(5, 60, 120)])
+        await until(lambda: engine.pool.num_free == 20, "all blocks are free")
+
+    run(scenario())
+    assert sorted(recorder.finished) == sorted(request.request_id for request in recorder.announced)
+    assert len(recorder.finished) == 60
+
+
+def test_a_follower_is_passed_over_and_comes_back(recorded: Callable) -> None:
+    engine, recorder = recorded()
+    recorder.later = 3
+
+    async def scenario() -> None:
+        follower = engine.submit([5] * 40, greedy(2), request_id="follower")
+        await ask(engine, [6] * 4, greedy(2), request_id="other")
+        assert len((await collect(follower)).token_ids) == 2
+
+    run(scenario())
+    assert recorder.matched == {"follower": 4, "other": 1}
+
+
+def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(recorded: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    engine, recorder = recorded()
+    recorder.fail_plans = 2
+    for _ in range(2):
+        failed = ask_all(engine, [[5, 6]], greedy(2))[0]
+        assert failed.last is not None
+        assert failed.last.finish_reason is FinishReason.ERROR
+    assert "a bug, says the test" in str(engine.last_error)
+    assert sum("a step failed" in record.message for record in caplog.records) == 1
+    assert len(ask_all(engine, [[5, 6]], greedy(2))[0].token_ids) == 2
+    assert len(recorder.finished) == 3
+
+
+def test_a_request_that_cannot_be_announced_fails_alone(recorded: Callable) -> None:
+    engine, recorder = recorded()
+
+    async def scenario() -> None:
+        bad, good = await asyncio.gather(
+            ask(engine, [5, 6], greedy(2), request_id="poison"), ask(engine, [5, 6], greedy(2))
+        )
+        assert bad.last is not None
+        assert bad.last.finish_reason is FinishReason.ERROR
+        assert len(good.token_ids) == 2
+
+    run(scenario())
+    assert len(recorder.finished) == 1
+
+
+def test_a_client_whose_loop_is_gone_is_canceled(recorded: Callable) -> None:
+    engine, recorder = recorded()
+
+    async def leave() -> None:
+        engine.submit([5] * 4, greedy(8000), request_id="left")
+
+    run(leave())
+    run(until(lambda: recorder.finished == ["left"], "the abandoned request has ended"))
+
+
+def test_answers_end_where_they_should(make_engine: Make) -> None:
+    engine = make_engine(device_blocks=600, dtype="float32")
+    engine.start()
+    text = ask_all(engine, [[5, 6, 7]], greedy(40))[0]
+    assert text.last is not None
+    assert text.last.finish_reason is FinishReason.LENGTH
+    stop = text.text[6:9]
+    stopped = ask_all(engine, [[5, 6, 7]], greedy(40, stop=(stop,)))[0]
+    assert stopped.text == text.text[: text.text.index(stop)]
+    assert stopped.last is not None
+    assert stopped.last.finish_reason is FinishReason.STOP
+    ended = [ask_all(engine, [prompt], Sampling(max_tokens=800, temperature=0))[0] for prompt in random_prompts(4, 3, 9)]
+    for answer in ended:
+        assert answer.last is not None
+        reason = FinishReason.STOP if answer.token_ids[-1] == 1 else FinishReason.LENGTH
+        assert answer.last.finish_reason is reason
+        assert 1 not in answer.token_ids[:-1]
+    assert any(answer.token_ids[-1] == 1 for answer in ended)
+
+
+def test_an_answer_ends_with_the_context(make_engine: Make, checkpoints: dict[str, str]) -> None:
+    engine = make_engine(model=checkpoints["llama"], dtype="float32")
+    engine.start()
+    assert len(ask_all(engine, [[9] * 510], greedy(100))[0].token_ids) == 2
+
+
+def test_a_pool_that_just_fits_is_enough(make_engine: Make) -> None:
+    engine = make_engine(device_blocks=4, block_size=4, dtype="float32")
+    engine.start()
+    answers = ask_all(engine, [[5 + i] * (1 + i * 2) for i in range(8)], greedy(100))
+    assert [len(answer.token_ids) for answer in answers] == [16 - 1 - i * 2 for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param", "message"),
+    [
+        ([], {}, "prompt", "empty"),
+        ([259], {}, "prompt", "token id 259, and the vocabulary is 0 to 258"),
+        ([-1, 5], {}, "prompt", "token id -1"),
+        ([5], {"max_tokens": 0}, "max_tokens", "must be at least 1"),
+        ([5] * 8192, {}, "prompt", "the model's context holds 8192"),
+        ([5] * 320, {}, "prompt", "DEVICE_BLOCKS=20"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(
+    prompt: list[int], sampling: dict[str, int], param: str, message: str, make_engine: Make
+) -> None:
+    engine = make_engine(device_blocks=20 if len(prompt) == 320 else 600, dtype="float32")
+    engine.start()
+
+    async def submit() -> None:
+        engine.submit(prompt, Sampling(**sampling))
+
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        run(submit())
+    assert refused.value.param == param
+
+
+def test_an_engine_that_does_not_run_says_so(make_engine: Make) -> None:
+    engine = make_engine(dtype="float32")
+
+    async def submit() -> None:
+        engine.submit([5], greedy(1))
+
+    with pytest.raises(EngineStoppedError):
+        run(submit())
+    engine.start()
+    assert engine.is_alive()
+    with pytest.raises(RuntimeError, match="started before"):
+        engine.start()
+    with pytest.raises(RuntimeError, match="before the engine starts"):
+        engine.attach(NoOffload(), NoCopies())
+    ask_all(engine, [[5]], greedy(1))
+    engine.close()
+    assert engine.thread_cpu_s > 0
+    with pytest.raises(EngineStoppedError):
+        run(submit())
+    engine.cancel("nobody")

@@ -1,0 +1,237 @@
+"""With the offload scheduler attached: the same answers, from host memory where it has them, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from app.engines.embedded import EmbeddedEngine, FinishReason
+from core.transfers import Direction
+from tests.engine.offloading import MakeOffloaded, Offloaded
+from tests.engine.serving import ask, ask_all, collect, greedy, random_prompts, reference_answer, reference_model, run, until
+
+MAX_TOKENS = 12
+SMALL = {"device_blocks": 24, "block_size": 4, "max_running": 4}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    starts = random_prompts(21, 4, 60)
+    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(22, 12, 24))]
+
+
+@pytest.fixture(scope="module")
+def answers(prompts: list[list[int]]) -> list[list[int]]:
+    module = reference_model("tiny")
+    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def settle(offloaded: Offloaded) -> None:
+    run(until(offloaded.settled, "all transfers have ended"))
+
+
+def flush_device(offloaded: Offloaded) -> None:
+    """Fill the device with something else, so that hits can only come from the host."""
+    engine = offloaded.engine
+    longest = engine.config.device_blocks * engine.info.block_size - 2
+    ask_all(engine, [[4] * longest], greedy(1))
+    settle(offloaded)
+
+
+@contextmanager
+def failing_forward(engine: EmbeddedEngine, times: int = 1) -> Iterator[None]:
+    left = [times]
+
+    def fail(module: torch.nn.Module, args: tuple[object, ...]) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("a kernel failed, says the test")
+
+    handle = engine.model.module.model.layers[2].register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("num_slots", [400, 17], ids=["large-pool", "small-pool"])
+def test_answers_are_the_same_under_eviction_and_preemption(
+    num_slots: int, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(num_slots, **SMALL)
+    for _ in range(3):
+        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+        assert [answer.token_ids for answer in got] == answers
+    settle(offloaded)
+    stats = offloaded.stats
+    assert offloaded.engine.last_error is None
+    assert stats.prompt_tokens.host_hit > 0
+    assert stats.requests.preempted > 0
+    assert stats.load.failed == stats.store.failed == 0
+
+
+def test_what_the_device_lost_comes_from_the_host(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    prompt = prompts[longest]
+    assert ask_all(offloaded.engine, [prompt], greedy(MAX_TOKENS))[0].cached == 0
+    flush_device(offloaded)
+    again = ask_all(offloaded.engine, [prompt], greedy(MAX_TOKENS))[0]
+    assert again.token_ids == answers[longest]
+    assert again.cached == (len(prompt) - 1) // 4 * 4 == offloaded.stats.prompt_tokens.host_hit
+    third = ask_all(offloaded.engine, [prompt], greedy(MAX_TOKENS))[0]
+    assert (third.token_ids, third.cached) == (again.token_ids, again.cached)
+    assert offloaded.stats.prompt_tokens.device_hit == third.cached
+
+
+@pytest.mark.parametrize("how", ["fail", "refuse"])
+def test_a_failed_load_is_recomputed(
+    how: str, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+    flush_device(offloaded)
+    host_hit = offloaded.stats.prompt_tokens.host_hit
+    getattr(offloaded.copies, how).add(Direction.LOAD)
+    got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+    assert [answer.token_ids for answer in got] == answers
+    settle(offloaded)
+    assert offloaded.stats.load.failed > 0
+    assert offloaded.stats.prompt_tokens.host_hit == host_hit
+
+
+@pytest.mark.parametrize("how", ["fail", "refuse"])
+def test_a_failed_store_is_never_found(
+    how: str, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    getattr(offloaded.copies, how).add(Direction.STORE)
+    for _ in range(2):
+        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+        assert [answer.token_ids for answer in got] == answers
+    settle(offloaded)
+    stats = offloaded.stats
+    assert (stats.store.stored, stats.prompt_tokens.host_hit, stats.pool.ready) == (0, 0, 0)
+    assert stats.store.failed > 0
+
+
+def test_a_failed_forward_ends_its_requests_and_stores_nothing(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(device_blocks=200, block_size=4)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    with failing_forward(offloaded.engine):
+        failed = ask_all(offloaded.engine, [prompts[longest]], greedy(MAX_TOKENS))[0]
+    assert failed.last is not None
+    assert failed.last.finish_reason is FinishReason.ERROR
+    assert "RuntimeError" in str(failed.last.error)
+    assert "kernel" not in str(failed.last.error)
+    assert "a kernel failed" in str(offloaded.engine.last_error)
+    settle(offloaded)
+    assert offloaded.stats.store.stored == 0
+    again = ask_all(offloaded.engine, [prompts[longest]], greedy(MAX_TOKENS))[0]
+    assert (again.token_ids, again.cached) == (answers[longest], 0)
+    assert offloaded.engine.is_alive()
+
+
+def test_a_failed_forward_spares_those_who_wait(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(device_blocks=200, block_size=4, max_running=1)
+    with failing_forward(offloaded.engine):
+        got = ask_all(offloaded.engine, prompts[:3], greedy(MAX_TOKENS))
+    reasons = [answer.last.finish_reason for answer in got if answer.last]
+    assert sorted(reasons) == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
+    right = [answer.token_ids == expected for answer, expected in zip(got, answers, strict=False)]
+    assert sorted(right) == [False, True, True]
+
+
+def test_others_run_while_one_waits_for_its_load(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(device_blocks=40, block_size=4)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    ask_all(offloaded.engine, [prompts[longest]], greedy(MAX_TOKENS))
+    flush_device(offloaded)
+    offloaded.copies.shut()
+
+    async def scenario() -> None:
+        waiting = offloaded.engine.submit(prompts[longest], greedy(MAX_TOKENS))
+        await until(lambda: offloaded.copies.kept(Direction.LOAD) == 1, "a load was planned")
+        assert offloaded.stats.requests.waiting_for_load == 1
+        other = await ask(offloaded.engine, [9, 9, 9], greedy(3))
+        assert len(other.token_ids) == 3
+        offloaded.copies.open()
+        assert (await collect(waiting)).token_ids == answers[longest]
+
+    run(scenario())
+
+
+def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOffloaded) -> None:
+    offloaded = make_offloaded(device_blocks=40, block_size=4)
+    longest = max(prompts, key=len)
+    ask_all(offloaded.engine, [longest], greedy(MAX_TOKENS))
+    flush_device(offloaded)
+    offloaded.copies.shut()
+
+    async def scenario() -> None:
+        stream = offloaded.engine.submit(longest, greedy(MAX_TOKENS), request_id="mine")
+        await until(lambda: offloaded.copies.kept(Direction.LOAD) == 1, "a load was planned")
+        stream.cancel()
+        answer = await collect(stream)
+        assert answer.last is not None
+        assert answer.last.finish_reason is FinishReason.ABORT
+        assert offloaded.engine.pool.num_held > 0
+        again = offloaded.engine.submit([5, 6], greedy(1), request_id="mine")
+        assert again.request_id == "mine"
+        await collect(again)
+        offloaded.copies.open()
+        await until(offloaded.settled, "the load has ended")
+
+    run(scenario())
+    assert offloaded.engine.pool.num_held == 0
+    assert offloaded.engine.pool.num_free == 40
+
+
+def test_closing_waits_for_transfers_and_ends_every_answer(make_offloaded: MakeOffloaded) -> None:
+    offloaded = make_offloaded(device_blocks=60, block_size=4)
+    offloaded.copies.shut()
+
+    async def scenario() -> None:
+        streams = [offloaded.engine.submit([i + 3] * 40, greedy(1000)) for i in range(4)]
+        await until(lambda: offloaded.copies.kept(Direction.STORE) > 0, "something is being stored")
+        closing = asyncio.create_task(asyncio.to_thread(offloaded.engine.close))
+        for answer in await asyncio.gather(*map(collect, streams)):
+            assert answer.last is not None
+            assert answer.last.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+        assert not closing.done()
+        offloaded.copies.open()
+        await closing
+
+    run(scenario())
+    assert offloaded.stats.store.stored > 0
+
+
+def test_a_reset_in_full_swing_loses_no_answer(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(60, **SMALL)
+
+    async def scenario() -> None:
+        for _ in range(3):
+            work = [asyncio.create_task(ask(offloaded.engine, prompt, greedy(MAX_TOKENS))) for prompt in prompts]
+            while not all(task.done() for task in work):
+                offloaded.scheduler.reset(0.0)
+                offloaded.engine.wake()
+                await asyncio.sleep(0.01)
+            assert [task.result().token_ids for task in work] == answers
+
+    run(scenario())
+    settle(offloaded)
+    assert offloaded.stats.epoch > 3

@@ -1,0 +1,106 @@
+"""What cannot be served refuses to start, and says which setting, which value and what to do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
+from app.engines.embedded.model import load_model
+from tests.engine.checkpoints import SMALL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int8"}, "DTYPE='int8' is not one of auto"),
+        ({"device_blocks": 0}, "DEVICE_BLOCKS=0"),
+        ({"block_size": 0}, "BLOCK_SIZE=0"),
+        ({"block_size": 100_000}, "BLOCK_SIZE=100000"),
+        ({"max_batched_tokens": -1}, "MAX_BATCHED_TOKENS=-1"),
+        ({"max_running": 0}, "MAX_RUNNING=0"),
+        ({"model": ""}, "MODEL is empty"),
+        ({"model": "/no/such/folder"}, "MODEL=/no/such/folder does not load"),
+        ({"device": "tpu"}, "DEVICE='tpu'"),
+        ({"device": "cuda:99"}, "DEVICE=cuda:99"),
+        ({"device_blocks": 1 << 40}, "DEVICE_BLOCKS=1099511627776 of 32,768 bytes need"),
+    ],
+)
+def test_a_bad_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineStartError, match=message.replace("(", r"\(")):
+        EmbeddedEngine(EngineConfig(**settings))  # type: ignore[arg-type]
+
+
+def small_models() -> dict[str, tuple[PreTrainedModel, str]]:
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    llama_config = LlamaForCausalLM.config_class
+    return {
+        "mamba": (MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)), "linear_attention"),
+        "t5": (T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, num_layers=1)), "encoder-decoder"),
+        "latent": (DeepseekV3ForCausalLM(DeepseekV3Config(**SMALL, **latent, n_routed_experts=8)), "MLA"),
+        "softcap": (Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)), "caps attention scores"),
+        "dynamic": (LlamaForCausalLM(llama_config(**SMALL, rope_parameters=rope)), "rope type dynamic"),
+        "own-attention": (
+            GPTNeoForCausalLM(
+                GPTNeoConfig(
+                    vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+                )
+            ),
+            "plain attention|does not load",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["mamba", "t5", "latent", "softcap", "dynamic", "own-attention"])
+def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -> None:
+    module, message = small_models()[name]
+    module.save_pretrained(tmp_path)
+    with pytest.raises(EngineStartError, match=message) as refused:
+        EmbeddedEngine(EngineConfig(model=str(tmp_path), device="cpu"))
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_tiny_says_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=8))
+    assert "UNTRAINED" in caplog.text
+    assert engine.info.context_tokens == 8192
+    assert engine.info.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
+    assert engine.cache.block_bytes.is_contiguous()
+
+
+def test_tiny_is_the_same_everywhere() -> None:
+    one, other = (load_model("tiny", "cpu", dtype) for dtype in ("float32", "float64"))
+    for (name, weight), (_, double) in zip(
+        one.module.named_parameters(), other.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight.double(), double), name
+    assert float(one.module.lm_head.weight.double().sum()) == pytest.approx(KNOWN_SUM, abs=1e-3)
+
+
+KNOWN_SUM = -17.74336
+
+
+def test_a_block_is_one_run_of_bytes() -> None:
+    engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=4))
+    engine.cache.block_bytes[2] = 255
+    assert torch.isnan(engine.cache.tensor[2]).all()
+    assert not torch.isnan(engine.cache.tensor[[0, 1, 3]]).any()
