@@ -33,6 +33,7 @@ class OpenJob:
     """
 
     job: TransferJob
+    opened_s: float
     parts: list[StorePart] = field(default_factory=list)
     request: RequestState | None = None
     pin: Pin | None = None

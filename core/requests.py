@@ -14,6 +14,7 @@ from core.keys import Key, make_keys
 from core.manager import Pin
 from core.policy import EffectivePolicy
 from core.stats import PromptTokens, SkipReason, StoreCounts
+from core.transfers import LoadOutcome
 
 
 class RequestPhase(StrEnum):
@@ -45,11 +46,13 @@ class RequestState:
     pin: Pin | None = None
     matched_tokens: int | None = None
     misses_noted: bool = False
+    load_wanted: bool | None = None
     decline_noted: bool = False
+    lost_load: LoadOutcome | None = None
+    now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0
     prefill_counted: bool = False
-    load_job_id: int | None = None
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     store: StoreCounts = field(default_factory=StoreCounts)
 

@@ -14,55 +14,33 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.engine import DeviceView, EngineRequest, StepProgress
-from core.events import EvictionReason, Origin
-from core.jobs import JobTable, OpenJob, StorePart
-from core.manager import OffloadManager, Pin
+from core.events import Origin
+from core.jobs import JobTable
+from core.loads import Hit, Later, LoadSide, MatchResult, Miss
+from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import (
-    PRIORITY_CLASS,
     REQUEST_FIELDS_DEFAULT,
     EffectivePolicy,
     IgnoredField,
     Override,
     PolicyBook,
     PolicyPatch,
-    RequestPolicy,
     parse_request_fields,
 )
+from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState, RequestTable, RequestView
-from core.stats import LoadCounts, PromptTokens, RequestCounts, SkipReason, Snapshot, StoreCounts
-from core.transfers import Direction, LoadOutcome, Slots, StepPlan, TransferJob, TransferResult
+from core.stats import PromptTokens, RequestCounts, Snapshot
+from core.stores import StoreSide
+from core.transfers import LoadOutcome, Slots, StepPlan, TransferResult
+
+__all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "ResetTicket"]
 
 _log = logging.getLogger(__name__)
 
-_OFFER_BLOCKS = 512
-"""Blocks offered under one hold of the lock by the final offers of a request."""
-_STEP_BLOCKS = 1000
-"""Blocks of one request offered in one step; the rest follows in the next."""
-_RETRY_BLOCKS = 64
-"""Blocks of one request that are offered again in one step after there was no space for them."""
 _WARN_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The next `num_tokens` tokens can be loaded: whole blocks, pinned until `commit`."""
-
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Nothing can be loaded: compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A load of this very prefix is under way: ask again next step, and schedule others meanwhile."""
-
-
-MatchResult = Hit | Miss | Later
-_MISS = Miss()
+_MEASURED_TOKENS = 16
+"""Fewer prefill tokens in a step say little about the speed of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +66,7 @@ class OffloadScheduler:
         device: DeviceView,
         block_size: int,
         *,
+        choice: LoadOrCompute | None = None,
         request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
         num_workers: int = 1,
         num_recent_requests: int = 1000,
@@ -95,21 +74,17 @@ class OffloadScheduler:
         """`block_size` is in tokens; `request_fields` are the policy fields that `kv_transfer_params` may set."""
         self.manager = manager
         self.block_size = block_size
+        self.choice = choice if choice is not None else LoadOrCompute()
         self._policies = policies
-        self._device = device
         self._request_fields = tuple(request_fields)
         self._requests = RequestTable(num_recent_requests)
         self._jobs = JobTable(num_workers)
-        self._pending_loads: list[OpenJob] = []
-        self._pending_parts: list[StorePart] = []
-        self._lost_loads: list[tuple[RequestState, LoadOutcome]] = []
-        self._storing_blocks: set[int] = set()
-        self._num_waiting_pins = 0
-        self._num_resets = 0
-        self._request_counts = RequestCounts()
+        self._stores = StoreSide(manager, device, self._jobs, block_size)
+        self._loads = LoadSide(manager, device, self._jobs, block_size, self.choice)
+        self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens()
-        self._store = StoreCounts()
-        self._load = LoadCounts()
+        self._num_resets = 0
+        self._last_step: tuple[float, int] | None = None
         self._last_warned_s: dict[str, float] = {}
 
     # --- the engine's hooks -------------------------------------------------------------------------------------
@@ -130,8 +105,8 @@ class OffloadScheduler:
             if self._requests.get(request.request_id) is not None:
                 self._finish(request.request_id, now_s)
             self._requests.add(state)
-            self._request_counts.seen += 1
-            self._request_counts.running += 1
+            self._counts.seen += 1
+            self._counts.running += 1
             to_warn = [field for field in ignored if self._may_warn(field.name, now_s)]
         for field in to_warn:
             _warn_ignored(field, request.request_id)
@@ -145,24 +120,9 @@ class OffloadScheduler:
         with self.manager.lock:
             state = self._requests.get(request_id)
             if state is None or state.phase is RequestPhase.LOADING:
-                return _MISS
-            state.matched_tokens = num_computed_tokens
-            first, partial = divmod(num_computed_tokens, self.block_size)
-            end = max((state.request.num_tokens - 1) // self.block_size, first)
-            keys = [] if partial else state.keys[first : state.extend_keys(end)]
-            if not self._policy(state, now_s).load:
-                self._set_pin(state, None)
-                if keys and not state.decline_noted:
-                    state.decline_noted = True
-                    self._load.declined += self.manager.count_prefix(keys)
-                return _MISS
-            room = self.manager.num_slots // 2 - self._num_waiting_pins + len(state.pin or ())
-            pin = self.manager.pin_prefix(keys[: max(room, 0)])
-            self._set_pin(state, pin)
-            if not state.misses_noted:
-                state.misses_noted = True
-                self.manager.note_misses(keys[len(pin) :][:_STEP_BLOCKS], now_s)
-            return Hit(len(pin) * self.block_size) if len(pin) else _MISS
+                return Miss()
+            self._settle(state, now_s)
+            return self._loads.match(state, num_computed_tokens)
 
     def commit(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int, now_s: float) -> None:
         """The engine has allocated: `block_ids` is the request's whole table; it took `num_loaded_tokens` of the hit.
@@ -175,20 +135,7 @@ class OffloadScheduler:
             if state is None:
                 return
             state.block_ids = block_ids
-            if state.matched_tokens is None:
-                return
-            state.device_tokens = state.matched_tokens
-            state.num_computed_tokens = state.matched_tokens
-            state.loaded_tokens = 0
-            state.matched_tokens = None
-            pin = state.pin if state.pin is not None else Pin.empty()
-            self._set_pin(state, None, release=False)
-            num_blocks = num_loaded_tokens // self.block_size
-            pin = self.manager.split_pin(pin, num_blocks)
-            if num_blocks:
-                self._begin_load(state, pin, num_blocks, now_s)
-            else:
-                state.phase = RequestPhase.RUNNING
+            self._loads.commit(state, num_loaded_tokens, now_s)
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """The transfers to start with this step, whose requests will have come as far as `progress` says.
@@ -198,19 +145,27 @@ class OffloadScheduler:
         with self.manager.lock:
             self._policies.expire(now_s)
             self.manager.expire_pins(now_s)
+            self._measure(now_s)
+            num_prefill_tokens = num_tokens = 0
             for step in progress:
                 state = self._requests.get(step.request_id)
                 if state is None or state.phase is RequestPhase.LOADING:
                     continue
+                new_tokens = step.num_computed_tokens - state.num_computed_tokens
+                num_tokens += new_tokens
                 state.phase = RequestPhase.RUNNING
                 state.block_ids = step.block_ids
                 state.num_computed_tokens = step.num_computed_tokens
-                if not state.prefill_counted and step.num_computed_tokens >= state.request.num_prompt_tokens:
-                    self._count_prefill(state)
-                self._offer(state, _STEP_BLOCKS if state.refused_at is None else _RETRY_BLOCKS, now_s)
-            loads = [pending.job for pending in self._pending_loads]
-            self._pending_loads.clear()
-            return StepPlan(loads=loads, stores=self._take_store_job())
+                if not state.prefill_counted:
+                    num_prefill_tokens += new_tokens
+                    if step.num_computed_tokens >= state.request.num_prompt_tokens:
+                        self._count_prefill(state)
+                if self._stores.unanswered(state) > 0:
+                    self._settle(state, now_s)
+                    self._stores.offer_step(state)
+            if num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
+                self._last_step = (now_s, num_tokens)
+            return StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
 
     def on_step_failed(self, request_ids: Sequence[str]) -> None:
         """The compute of a step failed: nothing of what its requests hold may be stored from now on.
@@ -227,20 +182,15 @@ class OffloadScheduler:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
         errors: list[str] = []
         with self.manager.lock:
-            outcomes: list[LoadOutcome] = []
-            for state, outcome in self._lost_loads:
-                if state.phase is RequestPhase.LOADING and self._requests.get(outcome.request_id) is state:
-                    self._stop_waiting(state)
-                    outcomes.append(outcome)
-            self._lost_loads.clear()
+            outcomes = self._loads.take_lost()
             for result in results:
                 ended = self._jobs.report(result)
                 if ended is None:
                     continue
                 if ended.is_store:
-                    self._end_store(ended, now_s)
+                    self._stores.end(ended, now_s)
                 else:
-                    outcomes += self._end_load(ended, now_s)
+                    outcomes += self._loads.end(ended, now_s)
                 if ended.errors and self._may_warn(f"{ended.job.direction} failed", now_s):
                     errors.append(f"{ended.job.direction} job {ended.job.job_id}: {ended.errors[0]}")
         for error in errors:
@@ -253,8 +203,8 @@ class OffloadScheduler:
             state = self._requests.get(request_id)
             if state is None:
                 return
-            self._request_counts.preempted += 1
-            self._detach(state)
+            self._counts.preempted += 1
+            self._loads.detach(state)
             state.phase = RequestPhase.WAITING
             state.block_ids = ()
             state.num_computed_tokens = 0
@@ -268,7 +218,7 @@ class OffloadScheduler:
     def has_open_work(self) -> bool:
         """Whether transfers are open or waiting to be planned, so that an idle engine has to go on stepping."""
         with self.manager.lock:
-            return bool(len(self._jobs) or self._pending_parts or self._lost_loads)
+            return bool(len(self._jobs) or self._stores.has_pending() or self._loads.has_lost())
 
     # --- what operators see and do ------------------------------------------------------------------------------
 
@@ -279,10 +229,10 @@ class OffloadScheduler:
             return Snapshot(
                 epoch=self._num_resets,
                 pool=self.manager.counts(),
-                requests=replace(self._request_counts),
+                requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
                 prompt_tokens=replace(self._prompt_tokens, tier_hit=dict(self._prompt_tokens.tier_hit)),
-                store=replace(self._store, skipped=dict(self._store.skipped)),
-                load=replace(self._load),
+                store=replace(self._stores.counts, skipped=dict(self._stores.counts.skipped)),
+                load=replace(self._loads.counts),
                 evictions=replace(evictions, by_reason=dict(evictions.by_reason)),
                 open_jobs=len(self._jobs),
             )
@@ -337,7 +287,7 @@ class OffloadScheduler:
                 job_ids = tuple(job.job.job_id for job in self._jobs)
                 dropped = self.manager.reset(self._touched_slots(), now_s)
             else:
-                job_ids = self._disown(match)
+                job_ids = (*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store))
                 dropped = 0
         if match is not None:
             next_slot: int | None = 0
@@ -345,6 +295,11 @@ class OffloadScheduler:
                 count, next_slot = self.manager.drop_matching(match.matches, next_slot, now_s)
                 dropped += count
         return ResetTicket(epoch, dropped, dropped * self.manager.slot_bytes, job_ids)
+
+    def overdue_jobs(self, now_s: float, limit_s: float) -> int:
+        """How many jobs have been open for longer than `limit_s`; they keep their blocks, for no copy times out."""
+        with self.manager.lock:
+            return sum(now_s - job.opened_s > limit_s for job in self._jobs)
 
     def open_jobs(self, job_ids: Sequence[int]) -> int:
         """How many of these jobs have not ended."""
@@ -356,90 +311,36 @@ class OffloadScheduler:
     def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
         if isinstance(found, RequestView):
             return found
-        self._policy(found, now_s)
+        self._settle(found, now_s)
         return found.view()
 
-    def _policy(self, state: RequestState, now_s: float) -> RequestPolicy:
+    def _settle(self, state: RequestState, now_s: float) -> None:
+        """Bring a request's policy up to date, and note the time for what is done under it."""
+        state.now_s = now_s
         if state.policy_version != self._policies.version:
             state.policy = self._policies.settle(state.ids, state.patch, now_s)
             state.policy_version = self._policies.version
-        return state.policy.policy
 
-    def _set_pin(self, state: RequestState, pin: Pin | None, *, release: bool = True) -> None:
-        """Replace what a waiting request has pinned."""
-        old, state.pin = state.pin, pin
-        self._num_waiting_pins += len(pin or ()) - len(old or ())
-        if old is not None and release:
-            self.manager.release(old)
-
-    def _begin_load(self, state: RequestState, pin: Pin, num_blocks: int, now_s: float) -> None:
-        first = state.device_tokens // self.block_size
-        state.phase = RequestPhase.LOADING
-        self._request_counts.waiting_for_load += 1
-        if len(pin) < num_blocks or not self.manager.begin_load(pin, now_s):
-            self.manager.release(pin)
-            self._load.failed += num_blocks
-            lost = LoadOutcome(state.request.request_id, False, first, num_blocks)
-            self._lost_loads.append((state, lost))
-            return
-        block_ids = np.array(state.block_ids[first : first + num_blocks], dtype=np.int64)
-        job = TransferJob(self._jobs.new_id(), Direction.LOAD, block_ids, pin.slots)
-        opened = OpenJob(job, request=state, pin=pin, first_block=first)
-        self._jobs.open(opened)
-        self._pending_loads.append(opened)
-        self._device.hold(block_ids.tolist())
-        state.load_job_id = job.job_id
-        self._load.in_flight += num_blocks
-
-    def _end_load(self, ended: OpenJob, now_s: float) -> list[LoadOutcome]:
-        job, pin, state = ended.job, ended.pin or Pin.empty(), ended.request
-        num_blocks = len(job.slots)
-        intact = self.manager.end_load(pin)
-        self._device.release(job.block_ids.tolist())
-        self._load.in_flight -= num_blocks
-        self._load.seconds += ended.seconds
-        if ended.errors:
-            self.manager.drop(pin.slots, EvictionReason.LOAD_FAILED, now_s)
-        ok = intact and not ended.errors
-        if ok:
-            self._load.blocks += num_blocks
-            self._load.bytes += ended.num_bytes
-        else:
-            self._load.failed += num_blocks
-        if state is None:
-            return []
-        self._stop_waiting(state)
-        state.loaded_tokens = num_blocks * self.block_size if ok else 0
-        return [LoadOutcome(state.request.request_id, ok, ended.first_block, num_blocks)]
-
-    def _stop_waiting(self, state: RequestState) -> None:
-        state.phase = RequestPhase.WAITING
-        state.load_job_id = None
-        self._request_counts.waiting_for_load -= 1
-
-    def _detach(self, state: RequestState) -> None:
-        """Let go of the pin and of the load of a request that goes away or starts again."""
-        self._set_pin(state, None)
-        state.matched_tokens = None
-        if state.phase is not RequestPhase.LOADING:
-            return
-        for job in self._jobs:
-            if job.request is state:
-                job.request = None
-        self._stop_waiting(state)
+    def _measure(self, now_s: float) -> None:
+        """An engine plans its next step once it has computed the last: the time between is what prefill took."""
+        if self._last_step is not None:
+            then_s, num_tokens = self._last_step
+            self.choice.tokens_rate.observe(num_tokens, now_s - then_s)
+            self._last_step = None
 
     def _finish(self, request_id: str, now_s: float) -> None:
         state = self._requests.get(request_id)
         if state is None:
             return
         if state.phase is RequestPhase.RUNNING:
-            self._offer(state, None, now_s)
-        self._detach(state)
+            self._settle(state, now_s)
+            self._stores.offer_rest(state)
+        self._loads.detach(state)
         state.phase = RequestPhase.FINISHED
         state.num_tokens_at_end = state.request.num_tokens
         self._requests.retire(state)
-        self._request_counts.running -= 1
-        self._request_counts.finished += 1
+        self._counts.running -= 1
+        self._counts.finished += 1
 
     def _count_prefill(self, state: RequestState) -> None:
         """Say once where a request's prompt came from, now that all of it is there."""
@@ -453,115 +354,10 @@ class OffloadScheduler:
             counts.host_hit += host_hit
             counts.recomputed += total - device_hit - host_hit
 
-    def _offer(self, state: RequestState, limit: int | None, now_s: float) -> None:
-        """Offer the full blocks that have no answer yet, up to `limit`; None: all, and what finds no space is final."""
-        full = min(state.num_computed_tokens // self.block_size, len(state.block_ids))
-        full = state.extend_keys(full)
-        if full <= state.answered:
-            return
-        if limit is not None and state.refused_at == self.manager.space_version:
-            return
-        self._policy(state, now_s)
-        end, kept_back = state.split_storable(state.answered, full, self.block_size)
-        stop = end if limit is None else min(end, state.answered + limit)
-        state.refused_at = None
-        room = True
-        while room and state.answered < stop:
-            room = self._offer_batch(state, min(stop, state.answered + _OFFER_BLOCKS), now_s)
-        if not room and limit is None:
-            self._count_skipped(state, SkipReason.NO_SPACE, end - state.answered)
-            state.answered = end
-        if state.answered == end:
-            for reason, count in kept_back:
-                self._count_skipped(state, reason, count)
-            state.answered = full
-
-    def _offer_batch(self, state: RequestState, end: int, now_s: float) -> bool:
-        """Offer blocks `state.answered` to `end`, and advance over those that were answered; False if room ran out."""
-        first = state.answered
-        positions = np.arange(first, end)
-        offered = state.block_ids[first:end]
-        if not self._storing_blocks.isdisjoint(offered):
-            idle = np.array([block_id not in self._storing_blocks for block_id in offered], dtype=np.bool_)
-            positions = positions[idle]
-        wanted = state.keys[first:end]
-        if len(positions) < len(wanted):
-            wanted = [state.keys[i] for i in positions.tolist()]
-        priority = PRIORITY_CLASS[state.policy.policy.priority]
-        answer = self.manager.offer(wanted, state.origin, positions, priority, now_s)
-        if answer.num_answered < len(wanted):
-            state.refused_at = self.manager.space_version
-            end = int(positions[answer.num_answered])
-        self._count_skipped(state, SkipReason.IN_FLIGHT, end - first - answer.num_answered)
-        self._count_skipped(state, SkipReason.ALREADY_STORED, answer.num_answered - len(answer.slots))
-        state.answered = end
-        if len(answer.slots):
-            block_ids = [state.block_ids[i] for i in positions[answer.stored_at].tolist()]
-            self._pending_parts.append(StorePart(state, self.manager.epoch, answer.slots, block_ids))
-            self._storing_blocks.update(block_ids)
-            self._device.hold(block_ids)
-            for counts in (self._store, state.store):
-                counts.offered += len(block_ids)
-                counts.in_flight += len(block_ids)
-        return state.refused_at is None
-
-    def _count_skipped(self, state: RequestState, reason: SkipReason, count: int) -> None:
-        if count:
-            for counts in (self._store, state.store):
-                counts.offered += count
-                counts.skipped[reason.value] += count
-
-    def _take_store_job(self) -> list[TransferJob]:
-        """One job of all blocks that were given a slot since the last step."""
-        parts, self._pending_parts = self._pending_parts, []
-        if not parts:
-            return []
-        slots = parts[0].slots if len(parts) == 1 else np.concatenate([part.slots for part in parts])
-        block_ids = np.array([block_id for part in parts for block_id in part.block_ids], dtype=np.int64)
-        job = TransferJob(self._jobs.new_id(), Direction.STORE, block_ids, slots)
-        self._jobs.open(OpenJob(job, parts=parts))
-        return [job]
-
-    def _end_store(self, ended: OpenJob, now_s: float) -> None:
-        for part in ended.parts:
-            count = len(part.slots)
-            self._storing_blocks.difference_update(part.block_ids)
-            self._device.release(part.block_ids)
-            disowned = part.disowned or part.epoch != self.manager.epoch
-            published = 0
-            if ended.errors or disowned:
-                self.manager.abandon(part.slots)
-            else:
-                published = self.manager.publish(part.slots, now_s)
-            for counts in (self._store, part.request.store):
-                counts.in_flight -= count
-                counts.stored += published
-                counts.bytes += published * self.manager.slot_bytes
-                if disowned:
-                    counts.skipped[SkipReason.RESET.value] += count
-                elif ended.errors:
-                    counts.failed += count
-                else:
-                    counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
-        self._store.seconds += ended.seconds
-
     def _touched_slots(self) -> Slots:
         """The slots that transfers open or decided read or write, each once."""
-        touched = [job.job.slots for job in self._jobs] + [part.slots for part in self._pending_parts]
+        touched = [job.job.slots for job in self._jobs] + self._stores.touched_slots()
         return np.unique(np.concatenate(touched)) if touched else np.empty(0, dtype=np.int64)
-
-    def _disown(self, match: OriginMatch) -> tuple[int, ...]:
-        """Disown what open jobs store or load of matching blocks; the jobs concerned."""
-        concerned: list[int] = []
-        for part in self._pending_parts:
-            part.disowned = part.disowned or match.matches(part.request.origin)
-        for job in self._jobs:
-            matching = [part for part in job.parts if match.matches(part.request.origin)]
-            for part in matching:
-                part.disowned = True
-            if matching or not job.is_store:
-                concerned.append(job.job.job_id)
-        return tuple(concerned)
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Whether a minute has passed since this was last said."""

@@ -1,7 +1,7 @@
 """The CPU copy engine: one thread that gathers and scatters whole blocks with vectorised copies.
 
-Rows are moved through a buffer that stays in the processor's cache, since NumPy either gathers or scatters in one native
-call but not both. The calls run without the interpreter's lock, so the engine computes meanwhile.
+Rows are moved through a buffer that stays in the processor's cache, since NumPy either gathers or scatters in one
+native call but not both. The calls run without the interpreter's lock, so the engine computes meanwhile.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class HostPool:
             except OSError as error:
                 self.close()
                 raise NotEnoughMemory(
-                    f"POOL_BYTES: mapping an extent of {count * slot_bytes:,} bytes after {first * slot_bytes:,} failed: "
-                    f"{error}"
+                    f"POOL_BYTES: mapping an extent of {count * slot_bytes:,} bytes after {first * slot_bytes:,} "
+                    f"failed: {error}"
                 ) from error
             self._maps.append(mapped)
             self._extents.append(np.frombuffer(mapped, dtype=np.uint8).reshape(count, slot_bytes))
@@ -59,7 +59,8 @@ class HostPool:
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of one slot, not a copy."""
-        return self._extents[slot // self.slots_per_extent][slot % self.slots_per_extent]
+        row: NDArray[np.uint8] = self._extents[slot // self.slots_per_extent][slot % self.slots_per_extent]
+        return row
 
     def close(self) -> None:
         """Unmap everything. No copy may be running; views that are still about keep their extent mapped."""

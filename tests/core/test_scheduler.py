@@ -1,0 +1,443 @@
+"""What the scheduler decides, seen by an engine: policies, hits, failures, resets, lifecycles."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from core.engine import StepProgress
+from core.keys import make_keys
+from core.origins import OriginMatch
+from core.policy import Override, RequestPolicy
+from core.scheduler import Hit, Miss
+from core.transfers import TransferResult
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+
+
+def request(name: str, blocks: int, *, extra: int = 1, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
+    tokens = list(range(first, first + blocks * BLOCK_SIZE + extra))
+    return ToyRequest(name, tokens, len(tokens), max_tokens, **fields)
+
+
+def turn_over(engine: ToyEngine) -> None:
+    """Make the device forget every cached block."""
+    engine.cached.clear()
+    engine.hash_of.clear()
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return ToyEngine(num_slots=64, num_blocks=64)
+
+
+def test_a_prefix_that_left_the_device_comes_back_from_the_host(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    engine.run()
+    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    assert (prompt.total, prompt.device_hit, prompt.host_hit, prompt.recomputed) == (21, 0, 20, 1)
+    assert engine.offload.snapshot().load.blocks == 5
+    engine.check_idle()
+
+
+def test_a_prompt_of_whole_blocks_leaves_its_last_block_to_compute(engine: ToyEngine) -> None:
+    engine.add(request("first", 5, extra=0))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5, extra=0))
+    answer = engine.offload.match("second", 0, engine.now_s)
+    assert answer == Hit(4 * BLOCK_SIZE)
+
+
+def test_a_hit_continues_behind_the_device_prefix_and_not_inside_a_block(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    engine.add(request("second", 5))
+    assert engine.offload.match("second", 2 * BLOCK_SIZE, engine.now_s) == Hit(3 * BLOCK_SIZE)
+    assert engine.offload.match("second", 2 * BLOCK_SIZE + 1, engine.now_s) == Miss()
+
+
+def test_decode_blocks_are_kept_back_by_default_and_stored_when_asked_for() -> None:
+    for prompt_only, stored in ((True, 2), (False, 5)):
+        engine = ToyEngine(64, 64, settings=RequestPolicy(offload_prompt_only=prompt_only))
+        engine.add(request("r", 2, extra=3, max_tokens=10))
+        engine.run()
+        store = engine.offload.snapshot().store
+        assert store.stored == stored
+        assert store.skipped["prompt_only"] == 5 - stored
+        assert store.offered == 5
+
+
+@pytest.mark.parametrize(("cap", "stored"), [(0, 0), (3, 0), (4, 1), (9, 2), (1000, 5)])
+def test_a_cap_excludes_the_block_it_falls_into(engine: ToyEngine, cap: int, stored: int) -> None:
+    engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": cap}))
+    engine.run()
+    store = engine.offload.snapshot().store
+    assert (store.stored, store.skipped["token_cap"]) == (stored, 5 - stored)
+
+
+@pytest.mark.parametrize("value", [True, "5", 5.0, -1, [5], {"n": 5}, "unlimited"])
+def test_a_cap_of_a_wrong_type_is_logged_once_and_ignored(engine: ToyEngine, value: object, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        for name in ("r1", "r2"):
+            engine.add(request(name, 5, kv_transfer_params={"max_offload_tokens": value}))
+    engine.run()
+    assert engine.offload.snapshot().store.stored == 5
+    assert engine.offload.find_request("r1", engine.now_s).policy.sources["max_offload_tokens"] == "default"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "max_offload_tokens" in said[0]
+    assert repr(value) in said[0]
+
+
+def test_what_end_users_may_not_set_is_passed_over_silently(engine: ToyEngine, caplog) -> None:
+    engine.add(request("r", 2, kv_transfer_params={"priority": "high", "remote_host": "elsewhere", "tiers": 7}))
+    assert engine.offload.find_request("r", engine.now_s).policy.policy == RequestPolicy()
+    assert not caplog.records
+
+
+def test_store_and_load_can_be_switched_off_for_a_request(engine: ToyEngine) -> None:
+    engine.add(request("quiet", 5, kv_transfer_params={"store": False}))
+    engine.run()
+    assert engine.offload.snapshot().store.skipped["disabled"] == 5
+    engine.add(request("stores", 5))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("declines", 5, kv_transfer_params={"load": False}))
+    engine.run()
+    load = engine.offload.snapshot().load
+    assert (load.blocks, load.declined) == (0, 5)
+
+
+def test_an_override_before_arrival_wins_until_its_time_is_over(engine: ToyEngine) -> None:
+    engine.offload.set_override(Override("r", {"max_offload_tokens": 8}, engine.now_s + 1.5))
+    engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": 4, "store": True}))
+    view = engine.offload.find_request("r", engine.now_s)
+    assert view.policy.sources["max_offload_tokens"] == "override"
+    assert view.policy.sources["store"] == "request"
+    engine.step(budget=2 * BLOCK_SIZE)
+    engine.step(budget=BLOCK_SIZE)
+    assert engine.offload.find_request("r", engine.now_s).policy.sources["max_offload_tokens"] == "request"
+    engine.run()
+    # Two blocks under the override; by the time of the third the request's own cap of one block holds again.
+    assert engine.offload.find_request("r", engine.now_s).store.stored == 2
+
+
+def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    engine.step(budget=2 * BLOCK_SIZE)
+    engine.offload.set_override(Override("r", {"store": False}, engine.now_s + 100))
+    engine.run()
+    store = engine.offload.find_request("r", engine.now_s).store
+    assert (store.stored, store.skipped["disabled"]) == (2, 3)
+
+
+def test_an_override_reaches_a_request_by_an_alias(engine: ToyEngine) -> None:
+    engine.offload.set_override(Override("mine", {"store": False}, engine.now_s + 100))
+    engine.add(request("cmpl-mine-0-12345678", 5, aliases=("mine",)))
+    engine.run()
+    assert engine.offload.find_request("mine", engine.now_s).store.skipped["disabled"] == 5
+
+
+def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEngine) -> None:
+    engine.offload.set_runtime_policy({"max_offload_tokens": 4})
+    assert engine.offload.policy_defaults().sources["max_offload_tokens"] == "runtime"
+    engine.add(request("capped", 5))
+    engine.run()
+    engine.offload.set_runtime_policy({}, ["max_offload_tokens"])
+    engine.add(request("free", 5, first=900))
+    engine.run()
+    assert engine.offload.find_request("capped", engine.now_s).store.stored == 1
+    assert engine.offload.find_request("free", engine.now_s).store.stored == 5
+
+
+def test_a_full_pool_is_a_normal_answer_and_is_asked_again_when_room_appears() -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    for name in ("stores", "loads"):
+        engine.add(request(f"{name}-a", 2))
+        engine.add(request(f"{name}-b", 2, first=300))
+        if name == "stores":
+            engine.run()
+            turn_over(engine)
+    engine.step()
+    assert engine.offload.snapshot().pool.loading == 4
+    engine.add(request("waits", 3, first=500, max_tokens=4))
+    engine.step()
+    engine.step()
+    assert engine.offload.snapshot().store.in_flight == 0
+    engine.run()
+    store = engine.offload.find_request("waits", engine.now_s).store
+    assert store.stored == 3
+    assert store.skipped["no_space"] == 0
+
+
+def test_what_never_found_space_is_counted_when_the_request_is_over() -> None:
+    engine = ToyEngine(num_slots=2, num_blocks=64)
+    engine.add(request("r", 6))
+    engine.step()
+    assert engine.offload.snapshot().store.offered == 2, "the others may still find space"
+    engine.step()
+    store = engine.offload.snapshot().store
+    assert (store.in_flight, store.skipped["no_space"], store.offered) == (2, 4, 6)
+
+
+def test_hit_blocks_are_pinned_from_match_until_the_request_goes_away() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    engine.add(request("first", 4))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("waiting", 4))
+    assert engine.offload.match("waiting", 0, engine.now_s) == Hit(4 * BLOCK_SIZE)
+    engine.requests["waiting"].state = "blocked"
+    for i in range(5):
+        engine.add(request(f"filler{i}", 4, first=1000 * (i + 1)))
+        for _ in range(8):
+            engine.step(copy=True)
+    assert engine.offload.match("waiting", 0, engine.now_s) == Hit(4 * BLOCK_SIZE)
+    assert engine.offload.snapshot().pool.pinned == 4
+    engine.finish(engine.requests["waiting"])
+    assert engine.offload.snapshot().pool.pinned == 0
+
+
+def test_pins_of_waiting_requests_are_capped_at_half_the_pool() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    for name, first in (("a", 0), ("b", 1000)):
+        engine.add(request(name, 4, first=first))
+        engine.run()
+    turn_over(engine)
+    for name, first in (("a2", 0), ("b2", 1000)):
+        engine.add(request(name, 4, first=first))
+    assert engine.offload.match("a2", 0, 1.0) == Hit(4 * BLOCK_SIZE)
+    assert engine.offload.match("b2", 0, 1.0) == Miss()
+    assert engine.offload.match("a2", 0, 1.0) == Hit(4 * BLOCK_SIZE), "asking again replaces the pin"
+    assert engine.offload.match("a2", 2 * BLOCK_SIZE, 1.0) == Hit(2 * BLOCK_SIZE)
+    assert engine.offload.match("b2", 0, 1.0) == Hit(2 * BLOCK_SIZE), "what is left to pin makes a shorter hit"
+
+
+def test_a_failed_store_publishes_nothing(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    plan = engine.step()
+    engine.end_job(plan.stores[0].job_id, error="injected")
+    assert engine.offload.snapshot().store.failed == 5
+    assert engine.offload.snapshot().pool.free == 64
+
+
+def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    plan = engine.step()
+    engine.end_job(plan.loads[0].job_id, error="injected")
+    assert engine.offload.snapshot().pool.ready == 0
+    engine.run()
+    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    assert (prompt.host_hit, prompt.recomputed) == (0, 21)
+    assert engine.offload.snapshot().evictions.by_reason == {"load_failed": 5}
+    assert engine.offload.snapshot().store.stored == 10, "recomputed blocks are stored again"
+    engine.check_idle()
+
+
+def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    second = request("second", 5)
+    engine.add(second)
+    engine.step()
+    assert second.state == "loading"
+    plan = engine.offload.plan_step([StepProgress("second", second.block_ids, second.num_tokens)], engine.now_s)
+    assert not plan
+
+
+def test_a_failed_step_stores_nothing_of_its_requests(engine: ToyEngine) -> None:
+    victim = request("r", 5)
+    engine.add(victim)
+    engine.admit(victim)
+    plan = engine.offload.plan_step([StepProgress("r", victim.block_ids, 8)], engine.now_s)
+    engine.offload.on_step_failed(["r"])
+    engine.offload.on_transfers_finished([TransferResult(plan.stores[0].job_id, error="the step failed")], 1.0)
+    engine.finish(victim)
+    store = engine.offload.snapshot().store
+    assert (store.offered, store.failed, store.stored) == (2, 2, 0)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("emitted", [False, True])
+def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted: bool) -> None:
+    engine.add(request("stored", 3, first=700))
+    engine.run()
+    victim = request("r", 5, max_tokens=50)
+    engine.add(victim)
+    if emitted:
+        plan = engine.step()
+    else:
+        # Offered by the final offers of a request that has finished, and not yet part of any plan.
+        engine.admit(victim)
+        engine.offload.commit("r", victim.block_ids, 0, 1.0)
+        engine.offload.plan_step([], 1.0)
+        state = engine.offload._requests.get("r")
+        state.num_computed_tokens, state.phase = 20, type(state.phase)("running")
+        engine._compute(victim, 20)
+        engine.finish(victim)
+    ticket = engine.offload.reset(engine.now_s)
+    assert (ticket.epoch, ticket.dropped_blocks) == (1, 3)
+    assert engine.offload.snapshot().pool.storing == 5
+    if not emitted:
+        plan = engine.offload.plan_step([], 1.0)
+        engine.jobs[plan.stores[0].job_id] = plan.stores[0]
+    else:
+        assert engine.offload.open_jobs(ticket.job_ids) == 1
+    engine.end_job(plan.stores[0].job_id)
+    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    snapshot = engine.offload.snapshot()
+    assert (snapshot.pool.ready, snapshot.pool.free, snapshot.store.skipped["reset"]) == (0, 64, 5)
+
+
+def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    plan = engine.step()
+    engine.offload.reset(engine.now_s)
+    assert engine.offload.snapshot().pool.storing == 5, "slots under a copy are not given out"
+    engine.end_job(plan.loads[0].job_id)
+    engine.run()
+    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.recomputed == 21
+    assert engine.offload.snapshot().pool.ready == 5, "the same keys can be stored again"
+    engine.check_idle()
+
+
+def test_a_hit_voided_by_a_reset_before_commit_is_a_failed_load(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    second = request("second", 5)
+    engine.add(second)
+    assert engine.offload.match("second", 0, 1.0) == Hit(20)
+    engine.offload.reset(engine.now_s)
+    second.block_ids = engine._allocate(6)
+    engine.offload.commit("second", second.block_ids, 20, 1.0)
+    second.state = "loading"
+    assert engine.offload.has_open_work()
+    engine.deliver([])
+    assert second.state == "waiting"
+    engine.run()
+    engine.check_idle()
+
+
+def test_a_reset_by_match_takes_what_matches_and_nothing_else(engine: ToyEngine) -> None:
+    engine.add(request("a1", 3, tenant="aaaa"))
+    engine.add(request("b1", 4, first=500, tenant="bbbb"))
+    engine.run()
+    engine.add(request("a2", 2, first=900, tenant="aaaa"))
+    engine.add(request("b2", 2, first=1300, tenant="bbbb"))
+    plan = engine.step()
+    ticket = engine.offload.reset(engine.now_s, OriginMatch(tenant="a*", request="*"))
+    assert (ticket.dropped_blocks, ticket.job_ids) == (3, (plan.stores[0].job_id,))
+    engine.run()
+    left = set(engine.manager.list_blocks(0, 100).keys)
+    expected = [*request("", 4, first=500).block_hashes, *request("", 2, first=1300).block_hashes]
+    assert left == set(make_keys(expected, 0))
+    assert engine.offload.snapshot().store.skipped["reset"] == 2
+
+
+def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
+    engine = ToyEngine(64, 64, num_workers=3)
+    engine.add(request("r", 5))
+    job = engine.step().stores[0]
+    for slot, block_id in zip(job.slots.tolist(), job.block_ids.tolist(), strict=True):
+        engine.host[slot] = engine.values[block_id]
+    for result in (TransferResult(job.job_id, 0), TransferResult(job.job_id, 0), TransferResult(job.job_id, 7)):
+        engine.deliver([result])
+    assert engine.offload.snapshot().store.in_flight == 5, "late, repeated and unknown reports are harmless"
+    engine.deliver([TransferResult(job.job_id, 1, "broken")])
+    engine.deliver([TransferResult(job.job_id, 2)])
+    assert engine.offload.snapshot().store.failed == 5
+    engine.deliver([TransferResult(job.job_id, 2)])
+    assert engine.offload.snapshot().store.failed == 5
+
+
+def test_the_same_id_may_come_again(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    engine.run()
+    turn_over(engine)
+    again = request("r", 5)
+    engine.add(again)
+    engine.step()
+    assert again.state == "loading"
+    engine.finish(again)
+    engine.add(request("r", 3, first=4000))
+    engine.run()
+    assert engine.offload.find_request("r", engine.now_s).prompt_tokens.recomputed == 13
+    assert engine.offload.snapshot().requests.finished == 3
+    engine.check_idle()
+
+
+def test_a_request_that_was_never_scheduled_finishes_all_the_same(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    engine.finish(engine.requests["r"])
+    engine.offload.on_request_finished("r", 1.0)
+    engine.offload.on_request_finished("unheard-of", 1.0)
+    assert engine.offload.snapshot().requests.finished == 1
+    engine.check_idle()
+
+
+def test_an_evicted_key_that_is_asked_for_again_is_a_regret() -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    engine.add(request("first", 4))
+    engine.run()
+    engine.add(request("other", 4, first=500))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("again", 4))
+    engine.run()
+    evictions = engine.offload.snapshot().evictions
+    assert evictions.by_reason["capacity"] == evictions.total == 8
+    assert evictions.regretted == 4
+
+
+def test_prefixes_die_from_their_end() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    engine.add(request("long", 8))
+    engine.run()
+    engine.add(request("other", 3, first=500))
+    engine.run()
+    left = set(engine.manager.list_blocks(0, 100).keys)
+    assert set(make_keys(request("", 5).block_hashes, 0)) <= left
+
+
+def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
+    engine.add(request("first", 3, max_tokens=30))
+    first = engine.step()
+    engine.add(request("second", 3, max_tokens=30))
+    plan = engine.step()
+    assert not plan.stores
+    assert engine.offload.snapshot().store.skipped["in_flight"] == 3
+    engine.end_job(first.stores[0].job_id)
+    engine.check()
+
+
+def test_two_device_blocks_of_one_key_race_and_one_wins(engine: ToyEngine) -> None:
+    for name in ("first", "second"):
+        engine.add(request(name, 3))
+    plan = engine.step(budget=100)
+    assert len(plan.stores[0].slots) == 6
+    engine.run()
+    store = engine.offload.snapshot().store
+    assert (store.stored, store.skipped["already_stored"]) == (3, 3)
+    assert engine.offload.snapshot().pool.ready == 3
+
+
+def test_views_of_requests_are_paged_from_the_latest(engine: ToyEngine) -> None:
+    for i in range(7):
+        engine.add(request(f"r{i}", 1, first=100 * i))
+    engine.run()
+    first = engine.offload.list_requests(None, 3, 1.0)
+    rest = engine.offload.list_requests(first[-1].sequence, 10, 1.0)
+    assert [view.request_id for view in first + rest] == [f"r{i}" for i in reversed(range(7))]
+    assert engine.offload.find_request("nobody", 1.0) is None
