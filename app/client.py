@@ -151,9 +151,9 @@ class KVFerryClient:
         """History of evictions; filters are `since`, `until`, `reason`, `request` and `tenant`."""
         return self._page("evictions", limit, cursor, **filters)
 
-    def evictions_summary(self, **filters: str | None) -> Json:
-        """Counts by reason, ages at eviction and the regret rate, with the same filters."""
-        return self._object("GET", f"{ADMIN}/evictions/summary", params=filters)
+    def evictions_summary(self, *, since: str | None = None, until: str | None = None) -> Json:
+        """Counts by reason, ages at eviction and the regret rate."""
+        return self._object("GET", f"{ADMIN}/evictions/summary", params={"since": since, "until": until})
 
     def config(self) -> Json:
         """Every setting by name, secrets masked."""

@@ -14,7 +14,7 @@ from app.cli.console import count, duration, new_table, note, out, print_json, s
 from app.cli.remote import JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
-COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted")
+COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
 NUMBERS = ("position", "age_s", "hits")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -54,12 +54,14 @@ def evictions(
     as_json: JsonOption = False,
 ) -> int:
     """Show which blocks left the pool, when and why."""
-    filters = {"since": since, "until": until, "reason": reason, "request": request, "tenant": tenant}
+    filters = {"reason": reason, "request": request, "tenant": tenant}
+    if summary and any(filters.values()):
+        raise typer.BadParameter("--summary takes --since and --until only", param_hint="--summary")
     with connect(url) as client:
         if summary:
-            answer = client.evictions_summary(**filters)
+            answer = client.evictions_summary(since=since, until=until)
         else:
-            page = client.evictions(limit=limit, **filters)
+            page = client.evictions(limit=limit, since=since, until=until, **filters)
             answer = {"items": page.items, "next_cursor": page.next_cursor}
     if as_json:
         print_json(answer)
@@ -88,7 +90,7 @@ def _cell(name: str, value: Any) -> str:
         return value if len(value) <= HASH_CHARS_SHOWN else value[:HASH_CHARS_SHOWN] + "…"
     if name.endswith("_s") and isinstance(value, (int, float)):
         return duration(value)
-    if name == "time" and isinstance(value, str):
+    if name in ("time", "regretted_at") and isinstance(value, str):
         return value.replace("T", " ").removesuffix("Z")
     return words(value)
 
@@ -107,6 +109,8 @@ def _flat(answer: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[t
         label = f"{prefix}{name}"
         if isinstance(value, Mapping) and depth < 3:
             rows += _flat(value, f"{label} ", depth + 1)
+        elif name == "buckets" and isinstance(value, list):
+            rows += [_bucket(prefix, item) for item in value]
         elif name.endswith("_s") and isinstance(value, (int, float)):
             rows.append((label.removesuffix("_s"), duration(value)))
         elif name.endswith("bytes") and isinstance(value, (int, float)):
@@ -116,3 +120,9 @@ def _flat(answer: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[t
         else:
             rows.append((label, count(value)))
     return rows
+
+
+def _bucket(prefix: str, item: Mapping[str, Any]) -> tuple[str, str]:
+    upto_s = item.get("upto_s")
+    label = "more" if upto_s is None else f"up to {duration(upto_s)}"
+    return f"  {prefix}{label}", count(item.get("count"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import new_table, out, print_json, sourced_rows, words
+from app.cli.console import new_table, note, out, print_json, sourced_rows, words
 from app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
@@ -98,9 +98,13 @@ def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
 
 def _value(name: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except ValueError:
         return [item.strip() for item in text.split(",")] if name == "tiers" else text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
@@ -108,18 +112,10 @@ def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
         print_json(answer)
         return 0
     table = new_table("field", "value", "source")
-    rest: dict[str, Any] = {}
-    nested = answer.get("policy")
-    for part in (answer, nested if isinstance(nested, Mapping) else {}):
-        for row in sourced_rows(part):
-            table.add_row(*row)
-    if table.row_count == 0:
-        table = new_table("field", "value")
-        for name, value in answer.items():
-            table.add_row(name, words(value))
-    else:
-        rest = {name: value for name, value in answer.items() if not isinstance(value, Mapping)}
+    for row in sourced_rows(answer):
+        table.add_row(*row)
     out.print(table)
-    for name, value in rest.items():
-        out.print(f"{name}: {words(value)}", style="dim")
+    override = answer.get("override")
+    if isinstance(override, Mapping):
+        note(f"the override of {words(answer.get('id'))} holds until {words(override.get('expires_at'))}")
     return 0

@@ -183,7 +183,7 @@ def _from_file(given: Given) -> Given:
 class LayerSource(PydanticBaseSettingsSource):
     """One layer as pydantic-settings wants it."""
 
-    def __init__(self, settings_cls: type[BaseSettings], layer: Layer) -> None:
+    def __init__(self, settings_cls: type[BaseSettings], layer: Mapping[str, object]) -> None:
         super().__init__(settings_cls)
         self._layer = layer
 

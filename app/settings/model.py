@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateA
 from pydantic import model_validator as validates_model
 from pydantic_settings import (
     BaseSettings,
-    DotEnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -19,13 +18,15 @@ from pydantic_settings import (
 
 from app.settings import review, values
 from app.settings.kinds import Dtype, Engine, LoadDecision, LogFormat, LogLevel, PoolKind, StoreMode
-from app.settings.layers import LayerSource, Names, read_layers
+from app.settings.layers import Layer, LayerSource, Names, read_layers
 from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
 from app.settings.view import SettingView, place_words, plain
 from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
 
 APP_NAME = "kvferry"
+ENV_FILE = ".env"
+LAYERS = "_layers"
 
 
 class _Mutable:
@@ -46,7 +47,7 @@ class Settings(BaseSettings):
     environment, `.env`, and the TOML file. `_env_file=None` leaves `.env` out. Raises `BadSettings`.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False, env_file=".env")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False)
 
     host: Annotated[str, _read(values.host)] = Field(
         default="127.0.0.1",
@@ -166,6 +167,15 @@ class Settings(BaseSettings):
     }
     """Which setting is the default of which field of a request policy."""
 
+    def __init__(
+        self, *, _env_file: str | Path | None = ENV_FILE, _layers: Sequence[Layer] | None = None, **given: Any
+    ) -> None:
+        # All layers are read here, `.env` too: pydantic-settings would pass over the lines that it cannot parse.
+        env_files = [] if _env_file is None else [Path(_env_file)]
+        layers = read_layers(self.names(), given, env_files) if _layers is None else _layers
+        through: dict[str, Any] = {LAYERS: layers}
+        super().__init__(_env_file=None, **through)
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -176,10 +186,8 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """One source a layer, the strongest first."""
-        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
-        env_file = dotenv_settings.env_file if isinstance(dotenv_settings, DotEnvSettingsSource) else None
-        env_files = [Path(env_file)] if isinstance(env_file, (str, Path)) else [Path(path) for path in env_file or ()]
-        return tuple(LayerSource(settings_cls, layer) for layer in read_layers(cls.names(), given, env_files))
+        layers = init_settings.init_kwargs[LAYERS] if isinstance(init_settings, InitSettingsSource) else ()
+        return tuple(LayerSource(settings_cls, layer) for layer in ({LAYERS: layers}, *layers))
 
     @classmethod
     def names(cls) -> Names:
@@ -196,8 +204,10 @@ class Settings(BaseSettings):
     @classmethod
     def _check(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Read what every layer gave; raise all that is wrong with it at once."""
+        if not isinstance(data, dict) or LAYERS not in data:
+            return handler(data)  # not read from layers yet; `__init__` does
         names = cls.names()
-        given = {name: item if isinstance(item, Given) else Given(item, RUNTIME, name) for name, item in data.items()}
+        given = {name: item for name, item in data.items() if name != LAYERS}
         report = review.Report(names)
         readable = report.take(given)
         try:
@@ -250,7 +260,7 @@ class Settings(BaseSettings):
         fixed = [name for name in patch if name in names.settings and name not in self.mutable_names()]
         changed = {name: Given(value, RUNTIME, name) for name, value in patch.items() if name not in fixed}
         kept = {name: Given(getattr(self, name), given.place, given.spelled) for name, given in self._given.items()}
-        settings = self.model_validate(kept | changed)
+        settings = type(self)(_layers=[changed, kept])
         if fixed:
             raise NeedsRestart(fixed, self.mutable_names())
         settings._notices = self._notices

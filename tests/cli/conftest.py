@@ -1,0 +1,90 @@
+"""What command-line tests share: an empty world, the real service, and commands run as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.loop_engine import LoopRequest
+from tests.api.service import ADMIN, READ, Service, start_service
+
+ROOT = Path(__file__).parents[2]
+COMMAND_DEADLINE_S = 60
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+def command_environment(**settings: str) -> dict[str, str]:
+    """This process's environment without its own settings, plus the given ones."""
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
+    kept |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+    return kept | {f"KVFERRY_{name}": value for name, value in settings.items()}
+
+
+@pytest.fixture(autouse=True)
+def clean_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in list(os.environ):
+        if name.upper().startswith("KVFERRY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(clean_world: Path) -> Run:
+    """Run `kvferry` with these words, in an empty folder; keywords are settings of the environment."""
+
+    def run(*words: str, **settings: str) -> Ran:
+        done = subprocess.run(
+            [sys.executable, "-m", "app.cli", *words],
+            cwd=clean_world,
+            env=command_environment(**settings),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A real service with two tokens, over a pool so small that blocks have been evicted from it."""
+    folder = tmp_path_factory.mktemp("service")
+    with start_service(folder, admin_token=ADMIN, read_token=READ, num_slots=16) as service:
+        for number in range(4):
+            service.engine.run(LoopRequest(f"r{number}", 128, seed=number, tenant="0123456789abcdef"))
+        service.settle()
+        service.settle_history()
+        yield service
+
+
+@pytest.fixture
+def ask(run: Run, service: Service) -> Run:
+    """Run `kvferry` against the service, as its admin."""
+    return lambda *words, **settings: run(*words, **{"URL": service.url, "ADMIN_TOKEN": ADMIN} | settings)

@@ -1,0 +1,96 @@
+"""Commands that need no service: checking settings, their documentation, the database, help."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Run, command_environment
+
+
+def test_help_is_quick_since_it_imports_little(clean_world: Path) -> None:
+    code = (
+        "import sys\nfrom app.cli import main\nassert main(['--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'sqlalchemy', 'numpy', 'httpx', 'uvicorn', 'pydantic'}\n"
+        "sys.exit(f'imported {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=command_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("serve", "stats", "reset", "policy", "evictions", "config", "db", "replay"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("words", [("--help",), ("stats", "-h"), ("policy", "request", "--help"), ("--version",)])
+def test_asking_for_help_is_no_error(words: tuple[str, ...], run: Run) -> None:
+    done = run(*words)
+    assert (done.code, done.err) == (0, "")
+    assert "kvferry" in done.out
+
+
+@pytest.mark.parametrize("words", [(), ("policy",), ("config",), ("db",)])
+def test_no_command_shows_what_there_is(words: tuple[str, ...], run: Run) -> None:
+    done = run(*words)
+    assert done.code == 2
+    assert (done.out + done.err).count("Usage:") == 1
+
+
+def test_config_check_shows_every_setting_and_its_place(run: Run, clean_world: Path) -> None:
+    (clean_world / ".env").write_text("KVFERRY_POOL_BYTES=8GiB\nPATH_TO_OTHERS=1\n")
+    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2", HOST="0.0.0.0")
+    assert done.code == 0
+    assert "8GiB" in done.out
+    assert "KVFERRY_POOL_BYTES (.env)" in done.out
+    assert "hunter2" not in done.out + done.err
+    views = run("config", "check", "--json", ADMIN_TOKEN="hunter2-hunter2").json
+    assert views["pool_bytes"]["value"] == 8 << 30
+    assert views["pool_bytes"]["source"] == "file"
+    assert views["admin_token"] == views["admin_token"] | {"value": "***", "source": "env", "secret": True}
+
+
+@pytest.mark.parametrize("words", [("serve",), ("config", "check"), ("db", "upgrade")], ids=" ".join)
+def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run) -> None:
+    done = run(*words, POL_BYTES="1", HOST="0.0.0.0", PORT="http")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
+        "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
+        "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
+        "set ADMIN_TOKEN, or HOST=127.0.0.1",
+    ]
+
+
+def test_config_check_warns_of_kubernetes_once(run: Run) -> None:
+    done = run("config", "check", SERVICE_HOST="10.0.0.1", PORT="tcp://10.0.0.1:8787", PORT_8787_TCP_PORT="8787")
+    assert done.code == 0
+    assert done.err.count("enableServiceLinks: false") == 1
+
+
+def test_config_docs_is_the_page(run: Run) -> None:
+    assert run("config", "docs").out == (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_db_upgrade_makes_the_database_once(run: Run, clean_world: Path) -> None:
+    first = run("db", "upgrade", "--json", STATE_DIR=str(clean_world / "state"))
+    assert first.code == 0, first.err
+    assert first.json["before"] is None
+    assert first.json["after"]
+    with sqlite3.connect(clean_world / "state" / "kvferry.db") as database:
+        tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
+    database.close()
+    assert {"slots", "evictions", "audit"} <= tables
+    again = run("db", "upgrade", STATE_DIR=str(clean_world / "state"))
+    assert again.code == 0
+    assert "up to date" in again.out
+
+
+def test_db_upgrade_of_something_else_is_a_line(run: Run, clean_world: Path) -> None:
+    (clean_world / "kvferry.db").write_text("not a database, but some text that is longer than a header" * 100)
+    done = run("db", "upgrade", STATE_DIR=str(clean_world))
+    assert (done.code, done.out) == (1, "")
+    assert "kvferry.db" in done.err

@@ -1,0 +1,191 @@
+"""Logging: never waits, never shows a secret, one format for all loggers."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from app.logs import QUEUE_RECORDS, LogPipe, SeldomLogger, start_logging
+from app.settings import Settings
+from app.settings.kinds import LogLevel
+from tests.api.serving import wait_until
+
+
+@pytest.fixture(autouse=True)
+def clean_root() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    assert (root.handlers[:], root.level) == before, "closing puts logging back as it was"
+
+
+def logged(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_lines() -> None:
+    stream = io.StringIO()
+    with start_logging(Settings(log_format="json"), stream=stream):
+        logging.getLogger("app.x").warning("%d blocks of %s", 3, "ümlaut", extra={"epoch": 7})
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("elsewhere").exception("it\nfailed")
+    first, second = logged(stream)
+    assert first.items() >= {"level": "warning", "logger": "app.x", "message": "3 blocks of ümlaut", "epoch": 7}.items()
+    assert first["time"].endswith("Z")
+    assert second["message"] == "it\nfailed"
+    assert "ValueError: why" in second["exception"]
+
+
+def test_text_lines_with_traceback() -> None:
+    stream = io.StringIO()
+    with start_logging(Settings(), stream=stream):
+        try:
+            raise ValueError("why")
+        except ValueError:
+            logging.getLogger("core.manager").exception("dropped")
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("ERROR    core.manager: dropped")
+    assert lines[-1] == "ValueError: why"
+
+
+def test_level_may_change_while_running() -> None:
+    stream = io.StringIO()
+    with start_logging(Settings(log_level="warning"), stream=stream) as pipe:
+        log = logging.getLogger("cuda_ops.pool")
+        log.info("one")
+        pipe.set_level(LogLevel.DEBUG)
+        log.debug("two")
+        pipe.set_level(LogLevel.ERROR)
+        log.warning("three")
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["two"]
+
+
+def test_secrets_are_masked_wherever_they_come_from() -> None:
+    stream = io.StringIO()
+    settings = Settings(
+        admin_token="adm1n-t0ken", read_token="adm1n-t0ken-read", database_url="postgresql://kv:p%40ss-word@h/d"
+    )
+    with start_logging(settings, stream=stream):
+        logging.getLogger("app").warning("header %s %s", "Bearer adm1n-t0ken", {"r": "adm1n-t0ken-read"})
+        try:
+            raise ValueError("postgresql://kv:p%40ss-word@h/d or p@ss-word")
+        except ValueError:
+            logging.getLogger("app").exception("database")
+    text = stream.getvalue()
+    for secret in ("adm1n", "t0ken", "ss-word"):
+        assert secret not in text
+    assert "Bearer ***" in text
+    assert "-read" not in text
+
+
+class StuckStream(io.StringIO):
+    """A pipe that nobody reads, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck = threading.Event()
+        self.let_go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.stuck.set()
+        self.let_go.wait(30)
+        return super().write(text)
+
+
+def test_a_stuck_stream_stalls_nobody_and_losses_are_told() -> None:
+    stream = StuckStream()
+    pipe = start_logging(Settings(log_format="json"), stream=stream)
+    log = logging.getLogger("app")
+    try:
+        log.warning("first")
+        assert stream.stuck.wait(30)
+        for number in range(QUEUE_RECORDS + 25):
+            log.warning("record %d", number)
+        assert pipe.dropped == 25
+        stream.let_go.set()
+        wait_until(lambda: f"record {QUEUE_RECORDS - 1}" in stream.getvalue(), "the queue is written")
+    finally:
+        stream.let_go.set()
+        pipe.close()
+        pipe.close()
+    messages = [item["message"] for item in logged(stream)]
+    assert messages.count("dropped 25 log records, which came faster than they could be written") == 1
+    assert len(messages) == QUEUE_RECORDS + 2
+
+
+def test_arguments_are_read_when_logged_not_when_written() -> None:
+    stream = io.StringIO()
+    blocks = [1, 2]
+    with start_logging(Settings(), stream=stream):
+        logging.getLogger("app").warning("blocks %s", blocks)
+        blocks.append(3)
+    assert "blocks [1, 2]\n" in stream.getvalue()
+
+
+def test_uvicorn_logs_in_the_same_format() -> None:
+    stream = io.StringIO()
+    with start_logging(Settings(log_format="json"), stream=stream):
+        uvicorn.Config(FastAPI(), log_config=None, log_level=None).load()
+        logging.getLogger("uvicorn.error").info("Started")
+        logging.getLogger("uvicorn.access").info(
+            '%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", "/healthz", "1.1", 200
+        )
+    messages = [(item["logger"], item["message"]) for item in logged(stream)]
+    assert messages == [
+        ("uvicorn.error", "Started"),
+        ("uvicorn.access", '127.0.0.1:1 - "GET /healthz HTTP/1.1" 200'),
+    ]
+
+
+def test_a_guest_leaves_its_hosts_logging_alone() -> None:
+    stream, host = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(host)
+    logging.getLogger().addHandler(handler)
+    try:
+        with LogPipe(Settings(), stream=stream, guest=True):
+            logging.getLogger("vllm.engine").warning("host's")
+            logging.getLogger("app.engines").warning("ours")
+            logging.getLogger("uvicorn.error").warning("the server's")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert host.getvalue() == "host's\n"
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["ours", "the server's"]
+
+
+def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KVFERRY_SERVICE_PORT", "1")
+    stream = io.StringIO()
+    with start_logging(Settings(), stream=stream):
+        pass
+    assert stream.getvalue().count("enableServiceLinks") == 1
+
+
+def test_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    seldom = SeldomLogger(logging.getLogger("app.seldom"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
+
+    def log(key: str) -> bool:
+        return seldom.log(logging.WARNING, key, "bad %s", key)
+
+    assert [log("a"), log("a"), log("a"), log("b")] == [True, False, False, True]
+    now_s[0] = 60.0
+    assert log("a")
+    assert [record.getMessage() for record in caplog.records] == [
+        "bad a",
+        "bad b",
+        "bad a (2 more since the last time)",
+    ]
+    assert log("c"), "a third key pushes the oldest out"
+    assert log("b")
+    assert not log("c")

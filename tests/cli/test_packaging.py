@@ -1,0 +1,174 @@
+"""What ships: pins for everything, a Makefile that says what it needs, and a plain, unprivileged image."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from app.settings import Settings
+
+from .conftest import ROOT
+
+
+@pytest.fixture
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture
+def pins() -> dict[str, Version]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    found = {}
+    for line in lines:
+        name, equals, version = line.partition("==")
+        assert equals, f"{line!r} is not a pin"
+        found[canonicalize_name(name)] = Version(version)
+    assert len(found) == len(lines), "no package is pinned twice"
+    return found
+
+
+def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any], pins: dict[str, Version]) -> None:
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    for requirement in map(Requirement, wanted):
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_what_vllm_accepts(pins: dict[str, Version]) -> None:
+    assert pins["torch"] == Version("2.13.0")
+    assert pins["fastapi"].release[:2] == (0, 136)
+    assert pins["transformers"].release[:2] == (5, 19)
+
+
+def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+    for python in ("false", "no-such-python"):
+        done = make("test", f"PYTHON={python}", f"VENV={tmp_path}/venv")
+        assert done.returncode != 0
+        assert f"kvferry needs Python 3.11, 3.12 or 3.13, and PYTHON={python} is none" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_make_installs_again_only_when_what_is_installed_changed(tmp_path: Path) -> None:
+    stamp = tmp_path / ".installed"
+    question = ("-q", str(stamp), f"VENV={tmp_path}")
+    assert make(*question).returncode == 1, "nothing is installed yet"
+    stamp.touch()
+    assert make(*question).returncode == 0
+    for name in ("pyproject.toml", "constraints.txt"):
+        changed = make(*question, "-W", name)
+        assert changed.returncode == 1, f"{name} changed"
+
+
+Step = tuple[str, str]
+
+
+@pytest.fixture
+def steps() -> list[Step]:
+    """The Dockerfile's instructions and their arguments, continuation lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(name.upper(), rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def arguments(steps: list[Step], name: str) -> list[str]:
+    return [rest for instruction, rest in steps if instruction == name]
+
+
+def test_image_is_slim_and_has_one_plain_install(steps: list[Step]) -> None:
+    (base,) = arguments(steps, "FROM")
+    assert re.fullmatch(r"python:3\.1[123]-slim", base)
+    installs = [step for step in arguments(steps, "RUN") if "install" in step]
+    assert installs == ["pip install --no-cache-dir -c constraints.txt ."]
+    assert not arguments(steps, "ADD")
+    assert not arguments(steps, "ARG")
+
+
+def test_image_runs_as_a_user_that_owns_its_state(steps: list[Step]) -> None:
+    (user,) = arguments(steps, "USER")
+    assert int(user) > 0
+    names = [name for name, _ in steps]
+    assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("RUN", "COPY"))
+    (volume,) = arguments(steps, "VOLUME")
+    assert f"--uid {user} " in " ".join(arguments(steps, "RUN"))
+    assert f"--home-dir {volume} " in " ".join(arguments(steps, "RUN"))
+    assert f"KVFERRY_STATE_DIR={volume}" in " ".join(arguments(steps, "ENV"))
+
+
+def test_image_holds_no_secret_and_only_known_settings(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict(re.findall(r"KVFERRY_([A-Z_]+)=(\S+)", " ".join(arguments(steps, "ENV"))))
+    assert not {name for name in given if name.lower() in Settings.names().secrets}
+    for name, value in given.items():
+        monkeypatch.setenv(f"KVFERRY_{name}", value)
+    assert Settings(admin_token="t").host == "0.0.0.0", "reachable, and so it starts with a token only"
+    assert arguments(steps, "EXPOSE") == [str(Settings(admin_token="t").port)]
+
+
+def test_image_asks_after_its_own_health(steps: list[Step]) -> None:
+    (check,) = arguments(steps, "HEALTHCHECK")
+    command = json.loads(check[check.index("CMD ") + 4 :])
+    assert command[:2] == ["python", "-c"]
+    compile(command[2], "HEALTHCHECK", "exec")
+    assert "/healthz" in command[2]
+    assert json.loads(arguments(steps, "ENTRYPOINT")[0]) == ["kvferry"]
+    assert json.loads(arguments(steps, "CMD")[0]) == ["serve"]
+
+
+def test_image_gets_every_package_and_nothing_else(steps: list[Step]) -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = " ".join(arguments(steps, "COPY")).split()
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert "*" in ignored
+    for package in build["packages"]:
+        assert package in copied
+        assert f"!{package}" in ignored
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    assert allowed == {word for word in copied if not word.startswith("./")}
+
+
+def test_compose_passes_the_token_as_a_secret_and_keeps_the_state() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    service = compose["services"]["kvferry"]
+    (name,) = service["secrets"]
+    assert service["environment"] == {"KVFERRY_ADMIN_TOKEN_FILE": f"/run/secrets/{name}"}
+    assert name in compose["secrets"]
+    assert "shm_size" in service
+    volume, _, path = service["volumes"][0].partition(":")
+    assert volume in compose["volumes"]
+    assert f"VOLUME {path}" in (ROOT / "Dockerfile").read_text()
+    assert service["ports"] == ["127.0.0.1:8787:8787"]
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_the_health_check_tells_a_healthy_service_from_another(healthy: bool, steps: list[Step]) -> None:
+    import sys
+
+    from fastapi import FastAPI
+
+    from tests.api.serving import serve
+
+    app = FastAPI()
+    if healthy:
+        app.get("/healthz")(dict)
+    check = arguments(steps, "HEALTHCHECK")[0]
+    command = json.loads(check[check.index("CMD ") + 4 :])
+    with serve(app) as running:
+        environment = os.environ | {"KVFERRY_PORT": str(running.port)}
+        done = subprocess.run([sys.executable, *command[1:]], env=environment, check=False, timeout=60)
+    assert (done.returncode == 0) == healthy

@@ -1,0 +1,206 @@
+"""Commands against a real service: tables for people, JSON for programs, exit codes for scripts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.service import ADMIN, READ, Service
+
+from .conftest import COMMAND_DEADLINE_S, Run, command_environment
+
+
+def test_stats(ask: Run, service: Service) -> None:
+    shown = ask("stats")
+    assert (shown.code, shown.err) == (0, "")
+    for words in ("kvferry", "tiny on cpu", "prompt tokens", "device hit", "recomputed", "pool slots", "evictions"):
+        assert words in shown.out
+    answer = ask("stats", "--json")
+    assert answer.code == 0
+    assert answer.json["pool"]["slots"] == 16
+    assert answer.json["prompt_tokens"]["total"] == 4 * 128
+    assert f"{4 * 128:,}" in shown.out
+
+
+def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "stats", "--watch", "--json", "--interval-s", "0.1"],
+        cwd=clean_world,
+        env=command_environment(URL=service.url, READ_TOKEN=READ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        assert watching.stdout is not None
+        seen = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.send_signal(2)
+        _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
+    assert watching.returncode == 0, errors
+    assert errors == ""
+    uptimes = [snapshot["uptime_s"] for snapshot in seen]
+    assert uptimes == sorted(uptimes)
+
+
+def test_policy_show_and_set(ask: Run) -> None:
+    shown = ask("policy", "show")
+    assert shown.code == 0
+    assert "offload_prompt_only" in shown.out
+    assert "env" in shown.out
+    changed = ask("policy", "set", "offload_prompt_only=false", "max_offload_tokens=unlimited", "--json")
+    assert changed.code == 0
+    assert changed.json["offload_prompt_only"] == {"value": False, "source": "runtime"}
+    assert changed.json["max_offload_tokens"] == {"value": "unlimited", "source": "runtime"}
+    back = ask("policy", "set", "offload_prompt_only=null", "max_offload_tokens=null")
+    assert back.code == 0
+    assert "runtime" not in back.out
+
+
+def test_policy_of_one_request(ask: Run) -> None:
+    put = ask("policy", "request", "set", "team/job 7", "store=false", "priority=low", "--ttl-s", "60")
+    assert put.code == 0
+    assert "override" in put.out
+    assert "holds until" in put.err
+    shown = ask("policy", "request", "show", "team/job 7", "--json")
+    assert shown.json["store"] == {"value": False, "source": "override"}
+    assert shown.json["id"] == "team/job 7"
+    cleared = ask("policy", "request", "clear", "team/job 7", "--json")
+    assert (cleared.code, cleared.json) == (0, {"request": "team/job 7", "cleared": True})
+    gone = ask("policy", "request", "show", "team/job 7")
+    assert gone.code == 1
+    assert gone.err.count("\n") == 1
+    assert "404" in gone.err
+
+
+def test_what_the_server_refuses_is_one_line_with_the_field(ask: Run) -> None:
+    refused = ask("policy", "set", "max_offload_tokens=-1", "colour=red")
+    assert refused.code == 1
+    assert refused.out == ""
+    assert refused.err.count("\n") == 1
+    assert "max_offload_tokens: " in refused.err
+    assert "colour: unknown field" in refused.err
+    assert "422" in refused.err
+
+
+def test_evictions(ask: Run) -> None:
+    shown = ask("evictions", "--reason", "capacity", "--since", "1h")
+    assert shown.code == 0, shown.err
+    assert "capacity" in shown.out
+    assert "r0" in shown.out
+    page = ask("evictions", "--limit", "3", "--json")
+    assert len(page.json["items"]) == 3
+    assert page.json["next_cursor"]
+    more = ask("evictions", "--limit", "3")
+    assert "there are more" in more.err
+    none = ask("evictions", "--request", "nobody")
+    assert (none.code, none.out) == (0, "")
+    assert "no evictions" in none.err
+    later = ask("evictions", "--since", "2100-01-01T00:00:00Z", "--json")
+    assert later.json == {"items": [], "next_cursor": None}
+
+
+def test_evictions_in_sum(ask: Run) -> None:
+    summary = ask("evictions", "--summary", "--json")
+    assert summary.json["by_reason"]["capacity"] >= 16
+    shown = ask("evictions", "--summary", "--until", "2100-01-01T00:00:00+02:00")
+    assert shown.code == 0
+    assert "regret_rate" in shown.out
+    refused = ask("evictions", "--summary", "--reason", "capacity")
+    assert refused.code == 2
+
+
+def test_config_show(ask: Run) -> None:
+    shown = ask("config", "show")
+    assert shown.code == 0
+    assert ADMIN not in shown.out
+    assert READ not in shown.out
+    assert "ADMIN_TOKEN" in shown.out
+    assert ask("config", "show", "--json").json["admin_token"]["value"] == "***"
+
+
+def test_reset_by_match_then_all(ask: Run) -> None:
+    none = ask("reset", "--request", "nobody-*", "--reason", "a test", "--json")
+    assert (none.code, none.json["dropped_blocks"], none.json["pending_jobs"]) == (0, 0, 0)
+    shown = ask("reset", "--tier", "host", "--drain-timeout-s", "5")
+    assert shown.code == 0, shown.err
+    assert "dropped 16 blocks" in shown.out
+    again = ask("reset", "--json")
+    assert again.json["dropped_blocks"] == 0
+    assert ask("reset", "--tier", "moon").code == 1
+
+
+def test_a_reader_may_look_and_not_touch(run: Run, service: Service) -> None:
+    reader = {"URL": service.url, "READ_TOKEN": READ}
+    assert run("stats", "--json", **reader).code == 0
+    refused = run("reset", **reader)
+    assert (refused.code, refused.out) == (1, "")
+    assert "403" in refused.err
+
+
+def test_without_a_token_the_server_says_no(run: Run, service: Service) -> None:
+    refused = run("stats", URL=service.url)
+    assert refused.code == 1
+    assert "401" in refused.err
+
+
+def test_url_and_token_from_env_file_and_token_file(run: Run, service: Service, clean_world: Path) -> None:
+    (clean_world / "token").write_text(ADMIN + "\n")
+    (clean_world / ".env").write_text(
+        f"KVFERRY_URL={service.url}/\nKVFERRY_ADMIN_TOKEN_FILE=token\nKVFERRY_PORT=nonsense\n"
+    )
+    assert run("stats", "--json").code == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stats",),
+        ("stats", "--watch"),
+        ("reset",),
+        ("policy", "show"),
+        ("policy", "request", "clear", "x"),
+        ("evictions",),
+        ("config", "show"),
+    ],
+    ids=" ".join,
+)
+def test_nobody_there(words: tuple[str, ...], run: Run) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    gone = run(*words, "--url", url)
+    assert (gone.code, gone.out) == (3, "")
+    assert gone.err.startswith(f"kvferry: cannot reach {url}: ")
+    assert gone.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "said"),
+    [
+        (("stats", "--url", "localhost:8787"), {}, "url=localhost:8787 (argument): must be a URL"),
+        (("stats",), {"URL": "ftp://x"}, "KVFERRY_URL=ftp://x (environment variable): must be a URL"),
+        (("stats",), {"ADMIN_TOKEN": "two words"}, "KVFERRY_ADMIN_TOKEN=*** (environment variable): must be printable"),
+        (("stats",), {"ADMIN_TOKEN_FILE": "gone"}, "KVFERRY_ADMIN_TOKEN_FILE=gone (environment variable): there is no"),
+        (("stats", "--interval-s", "0"), {}, "--interval-s"),
+        (("stats", "more"), {}, "more"),
+        (("polcy",), {}, "polcy"),
+        (("policy", "set"), {}, "FIELD=VALUE"),
+        (("policy", "set", "store"), {}, "'store' is not FIELD=VALUE"),
+        (("policy", "set", "store=true", "store=false"), {}, "store is given twice"),
+        (("evictions", "--since", "yesterday"), {}, "'yesterday' is neither a time nor a span"),
+        (("evictions", "--limit", "0"), {}, "--limit"),
+        (("replay",), {}, "TRACE"),
+    ],
+)
+def test_bad_usage(words: tuple[str, ...], settings: dict[str, str], said: str, run: Run) -> None:
+    done = run(*words, **settings)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert done.err.count("\n") <= 2

@@ -1,0 +1,187 @@
+"""`kvferry replay` against an engine: what is sent, what is reported, and what is no trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.serving import Running, serve
+
+from .conftest import Run
+from .engine_peer import EnginePeer
+
+
+@pytest.fixture
+def peer() -> EnginePeer:
+    return EnginePeer()
+
+
+@pytest.fixture
+def engine(peer: EnginePeer) -> Iterator[Running]:
+    with serve(peer.app) as running:
+        yield running
+
+
+def line(input_length: int, hash_ids: list[int], output_length: int = 64, timestamp: int = 0) -> dict[str, Any]:
+    return {
+        "timestamp": timestamp,
+        "input_length": input_length,
+        "output_length": output_length,
+        "hash_ids": hash_ids,
+    }
+
+
+def write(folder: Path, *lines: dict[str, Any] | str) -> str:
+    path = folder / "trace.jsonl"
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in lines))
+    return str(path)
+
+
+def test_where_the_tokens_came_from(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+    trace = write(clean_world, line(1024, [1, 2]), line(1024, [1, 2]), "", line(1300, [1, 2, 3], output_length=600))
+    done = run("replay", trace, "--concurrency", "1", "--max-output", "8", "--json", "--url", engine.url)
+    assert done.code == 0, done.err
+    report = done.json
+    assert report["requests"] == 3
+    assert (report["failed"], report["truncated"], report["errors"]) == (0, 0, {})
+    assert report["prompt_tokens"] == 32 + 32 + 41
+    assert report["output_tokens"] == 2 + 2 + 8
+    assert report["cache"]["prompt_tokens"] == 105
+    assert report["cache"]["host_tokens"] == 32
+    assert report["cache"]["recomputed_tokens"] == 73
+    assert report["cache"]["device_tokens"] == 0
+    assert report["cache"]["tier_tokens"] == {"fs": 0}
+    assert set(report["first_token_s"]) == {"p50", "p90", "p99"}
+    assert report["total_s"] > 0
+    first, second, third = (body["prompt"] for body in peer.bodies)
+    assert first == second == third[:32]
+    assert all(3 <= token <= 249 for token in third)
+    assert all(body["ignore_eos"] and body["return_token_ids"] and body["stream"] for body in peer.bodies)
+    assert all(body["model"] == "peer" for body in peer.bodies)
+    assert len(set(peer.request_ids)) == 3
+
+
+def test_the_table_for_people(run: Run, engine: Running, clean_world: Path) -> None:
+    done = run("replay", write(clean_world, line(512, [1]), line(512, [1])), "--url", engine.url, "--concurrency", "1")
+    assert done.code == 0, done.err
+    for words in ("requests", "from host", "50.0%", "recomputed", "first token p99", "stored", "loaded"):
+        assert words in done.out
+
+
+def test_the_same_seed_sends_the_same_tokens_and_another_does_not(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    trace = write(clean_world, line(2000, [5, 6, 7, 8]))
+    for seed in ("1", "1", "2"):
+        assert run("replay", trace, "--url", engine.url, "--seed", seed, "--json").code == 0
+    one, again, other = (body["prompt"] for body in peer.bodies)
+    assert one == again != other
+
+
+def test_prompts_are_cut_to_the_context_and_counted(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    trace = write(clean_world, line(512 * 20, list(range(20)), output_length=512), line(512, [1]))
+    done = run("replay", trace, "--url", engine.url, "--max-output", "16", "--json", "--concurrency", "1")
+    assert done.code == 0, done.err
+    assert done.json["truncated"] == 1
+    assert [len(body["prompt"]) + body["max_tokens"] for body in peer.bodies] == [256, 18]
+
+
+def test_the_number_asked_for_is_sent_and_no_later_line_is_read(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    trace = write(clean_world, line(512, [1]), line(512, [2]), "not json")
+    done = run("replay", trace, "--requests", "2", "--url", engine.url, "--json")
+    assert (done.code, len(peer.bodies)) == (0, 2)
+
+
+def test_as_many_at_once_as_asked_for_and_no_more(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    peer.gather = 3
+    trace = write(clean_world, *(line(512, [number]) for number in range(9)))
+    done = run("replay", trace, "--concurrency", "3", "--url", engine.url, "--json")
+    assert done.code == 0, done.err
+    assert peer.most_running == 3
+
+
+def test_errors_count_and_the_replay_goes_on(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+    peer.fail_every, peer.break_every = 4, 3
+    trace = write(clean_world, *(line(512, [number]) for number in range(8)))
+    done = run("replay", trace, "--concurrency", "1", "--url", engine.url, "--json")
+    assert done.code == 1
+    assert len(peer.bodies) == 8
+    assert done.json["failed"] == 4
+    assert done.json["errors"] == {"no room today (503)": 2, "lost it (200)": 2}
+    assert "2 x no room today (503)" in done.err
+    assert done.json["prompt_tokens"] == 4 * 16
+
+
+def test_timestamps_are_kept_in_order(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+    trace = write(clean_world, *(line(512, [number], timestamp=number * 100) for number in range(4)))
+    done = run("replay", trace, "--respect-timestamps", "--speed", "2", "--url", engine.url, "--json")
+    assert done.code == 0, done.err
+    assert done.json["total_s"] >= 0.15, "the last one is due at 300 ms of the trace, at double speed"
+
+
+def test_completions_may_be_elsewhere(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+    admin = EnginePeer(context_tokens=None)
+    with serve(admin.app) as running:
+        trace = write(clean_world, line(512, [1]))
+        done = run("replay", trace, "--url", running.url, "--engine-url", engine.url, "--json")
+    assert done.code == 0, done.err
+    assert (len(peer.bodies), len(admin.bodies)) == (1, 0)
+    assert (peer.stats_calls, admin.stats_calls) == (0, 2)
+
+
+def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, clean_world: Path) -> None:
+    peer = EnginePeer(context_tokens=None)
+    with serve(peer.app) as running:
+        trace = write(clean_world, line(512 * 20, list(range(20))))
+        assert run("replay", trace, "--url", running.url, "--json").code == 0
+    assert len(peer.bodies[0]["prompt"]) == 320
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        (line(0, []), "input_length must be a whole number of 1 or more"),
+        (line(512, [1], output_length=-1), "output_length must be a whole number of 0 or more"),
+        (line(513, [1]), "input_length 513 has 2 blocks of 512 tokens, and hash_ids has 1 ids"),
+        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "hash_ids must be a list of whole numbers"),
+        (line(512, [True]), "hash_ids must be a list of whole numbers"),
+        (line(512, [1], timestamp=-1), "timestamp must be a number of milliseconds"),
+        (line(512, [1]) | {"input_length": "512"}, "input_length must be a whole number"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_malformed_lines_are_named(bad: Any, said: str, run: Run, clean_world: Path) -> None:
+    trace = write(clean_world, line(512, [1]), bad)
+    done = run("replay", trace, "--url", "http://127.0.0.1:1")
+    assert (done.code, done.out) == (2, "")
+    assert f"trace.jsonl, line 2: {said}" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No such file"), (b"\n\n", "holds no request"), (b"\xff", "UTF-8")]
+)
+def test_files_that_are_no_trace(content: bytes | None, said: str, run: Run, clean_world: Path) -> None:
+    if content is not None:
+        (clean_world / "t").write_bytes(content)
+    done = run("replay", "t")
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_nobody_there(run: Run, clean_world: Path) -> None:
+    done = run("replay", write(clean_world, line(512, [1])), "--url", "http://127.0.0.1:1")
+    assert done.code == 3
+    assert done.err.count("\n") == 1

@@ -1,0 +1,81 @@
+"""Changing settings while running, and describing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.settings import BadSettings, NeedsRestart, Settings, Source
+from app.settings.kinds import LogLevel
+
+MUTABLE = {"log_level", "load_decision", "max_pinned_fraction", "eviction_history_rows", "eviction_history_days"}
+
+
+def test_exactly_these_may_change() -> None:
+    assert set(Settings.mutable_names()) == MUTABLE
+    assert {view.name for view in Settings().describe() if view.mutable} == MUTABLE
+
+
+def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_ADMIN_TOKEN", "keep-me")
+    monkeypatch.setenv("KVFERRY_MAX_OFFLOAD_TOKENS", "unlimited")
+    before = Settings(port=9000)
+    after = before.change({"log_level": "debug", "max_pinned_fraction": 0.5})
+    assert (after.log_level, after.max_pinned_fraction) == (LogLevel.DEBUG, 0.5)
+    assert after.source("log_level") is Source.RUNTIME
+    assert (after.port, after.source("port")) == (9000, Source.CONNECTOR)
+    assert (after.admin_token, after.source("admin_token")) == (before.admin_token, Source.ENV)
+    assert after.max_offload_tokens is None
+    assert after.source("host") is Source.DEFAULT
+    assert before.log_level is LogLevel.INFO
+    again = after.change({"log_level": "error"})
+    assert (again.log_level, again.max_pinned_fraction) == (LogLevel.ERROR, 0.5)
+
+
+def test_others_need_a_restart_and_are_named() -> None:
+    with pytest.raises(NeedsRestart, match="pool_bytes, port can only change with a restart") as caught:
+        Settings().change({"pool_bytes": 5, "log_level": "debug", "port": 1})
+    assert caught.value.names == ("pool_bytes", "port")
+    assert set(caught.value.mutable) == MUTABLE
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"log_lvl": "debug"},
+        {"log_level": "loud"},
+        {"max_pinned_fraction": 2},
+        {"url": "http://x"},
+        {"LOG_LEVEL": "debug"},
+    ],
+)
+def test_bad_changes(patch: dict[str, Any]) -> None:
+    with pytest.raises(BadSettings) as caught:
+        Settings().change(patch)
+    (problem,) = caught.value.problems
+    assert problem.name == next(iter(patch))
+    assert "(set over HTTP)" in str(problem)
+
+
+def test_settings_are_frozen() -> None:
+    settings = Settings()
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_describe_has_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_BYTES", "8GiB")
+    views = Settings().describe()
+    assert [view.name for view in views] == list(Settings.model_fields)
+    assert all(view.description for view in views)
+    pool = next(view for view in views if view.name == "pool_bytes")
+    assert (pool.value, pool.default, pool.source, pool.variable) == (
+        8 << 30,
+        1 << 30,
+        Source.ENV,
+        "KVFERRY_POOL_BYTES",
+    )
+    assert pool.place == "KVFERRY_POOL_BYTES (environment variable)"
+    assert {view.name for view in views if view.secret} == {"admin_token", "read_token", "database_url"}

@@ -1,0 +1,240 @@
+"""Settings that kvferry refuses to start with, and how it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from app.settings import BadSettings, Settings
+
+Setenv = Callable[[str, str], None]
+
+
+@pytest.fixture
+def setenv(monkeypatch: pytest.MonkeyPatch) -> Setenv:
+    return lambda name, value: monkeypatch.setenv(f"KVFERRY_{name}", value)
+
+
+def refused(**given: Any) -> list[str]:
+    with pytest.raises(BadSettings) as caught:
+        Settings(**given)
+    assert str(caught.value) == "\n".join(str(problem) for problem in caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> None:
+    setenv("POL_BYTES", "8GiB")
+    setenv("BLOCK_SIZE", "0")
+    setenv("HOST", "0.0.0.0")
+    setenv("CONFIG", "c.toml")
+    (clean_world / ".env").write_text("KVFERRY_STORE_MODE=lazy\nKVFERRY_LOG_LEVEL=loud\n")
+    (clean_world / "c.toml").write_text("dtype = 'float8'\nport_ = 1\n")
+    assert sorted(refused(max_running=4096, pool_bites=1)) == sorted(
+        [
+            "KVFERRY_POL_BYTES=8GiB (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
+            "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number of 1 or more",
+            "KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
+            "set ADMIN_TOKEN, or HOST=127.0.0.1",
+            "KVFERRY_STORE_MODE=lazy (.env): this version offers only eager",
+            "KVFERRY_LOG_LEVEL=loud (.env): must be debug, info, warning, error or critical",
+            "dtype=float8 (c.toml): must be auto, float16, bfloat16, float32 or float64",
+            "port_=1 (c.toml): no such setting; did you mean port?",
+            "pool_bites=1 (given by the engine): no such setting; did you mean pool_bytes?",
+            "KVFERRY_MAX_BATCHED_TOKENS=2048 (default): a step of 2048 tokens is too small for "
+            "MAX_RUNNING=4096 requests",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("spelled", "nearest"),
+    [
+        ("ADMINTOKEN", "KVFERRY_ADMIN_TOKEN"),
+        ("ADMIN_TOKEN_FLE", "KVFERRY_ADMIN_TOKEN_FILE"),
+        ("EVICTION_POLICIES", "KVFERRY_EVICTION_POLICY"),
+        ("DATABSE_URL", "KVFERRY_DATABASE_URL"),
+        ("URLS", "KVFERRY_URL"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(spelled: str, nearest: str, setenv: Setenv) -> None:
+    setenv(spelled, "hunter2-hunter2")
+    (problem,) = refused()
+    assert f"did you mean {nearest}?" in problem
+    assert ("hunter2" in problem) == (spelled == "EVICTION_POLICIES"), "what may be a misspelled secret is not shown"
+
+
+def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
+    setenv("XYZZY", "1")
+    assert refused() == ["KVFERRY_XYZZY=1 (environment variable): no such setting"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("port", ["65536", "-1", "1.0", "", "0x10", True, 1.0, None, [1]]),
+        ("host", ["", "a b", "http://127.0.0.1", "127.0.0.1:80"]),
+        ("engine_name", ["", "../x", ".x", "a/b", "x" * 65, 5]),
+        ("engine", ["", "vllm", 1]),
+        ("device", ["gpu", "cuda:", "cuda:x", 0]),
+        ("device_blocks", ["0", "many", False]),
+        ("pool_bytes", ["0", "-1", "1.5", "8 Gib it", "GiB", "1e9", "9" * 30, 0, 1.5, True, "1XB"]),
+        ("offload_prompt_only", ["maybe", "2", 1, 0, None, ""]),
+        ("max_offload_tokens", ["-1", "1.5", "none", "", -1, True, 1.0, None]),
+        ("request_fields", ["nothing", "store,nope", '["store"', "{}", ["store", 1], 5]),
+        ("max_pinned_fraction", ["1.1", "-0.1", "nan", "inf", "half", True, None]),
+        ("database_url", ["mysql://h/d", "kvferry.db", "", 5]),
+        ("eviction_history_rows", ["-1", "1.5"]),
+        ("tiers", ["{}", "[1]", "[", "fs", {"type": "fs"}]),
+        ("admin_token", ["", " ", "two words", "ümlaut", "line\nbreak", 12]),
+        ("state_dir", ["", " ", 5]),
+        ("model", ["", " ", 5]),
+    ],
+)
+def test_values_that_do_not_validate(
+    name: str, bad: list[Any], setenv: Setenv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in bad:
+        (problem,) = refused(**{name: value})
+        assert problem.startswith(f"{name}=")
+        assert "(given by the engine): " in problem
+        if isinstance(value, str):
+            with monkeypatch.context() as patch:
+                patch.setenv(f"KVFERRY_{name.upper()}", value)
+                (problem,) = refused()
+            assert problem.startswith(f"KVFERRY_{name.upper()}=")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "offered"),
+    [
+        ("pool_kind", "shm", "pinned"),
+        ("store_mode", "lazy", "eager"),
+        ("eviction_policy", "fifo", "lru"),
+        ("blocks_per_slot", 2, "1"),
+        ("store_threshold", 2, "1"),
+        ("offload_level", "request", "block"),
+        ("tiers", [{"type": "fs", "password": "hunter2"}], "[]"),
+    ],
+)
+def test_what_this_version_does_not_offer_refuses_to_start(name: str, value: Any, offered: str) -> None:
+    (problem,) = refused(**{name: value})
+    assert f"this version offers only {offered}" in problem
+    assert "hunter2" not in problem
+
+
+def test_cross_checks_name_both_numbers() -> None:
+    (problem,) = refused(max_batched_tokens=8, max_running=4)
+    assert problem == (
+        "max_batched_tokens=8 (given by the engine): a step of 8 tokens is less than a block of BLOCK_SIZE=16 tokens"
+    )
+    (problem,) = refused(pool_path="/tmp/pool")
+    assert "POOL_KIND is pinned" in problem
+    problems = refused(pool_kind="file")
+    assert any("this version offers only pinned" in problem or "POOL_PATH" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])
+def test_other_hosts_than_loopback_need_a_token(host: str) -> None:
+    (problem,) = refused(host=host)
+    assert problem.startswith(f"host={host} ")
+    assert "ADMIN_TOKEN" in problem
+    assert Settings(host=host, admin_token="t").host == host
+    assert Settings(host=host, read_token="t").host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert Settings(host=host).host == host
+
+
+def test_tokens_differ() -> None:
+    (problem,) = refused(admin_token="same-token", read_token="same-token")
+    assert problem.startswith("read_token=*** ")
+    assert "same-token" not in problem
+
+
+def test_token_and_its_file_at_once(setenv: Setenv, clean_world: Path) -> None:
+    (clean_world / "t").write_text("from-file")
+    setenv("ADMIN_TOKEN", "from-env")
+    setenv("ADMIN_TOKEN_FILE", "t")
+    (problem,) = refused()
+    assert "is given twice" in problem
+    assert "from-" not in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [(None, "there is no such file"), (b"", "the file is empty"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")],
+)
+def test_secret_files_that_hold_no_secret(
+    content: bytes | None, advice: str, setenv: Setenv, clean_world: Path
+) -> None:
+    if content is not None:
+        (clean_world / "token").write_bytes(content)
+    setenv("ADMIN_TOKEN_FILE", "token")
+    (problem,) = refused()
+    assert problem.startswith("KVFERRY_ADMIN_TOKEN_FILE=token (environment variable): ")
+    assert advice in problem
+
+
+def test_only_secrets_are_read_from_files(setenv: Setenv) -> None:
+    setenv("PORT_FILE", "x")
+    assert Settings().port == 8787, "KVFERRY_PORT_* belongs to Kubernetes"
+    setenv("HOST_FILE", "x")
+    (problem,) = refused()
+    assert problem.startswith("KVFERRY_HOST_FILE=x")
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (None, "there is no such file"),
+        ("port = ", "is not TOML"),
+        ("[pool]\nbytes = 1", "no such setting"),
+        ("KVFERRY_PORT = 1", "did you mean port?"),
+        ("config = 'other.toml'", "cannot name another"),
+        ("port = '1'\nPORT = 2", "did you mean port?"),
+    ],
+)
+def test_toml_files_that_will_not_do(content: str | None, advice: str, setenv: Setenv, clean_world: Path) -> None:
+    if content is not None:
+        (clean_world / "c.toml").write_text(content)
+    setenv("CONFIG", "c.toml")
+    (problem,) = refused()
+    assert advice in problem
+    assert "c.toml" in problem
+
+
+def test_broken_lines_of_env_file_are_ours_only_when_they_look_so(clean_world: Path) -> None:
+    (clean_world / ".env").write_text("OTHER THING\nKVFERRY_PORT 9000\n")
+    assert refused() == ["KVFERRY_PORT (.env): line 2 cannot be read; write NAME=value"]
+    (clean_world / ".env").write_text("OTHER THING\n")
+    assert Settings().port == 8787
+    (clean_world / ".env").write_bytes(b"\xff\xfe")
+    (problem,) = refused()
+    assert problem.startswith(".env (.env): the file is not UTF-8")
+
+
+def test_secrets_never_show(setenv: Setenv) -> None:
+    setenv("ADMIN_TOKEN", "top-secret-token")
+    setenv("DATABASE_URL", "postgresql://kv:pass-word@db/kv?sslpassword=more-secret&sslmode=require")
+    settings = Settings()
+    seen = repr(settings) + str(settings) + repr(settings.describe()) + settings.model_dump_json()
+    for secret in ("top-secret-token", "pass-word", "more-secret"):
+        assert secret not in seen
+    views = {view.name: view for view in settings.describe()}
+    assert views["admin_token"].value == "***"
+    assert views["read_token"].value is None
+    assert views["database_url"].value == "postgresql://kv:***@db/kv?sslpassword=***&sslmode=require"
+    assert isinstance(settings.admin_token, SecretStr)
+    assert "pass-word" in settings.resolved_database_url()
+
+
+def test_a_database_url_that_will_not_do_shows_no_password(setenv: Setenv) -> None:
+    setenv("DATABASE_URL", "mysql://kv:pass-word@db/kv")
+    (problem,) = refused()
+    assert problem.startswith("KVFERRY_DATABASE_URL=mysql://kv:***@db/kv (environment variable): must be a URL")
