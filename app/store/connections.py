@@ -22,6 +22,8 @@ from app.store.errors import StoreError
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
+_SQLITE = "sqlite:///"
+_EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
 _CACHE_KIB = 16 * 1024
 _WAL_KEPT_BYTES = 64 << 20
 _READERS = 8
@@ -36,18 +38,20 @@ class Access(Enum):
 
 def parse_url(text: str) -> URL:
     """The URL of a database; `StoreError` if it is none, or one that could not be kept."""
+    if text.startswith(_SQLITE):
+        # The path is taken as it is: it may come from a folder's name, which nobody has percent-encoded.
+        database = text.removeprefix(_SQLITE)
+        if not database or database == ":memory:" or "?" in database or "\0" in database:
+            raise StoreError(f"DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
+        return URL.create("sqlite", database=database)
     try:
         url = make_url(text)
         backend = url.get_backend_name()
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         # The text may hold a password, so it is not repeated.
-        raise StoreError(
-            "DATABASE_URL is not a database URL; it should look like sqlite:////folder/kvferry.db"
-        ) from None
-    if backend == "sqlite" and (url.database in (None, "", ":memory:") or url.query):
-        raise StoreError(
-            f"DATABASE_URL {shown(url)} does not name a plain file; it should look like sqlite:////folder/kvferry.db"
-        )
+        raise StoreError(f"DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
+    if backend == "sqlite":
+        raise StoreError(f"DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
     return url
 
 

@@ -86,8 +86,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether the rows themselves are at fault, so that writing them again would fail for ever."""
-    return isinstance(error, (DataError, IntegrityError, ValueError, TypeError, OverflowError))
+    """Whether the rows are at fault and not the database, so that writing them again would fail for ever."""
+    if isinstance(error, (DataError, IntegrityError)):
+        return True
+    return not isinstance(error, (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable, StoreError))
 
 
 @contextmanager

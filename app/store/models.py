@@ -60,7 +60,7 @@ class SlotRow(Base):
     last_hit_at: Mapped[float | None]
     hits: Mapped[int]
 
-    __table_args__ = (Index(None, "engine", "key"), {"sqlite_with_rowid": False})
+    __table_args__ = (Index(None, "engine", "key"),)
 
 
 class EvictionRow(Base):

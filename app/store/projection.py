@@ -86,36 +86,11 @@ class SlotProjection:
         return True
 
     def _absorb(self, rows: SlotRows) -> None:
-        slots = rows.slots.tolist()
-        self._pending.update(dict.fromkeys(slots))
-        columns = (
-            rows.generations.tolist(),
-            rows.epochs.tolist(),
-            rows.sizes.tolist(),
-            rows.positions.tolist(),
-            rows.stored_s.tolist(),
-            rows.hit_s.tolist(),
-            rows.hits.tolist(),
-        )
-        generations, epochs, sizes, positions, stored_s, hit_s, hits = columns
-        for i in np.flatnonzero(rows.live).tolist():
-            key, origin = rows.keys[i], rows.origins[i]
-            self._pending[slots[i]] = {
-                "engine": self._engine,
-                "slot": slots[i],
-                "key": key.hex(),
-                "group_index": group_of(key),
-                "generation": generations[i],
-                "epoch": epochs[i],
-                "size_bytes": sizes[i],
-                "position": positions[i],
-                "request": clean(origin.request_id),
-                "tenant": clean(origin.tenant),
-                "lora": clean(origin.lora),
-                "stored_at": stored_s[i],
-                "last_hit_at": hit_s[i] or None,
-                "hits": hits[i],
-            }
+        try:
+            self._pending.update(_parameters(self._engine, rows))
+        except Exception:
+            self.refused_rows += len(rows.slots)
+            raise
 
     def _write(self, database: Database) -> None:
         min_epoch = self._min_epoch
@@ -166,6 +141,34 @@ class SlotProjection:
                 return None
             start = found[-1] + 1
         return start
+
+
+def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]:
+    """By slot, the row as parameters, or None for a slot that no longer holds a block."""
+    slots = rows.slots.tolist()
+    parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
+    generations, epochs = rows.generations.tolist(), rows.epochs.tolist()
+    sizes, positions, hits = rows.sizes.tolist(), rows.positions.tolist(), rows.hits.tolist()
+    stored_s, hit_s = rows.stored_s.tolist(), rows.hit_s.tolist()
+    for i in np.flatnonzero(rows.live).tolist():
+        key, origin = rows.keys[i], rows.origins[i]
+        parameters[slots[i]] = {
+            "engine": engine,
+            "slot": slots[i],
+            "key": key.hex(),
+            "group_index": group_of(key),
+            "generation": generations[i],
+            "epoch": epochs[i],
+            "size_bytes": sizes[i],
+            "position": positions[i],
+            "request": clean(origin.request_id),
+            "tenant": clean(origin.tenant),
+            "lora": clean(origin.lora),
+            "stored_at": stored_s[i],
+            "last_hit_at": hit_s[i] or None,
+            "hits": hits[i],
+        }
+    return parameters
 
 
 def _delete_one() -> Any:

@@ -119,7 +119,6 @@ def upgrade() -> None:
         sa.Column("last_hit_at", sa.Double(), nullable=True),
         sa.Column("hits", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("engine", "slot", name=op.f("pk_slots")),
-        sqlite_with_rowid=False,
     )
     op.create_index(op.f("ix_slots_engine_key"), "slots", ["engine", "key"], unique=False)
 

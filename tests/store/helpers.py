@@ -1,0 +1,161 @@
+"""What the store's tests share: batches to append, a real pool to project, and a second pair of eyes on the file."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.store import Store
+from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
+from core.keys import Key
+from core.manager import OffloadManager
+
+DEADLINE_S = 30.0
+SLOT_BYTES = 4096
+START_S = float(int(time.time()))
+"""Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll a condition with a bound."""
+    pause = threading.Event()
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, f"still not: {what}"
+        pause.wait(0.01)
+
+
+def key_of(number: int, group: int = 0) -> Key:
+    return hashlib.sha256(str(number).encode()).digest() + bytes([group])
+
+
+def keys_of(numbers: Sequence[int]) -> list[Key]:
+    return [key_of(number) for number in numbers]
+
+
+def eviction(
+    numbers: Sequence[int],
+    time_s: float = START_S,
+    reason: EvictionReason = EvictionReason.CAPACITY,
+    request: str = "r",
+    tenant: str | None = None,
+    stored_s: float = START_S - 100,
+    hit_s: float = 0.0,
+    needed_by: str | None = None,
+) -> EvictionBatch:
+    count = len(numbers)
+    rows = SlotRows(
+        slots=np.arange(count, dtype=np.int64),
+        keys=keys_of(numbers),
+        live=np.ones(count, dtype=np.bool_),
+        generations=np.ones(count, dtype=np.int64),
+        epochs=np.zeros(count, dtype=np.int64),
+        sizes=np.full(count, SLOT_BYTES, dtype=np.int64),
+        positions=np.arange(count, dtype=np.int32),
+        origins=[Origin(request, tenant)] * count,
+        stored_s=np.full(count, stored_s),
+        hit_s=np.full(count, hit_s),
+        hits=np.full(count, 1 if hit_s else 0, dtype=np.int32),
+    )
+    return EvictionBatch(time_s, reason, "lru", rows, needed_by)
+
+
+def fill(manager: OffloadManager, numbers: Sequence[int], now_s: float = START_S, origin: Origin | None = None) -> None:
+    """Store blocks in the pool as an engine does."""
+    positions = np.arange(len(numbers), dtype=np.int64)
+    offer = manager.offer(keys_of(numbers), origin or Origin("r", "t" * 16, "lora"), positions, 1, now_s)
+    manager.publish(offer.slots, now_s)
+
+
+def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
+    """Load blocks from the pool as an engine does."""
+    pin = manager.pin_prefix(keys_of(numbers))
+    assert manager.begin_load(pin, now_s)
+    manager.end_load(pin)
+
+
+def shell(path: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Read the file as an outsider does."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=DEADLINE_S)) as connection:
+        return connection.execute(sql, values).fetchall()
+
+
+Projected = dict[int, tuple[Any, ...]]
+
+
+def in_memory(manager: OffloadManager) -> Projected:
+    """What `slots` should say."""
+    rows = manager.list_blocks(0, manager.table.num_slots)
+    return {
+        int(slot): (
+            rows.keys[i].hex(),
+            int(rows.generations[i]),
+            int(rows.epochs[i]),
+            int(rows.sizes[i]),
+            int(rows.positions[i]),
+            rows.origins[i].request_id,
+            rows.origins[i].tenant,
+            rows.origins[i].lora,
+            float(rows.stored_s[i]),
+            float(rows.hit_s[i]) or None,
+            int(rows.hits[i]),
+        )
+        for i, slot in enumerate(rows.slots)
+    }
+
+
+def in_file(path: Path, engine: str = "e") -> Projected:
+    """What `slots` says."""
+    columns = "slot, key, generation, epoch, size_bytes, position, request, tenant, lora, stored_at, last_hit_at, hits"
+    return {row[0]: row[1:] for row in shell(path, f"SELECT {columns} FROM slots WHERE engine = ?", engine)}
+
+
+def count(path: Path, table: str) -> int:
+    return int(shell(path, f"SELECT count(*) FROM {table}")[0][0])
+
+
+def url_of(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+def open_store(path: Path, slots: int = 8, engine: str = "e", **options: Any) -> tuple[Store, OffloadManager]:
+    """A store on a file and a pool that reports to it; the journal's thread is not started yet."""
+    options.setdefault("pool_kind", "pinned")
+    store = Store(url_of(path), engine, **options)
+    return store, OffloadManager(slots, SLOT_BYTES, sink=store.journal)
+
+
+@contextmanager
+def running(path: Path, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
+    """A store on a file, with its journal behind a pool that reports to it."""
+    store, manager = open_store(path, slots, engine, **options)
+    store.start(manager)
+    try:
+        yield store, manager
+    finally:
+        store.close(DEADLINE_S)
+
+
+@contextmanager
+def held_exclusively(path: Path) -> Iterator[None]:
+    """Another process's lock on the database."""
+    with closing(sqlite3.connect(path, isolation_level=None, timeout=DEADLINE_S)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def within_deadline(call: Callable[[], None], deadline_s: float = 5.0) -> None:
+    """Run a call that must not block on a thread, and fail if it did."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    assert not thread.is_alive(), "the call blocked"

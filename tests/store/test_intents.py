@@ -1,0 +1,159 @@
+"""Overrides, rules and audit: kept across restarts, written while the caller waits, never for long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from app.store import AuditEntry, OverrideRecord, Rule, RuleExistsError, StoreUnavailable
+from app.store.turns import WriteTurns
+
+from .helpers import DEADLINE_S, START_S, eviction, open_store, running, shell, wait_until
+
+LATER_S = START_S + 3600
+
+
+def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> None:
+    # Later than now, since the journal deletes what is over by the real clock.
+    with running(path) as (store, _):
+        store.save_override(
+            "a", {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"}, LATER_S, LATER_S + 60
+        )
+        store.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
+        store.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
+        store.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
+        assert store.delete_override("c")
+        assert not store.delete_override("c")
+    with running(path) as (store, _):
+        assert store.load_overrides(LATER_S + 10) == [
+            OverrideRecord("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
+        ]
+        found = store.reader.find_override("b", LATER_S + 5)
+        assert found is not None
+        assert found.policy == {"load": False}
+        assert store.reader.find_override("b", LATER_S + 10) is None
+        assert store.intents.purge_expired_overrides(LATER_S + 10) == 1
+        assert shell(path, "SELECT request FROM overrides") == [("a",)]
+    with running(path, engine="another") as (store, _):
+        assert store.load_overrides(LATER_S) == []
+
+
+def test_all_overrides_are_loaded_however_many(path: Path) -> None:
+    store, _ = open_store(path)
+    store.intents.save_overrides(
+        OverrideRecord(f"{number:05}", {"store": False}, START_S, START_S + 60) for number in range(2500)
+    )
+    store.intents.save_overrides([])
+    assert [found.request for found in store.load_overrides(START_S)] == [f"{number:05}" for number in range(2500)]
+    store.database.close()
+
+
+def test_rules_are_kept_in_the_order_in_which_they_are_tried(path: Path) -> None:
+    with running(path) as (store, _):
+        rules = store.intents
+        rules.add_rule(Rule("late", 9, {"lora": "sql-*"}, {"store": False}))
+        rules.add_rule(Rule("b", 1, {"tenant": "x"}, {"priority": "high"}))
+        rules.add_rule(Rule("a", 1, {"min_prompt_tokens": 5}, {"tiers": []}))
+        with pytest.raises(RuleExistsError, match="'a'"):
+            rules.add_rule(Rule("a", 5, {}, {}))
+        assert rules.replace_rule(Rule("late", 0, {}, {"load": False}))
+        assert not rules.replace_rule(Rule("never made", 0, {}, {}))
+        assert [rule.name for rule in store.reader.rules().items] == ["late", "a", "b"]
+        assert store.reader.find_rule("late") == Rule("late", 0, {}, {"load": False})
+        assert store.reader.find_rule("a") == Rule("a", 1, {"min_prompt_tokens": 5}, {"tiers": []})
+        assert rules.delete_rule("b")
+        assert not rules.delete_rule("b")
+        rules.put_rules([Rule("a", 7, {}, {}), Rule("new", 8, {}, {})])
+    with running(path) as (store, _):
+        assert [(rule.name, rule.order) for rule in store.reader.rules().items] == [("late", 0), ("a", 7), ("new", 8)]
+        assert store.health() == []
+
+
+def test_a_call_is_recorded_before_and_after(path: Path) -> None:
+    with running(path) as (store, _):
+        entry = AuditEntry(
+            START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
+        )
+        number = store.begin_audit(entry)
+        (record,) = store.reader.audit().items
+        assert (record.id, record.entry) == (number, entry)
+        assert store.end_audit(number, 200, "applied")
+        assert not store.end_audit(number + 1, 200, "applied")
+        second = store.begin_audit(AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused"))
+        assert second > number
+    with running(path) as (store, _):
+        last, first = store.reader.audit().items
+        assert (first.entry.status, first.entry.outcome, first.entry.what) == (200, "applied", entry.what)
+        assert (last.entry.status, last.entry.what) == (401, None)
+        assert shell(path, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
+
+
+def test_a_busy_journal_does_not_keep_people_out(path: Path) -> None:
+    """The journal writes batch after batch; each call still gets its turn."""
+    with running(path, max_queued_rows=10_000_000) as (store, _):
+        stop = threading.Event()
+
+        def flood() -> None:
+            number = 0
+            while not stop.is_set():
+                if store.journal_stats().queued < 20_000:
+                    store.journal.evicted(eviction(range(number, number + 500), START_S))
+                    number += 500
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            wait_until(lambda: store.journal_stats().written > 0, "the journal is at work")
+            for number in range(20):
+                store.save_override(f"{number}", {"store": False}, START_S, START_S + 60)
+        finally:
+            stop.set()
+            thread.join(DEADLINE_S)
+        assert len(store.load_overrides(START_S)) == 20
+
+
+def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
+    turns = WriteTurns()
+    order: list[str] = []
+    journal_waits = threading.Event()
+
+    def journal() -> None:
+        journal_waits.set()
+        with turns.journal(DEADLINE_S):
+            order.append("journal")
+
+    def person() -> None:
+        with turns.person(DEADLINE_S):
+            order.append("person")
+
+    with turns.person(DEADLINE_S):
+        with pytest.raises(StoreUnavailable, match="busy"), turns.person(0.01):
+            order.append("never")
+        with pytest.raises(StoreUnavailable, match="busy"), turns.journal(0.01):
+            order.append("never")
+        threads = [threading.Thread(target=journal), threading.Thread(target=person)]
+        threads[0].start()
+        assert journal_waits.wait(DEADLINE_S)
+        threads[1].start()
+        wait_until(lambda: turns._people_waiting == 1, "a person waits")
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert order == ["person", "journal"]
+
+
+def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(path) as (store, _):
+        store.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
+        store.journal.evicted(eviction([1], request="private-request-id"))
+        assert store.journal.flush(DEADLINE_S)
+        store.database.limit_bytes(4096)
+        store.journal.evicted(eviction(range(5000), request="private-request-id"))
+        wait_until(lambda: any("full" in reason for reason in store.health()), "it is full")
+        store.database.limit_bytes(None)
+        wait_until(lambda: store.health() == [], "it is well again")
+    assert any("full" in record.getMessage() for record in caplog.records)
+    assert "private-request-id" not in caplog.text

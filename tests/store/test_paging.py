@@ -1,0 +1,260 @@
+"""Pages while rows come and go: nothing twice, nothing left out that was there all along, and filters that hold."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sqlalchemy import delete
+
+from app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, Rule, Store
+from app.store.cursors import decode_cursor, encode_cursor
+from app.store.models import EvictionRow
+from core.events import EvictionReason
+
+from .helpers import DEADLINE_S, START_S, eviction, open_store, running, wait_until
+
+T = TypeVar("T")
+REASONS = (EvictionReason.CAPACITY, EvictionReason.OPERATOR)
+REQUESTS = ("a", "b")
+TENANTS = (None, "s", "t")
+
+
+class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
+    """Rows are appended with times that may repeat or step back, trimmed at the old end, and read page by page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.store: Store
+        self.rows: dict[int, EvictionRecord] = {}
+        self.number = 0
+        self.reading = False
+
+    @initialize()
+    def start(self) -> None:
+        self.store, manager = open_store(Path(self.folder.name) / "kvferry.db")
+        self.store.start(manager)
+
+    def teardown(self) -> None:
+        self.store.close(DEADLINE_S)
+        self.folder.cleanup()
+
+    @rule(
+        offset_s=st.integers(-3, 3),
+        size=st.integers(1, 4),
+        reason=st.sampled_from(REASONS),
+        request=st.sampled_from(REQUESTS),
+        tenant=st.sampled_from(TENANTS),
+    )
+    def rows_come(self, offset_s: int, size: int, reason: EvictionReason, request: str, tenant: str | None) -> None:
+        batch = eviction(
+            range(self.number, self.number + size), START_S + self.number + offset_s, reason, request, tenant
+        )
+        self.number += size
+        self.store.journal.evicted(batch)
+        assert self.store.journal.flush(DEADLINE_S)
+        self.rows = {item.id: item for item in self.everything()}
+        assert {item.key for item in self.rows.values()} >= {key.hex() for key in batch.rows.keys}
+
+    @precondition(lambda self: len(self.rows) > 3)
+    @rule(share=st.floats(0.1, 0.6))
+    def old_rows_go(self, share: float) -> None:
+        oldest = sorted(self.rows.values(), key=lambda item: (item.time_s, item.id))
+        gone = [item.id for item in oldest[: int(len(oldest) * share)]]
+        with self.store.database.write_for_person() as connection:
+            connection.execute(delete(EvictionRow).where(EvictionRow.id.in_(gone)))
+        for number in gone:
+            del self.rows[number]
+
+    @rule(
+        limit=st.integers(1, 5),
+        since=st.none() | st.integers(0, 40),
+        until=st.none() | st.integers(0, 40),
+        reason=st.none() | st.sampled_from(REASONS),
+        request=st.none() | st.sampled_from(REQUESTS),
+        tenant=st.none() | st.sampled_from(TENANTS[1:]),
+    )
+    def a_new_reading_begins(
+        self,
+        limit: int,
+        since: int | None,
+        until: int | None,
+        reason: str | None,
+        request: str | None,
+        tenant: str | None,
+    ) -> None:
+        self.wanted = EvictionFilter(
+            None if since is None else START_S + since,
+            None if until is None else START_S + until,
+            reason,
+            request,
+            tenant,
+        )
+        self.limit = limit
+        self.cursor: str | None = None
+        self.seen: list[EvictionRecord] = []
+        self.there_at_start = set(self.rows)
+        self.reading = True
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def a_page_is_read(self) -> None:
+        page = self.store.reader.evictions(self.wanted, self.cursor, self.limit)
+        assert len(page.items) <= self.limit
+        self.seen += page.items
+        self.cursor = page.next_cursor
+        if self.cursor is None:
+            self.reading = False
+            throughout = {n for n in self.there_at_start & set(self.rows) if matches(self.rows[n], self.wanted)}
+            assert throughout <= {item.id for item in self.seen}
+        else:
+            assert len(page.items) == self.limit
+
+    @invariant()
+    def what_was_read_is_in_order_and_matches(self) -> None:
+        seen = getattr(self, "seen", [])
+        places = [(item.time_s, item.id) for item in seen]
+        assert places == sorted(set(places), reverse=True)
+        assert all(matches(item, self.wanted) for item in seen)
+
+    def everything(self) -> list[EvictionRecord]:
+        return self.store.reader.evictions(None, None, 1000).items
+
+
+def matches(item: EvictionRecord, wanted: EvictionFilter) -> bool:
+    return (
+        (wanted.since_s is None or item.time_s >= wanted.since_s)
+        and (wanted.until_s is None or item.time_s < wanted.until_s)
+        and wanted.reason in (None, item.reason)
+        and wanted.request in (None, item.request)
+        and wanted.tenant in (None, item.tenant)
+    )
+
+
+TestPagingWhileRowsComeAndGo = PagingWhileRowsComeAndGo.TestCase
+TestPagingWhileRowsComeAndGo.settings = settings(
+    max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_other_lists_are_paged_too(path: Path) -> None:
+    with running(path) as (store, _):
+        for number in range(7):
+            store.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
+            store.save_override(f"request {number}", {"store": False}, START_S, START_S + 3600 + number)
+            store.intents.add_rule(Rule(f"rule {number}", number // 2, {"request": "*"}, {"store": False}))
+        audit = all_pages(lambda cursor: store.reader.audit(cursor, 2))
+        assert [record.entry.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]
+        overrides = all_pages(lambda cursor: store.reader.overrides(START_S + 3600, cursor, 2))
+        assert [record.request for record in overrides] == [f"request {number}" for number in range(1, 7)]
+        rules = all_pages(lambda cursor: store.reader.rules(cursor, 2))
+        assert [record.name for record in rules] == [f"rule {number}" for number in range(7)]
+
+
+def all_pages(read: Callable[[str | None], Page[T]]) -> list[T]:
+    """Every page, each but the last of two items, with no more pages than it takes."""
+    items: list[T] = []
+    cursor: str | None = None
+    while True:
+        page = read(cursor)
+        assert 1 <= len(page.items) <= 2
+        items += page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return items
+        assert len(page.items) == 2
+
+
+@pytest.mark.parametrize(
+    "cursor",
+    [
+        "",
+        "x",
+        "!!!!",
+        "é",
+        "a" * 10_000,
+        encode_cursor("audit", [START_S, 5]),
+        encode_cursor("evictions", [START_S]),
+        encode_cursor("evictions", ["1", 5]),
+        encode_cursor("evictions", [5, 5]),
+        encode_cursor("evictions", [START_S, 5.0]),
+        encode_cursor("evictions", [START_S, True]),
+        encode_cursor("evictions", [START_S, 2**63]),
+        encode_cursor("evictions", [float("nan"), 5]),
+        encode_cursor("evictions", [float("inf"), 5]),
+        encode_cursor("evictions", [START_S, 5]) + "=\n",
+    ],
+)
+def test_a_cursor_that_was_never_given_out_is_a_value_error(path: Path, cursor: str) -> None:
+    store, _ = open_store(path)
+    with pytest.raises(ValueError, match="cursor"):
+        store.reader.evictions(cursor=cursor)
+    store.database.close()
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1001])
+def test_a_limit_out_of_range_is_a_value_error(path: Path, limit: int) -> None:
+    store, _ = open_store(path)
+    with pytest.raises(ValueError, match="limit"):
+        store.reader.evictions(limit=limit)
+    store.database.close()
+
+
+@given(
+    st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**63), 2**63 - 1)), max_size=3)
+)
+@settings(derandomize=True)
+def test_cursors_keep_what_they_are_given(position: list[float | int]) -> None:
+    cursor = encode_cursor("k", position)
+    assert cursor.replace("-", "").replace("_", "").isalnum()
+    assert decode_cursor("k", [type(value) for value in position], cursor) == position
+
+
+@given(st.text(max_size=60))
+@settings(derandomize=True)
+def test_cursors_made_up_are_refused_or_well_formed(text: str) -> None:
+    try:
+        time_s, number = decode_cursor("evictions", [float, int], text)
+    except ValueError:
+        return
+    assert (type(time_s), type(number)) == (float, int)
+
+
+def test_readers_go_on_beside_the_writer(path: Path) -> None:
+    """Each page is of one moment: batches of ten are seen whole or not at all."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    reads = [0, 0, 0]
+    with running(path, max_queued_rows=1_000_000) as (store, _):
+
+        def read(reader: int) -> None:
+            try:
+                while not stop.is_set() or not reads[reader]:
+                    summary = store.reader.eviction_summary()
+                    assert summary.count % 10 == 0
+                    page = store.reader.evictions(limit=1000)
+                    assert len({item.id for item in page.items}) == len(page.items)
+                    reads[reader] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read, args=(reader,)) for reader in range(3)]
+        for thread in threads:
+            thread.start()
+        for batch in range(400):
+            store.journal.evicted(eviction(range(batch * 10, batch * 10 + 10), START_S + batch))
+        wait_until(lambda: store.journal_stats().written == 4000, "all is written")
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert failures == []
+        assert min(reads) > 0
+        assert store.reader.eviction_summary().count == 4000

@@ -1,0 +1,233 @@
+"""The schema: made and unmade by migrations, the same as the models, readable in a shell, with an index a filter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, inspect
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from app.store import EvictionFilter, StoreError, downgrade, upgrade
+from app.store.cursors import encode_cursor
+from app.store.models import Base
+from app.store.queries import (
+    audit_statement,
+    evictions_statement,
+    overrides_statement,
+    rules_statement,
+    slots_statement,
+)
+
+from .helpers import (
+    DEADLINE_S,
+    START_S,
+    count,
+    eviction,
+    fill,
+    held_exclusively,
+    in_file,
+    in_memory,
+    running,
+    shell,
+    url_of,
+)
+
+
+def test_migrations_make_what_the_models_say(path: Path) -> None:
+    assert upgrade(url_of(path)).before is None
+    engine = create_engine(url_of(path))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+    found = {index["name"] for table in Base.metadata.tables for index in inspect(engine).get_indexes(table)}
+    assert found == {index.name for table in Base.metadata.tables.values() for index in table.indexes}
+    engine.dispose()
+
+
+def test_migrations_go_down_and_up_over_data(path: Path) -> None:
+    with running(path) as (store, manager):
+        fill(manager, range(8))
+        fill(manager, range(20, 24), START_S + 1)
+        store.save_override("r", {"max_offload_tokens": "unlimited"}, START_S, START_S + 60)
+        assert store.journal.flush(DEADLINE_S)
+        truth = in_memory(manager)
+    tables = ("slots", "evictions", "overrides", "engines")
+    before = {table: shell(path, f"SELECT * FROM {table}") for table in tables}
+    assert downgrade(url_of(path), "0001").after == "0001"
+    assert shell(path, "SELECT count(*) FROM sqlite_master WHERE type = 'view'") == [(0,)]
+    assert {table: shell(path, f"SELECT * FROM {table}") for table in tables} == before
+    again = upgrade(url_of(path))
+    assert (again.before, again.after) == ("0001", "0002")
+    assert upgrade(url_of(path)) == upgrade(url_of(path))
+    assert {table: shell(path, f"SELECT * FROM {table}") for table in tables} == before
+    assert in_file(path) == truth
+    assert downgrade(url_of(path), "base").after is None
+    assert (
+        shell(path, "SELECT name FROM sqlite_master WHERE name NOT LIKE 'alembic%' AND name NOT LIKE 'sqlite%'") == []
+    )
+    assert upgrade(url_of(path)).before is None
+    assert count(path, "evictions") == 0
+
+
+def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "migrations").mkdir(parents=True)
+    (elsewhere / "migrations" / "env.py").write_text("raise RuntimeError('not ours')")
+    path = tmp_path / "new %41 folder" / "deep" / "kvferry.db"
+    code = f"from app.store import upgrade; print(upgrade({url_of(path)!r}).after)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0002"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert shell(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+def test_two_processes_may_upgrade_at_once(path: Path) -> None:
+    code = f"from app.store import upgrade; print(upgrade({url_of(path)!r}).after)"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert out.strip() == "0002"
+
+
+def test_the_schema_is_valid_for_postgresql() -> None:
+    for table in Base.metadata.sorted_tables:
+        text = str(CreateTable(table).compile(dialect=postgresql.dialect()))
+        assert "DOUBLE PRECISION" in text
+        for index in table.indexes:
+            made = str(CreateIndex(index).compile(dialect=postgresql.dialect()))
+            assert made.startswith(f"CREATE INDEX {index.name} ON {table.name} (engine, ")
+    statement = evictions_statement("e", EvictionFilter(START_S, reason="capacity"), None, 10)
+    assert "FROM evictions" in str(statement.compile(dialect=postgresql.dialect()))
+
+
+@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")
+def test_operators_can_read_it_in_a_shell(path: Path) -> None:
+    with running(path) as (store, manager):
+        store.journal.evicted(eviction([1], START_S + 0.25, request="chat-1"))
+        fill(manager, range(1))
+        assert store.journal.flush(DEADLINE_S)
+        sql = "SELECT time, key, reason, request FROM readable_evictions; SELECT slot, request FROM readable_slots"
+        done = subprocess.run(["sqlite3", str(path), sql], capture_output=True, text=True, check=True)
+        record = store.reader.evictions().items[0]
+        shown = datetime.fromtimestamp(START_S, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        assert done.stdout.splitlines() == [f"{shown}.250Z|{record.key}|capacity|chat-1", "0|r"]
+
+
+EVICTIONS_AFTER = encode_cursor("evictions", [START_S, 5])
+EVICTION_PLANS = [
+    (EvictionFilter(), "engine_time_id"),
+    (EvictionFilter(since_s=START_S), "engine_time_id"),
+    (EvictionFilter(until_s=START_S), "engine_time_id"),
+    (EvictionFilter(reason="capacity"), "engine_reason_time_id"),
+    (EvictionFilter(reason="capacity", since_s=START_S, until_s=START_S + 1), "engine_reason_time_id"),
+    (EvictionFilter(request="r"), "engine_request_time_id"),
+    (EvictionFilter(request="r", since_s=START_S), "engine_request_time_id"),
+    (EvictionFilter(tenant="t"), "engine_tenant_time_id"),
+    (EvictionFilter(tenant="t", until_s=START_S), "engine_tenant_time_id"),
+    (EvictionFilter(reason="capacity", request="r", tenant="t"), "_time_id"),
+]
+PLANS = [
+    *[(evictions_statement("e", wanted, None, 10), f"ix_evictions_{index}") for wanted, index in EVICTION_PLANS[:-1]],
+    *[(evictions_statement("e", wanted, EVICTIONS_AFTER, 10), index) for wanted, index in EVICTION_PLANS],
+    (audit_statement("e", None, 10), "ix_audit_engine_time_id"),
+    (audit_statement("e", encode_cursor("audit", [START_S, 5]), 10), "ix_audit_engine_time_id"),
+    (overrides_statement("e", START_S, encode_cursor("overrides", ["r"]), 10), "sqlite_autoindex_overrides_1"),
+    (rules_statement("e", encode_cursor("rules", [5, "r"]), 10), "ix_rules_engine_rule_order_name"),
+    (slots_statement("e", 5, 10), "sqlite_autoindex_slots_1"),
+]
+
+
+def plan_of(path: Path, statement: object) -> str:
+    text = str(
+        statement.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})  # type: ignore[attr-defined]
+    )
+    return "\n".join(str(row[3]) for row in shell(path, f"EXPLAIN QUERY PLAN {text}"))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with enough rows that a wrong plan would show."""
+    path = tmp_path_factory.mktemp("plans") / "kvferry.db"
+    with running(path, 100) as (store, manager):
+        for step in range(30):
+            fill(manager, range(step * 100, step * 100 + 100), START_S + step)
+        assert store.journal.flush(DEADLINE_S)
+    return path
+
+
+@pytest.mark.parametrize(("statement", "index"), PLANS)
+def test_every_list_is_read_in_the_order_of_an_index(filled: Path, statement: object, index: str) -> None:
+    plan = plan_of(filled, statement)
+    assert "SCAN" not in plan
+    assert "TEMP B-TREE" not in plan
+    assert "SEARCH" in plan
+    assert index in plan
+
+
+def test_what_the_journal_looks_for_is_found_by_index(filled: Path) -> None:
+    latest = "SELECT max(id) FROM evictions WHERE engine = 'e' AND key = 'k'"
+    assert "ix_evictions_engine_key_id" in shell(filled, f"EXPLAIN QUERY PLAN {latest}")[0][3]
+    slot = "SELECT * FROM slots WHERE engine = 'e' AND key = 'k'"
+    assert "ix_slots_engine_key" in shell(filled, f"EXPLAIN QUERY PLAN {slot}")[0][3]
+    expired = "SELECT request FROM overrides WHERE engine = 'e' AND expires_at <= 5"
+    assert "ix_overrides_engine_expires_at" in shell(filled, f"EXPLAIN QUERY PLAN {expired}")[0][3]
+
+
+def test_a_url_that_cannot_work_refuses_to_start_and_shows_no_password(tmp_path: Path) -> None:
+    for url in ("nonsense with s3cret", "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:////tmp/x.db?mode=ro", "postgresql://user:s3cret@h/db",
+                "unheard://user:s3cret@h/db", "mysql://user:s3cret@h:1/db"):  # fmt: skip
+        with pytest.raises(StoreError) as caught:
+            upgrade(url)
+        assert "DATABASE_URL" in str(caught.value)
+        assert "s3cret" not in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="STATE_DIR or DATABASE_URL"):
+        upgrade(url_of(tmp_path / "file" / "kvferry.db"))
+    with pytest.raises(StoreError, match="STATE_DIR or DATABASE_URL"):
+        upgrade(url_of(tmp_path))
+
+
+def test_a_file_that_is_no_database_refuses_to_start_and_is_left_alone(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"precious notes " * 500)
+    with pytest.raises(StoreError, match="Move the file away"):
+        upgrade(url_of(path))
+    assert path.read_bytes() == b"precious notes " * 500
+
+
+def test_a_database_of_a_newer_version_refuses_to_start(path: Path) -> None:
+    upgrade(url_of(path))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    with pytest.raises(StoreError, match="newer version"):
+        upgrade(url_of(path))
+
+
+def test_a_database_locked_at_start_refuses_to_start(path: Path) -> None:
+    upgrade(url_of(path))
+    with held_exclusively(path), pytest.raises(StoreError, match="locked"):
+        upgrade(url_of(path))
+    assert upgrade(url_of(path)).before == "0002"
