@@ -174,6 +174,10 @@ class PolicyBook:
                 return found
         return None
 
+    def overrides(self) -> list[Override]:
+        """All overrides, also those whose time is just over."""
+        return list(self._overrides.values())
+
     def expire(self, now_s: float) -> int:
         """Drop the overrides whose time is over and say how many; O(1) when there are none."""
         dropped = 0

@@ -274,6 +274,11 @@ class OffloadScheduler:
         with self.manager.lock:
             return self._policies.override((request_id,), now_s)
 
+    def list_overrides(self) -> list[Override]:
+        """All overrides that were set and not taken away."""
+        with self.manager.lock:
+            return self._policies.overrides()
+
     def reset(self, now_s: float, match: OriginMatch | None = None) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from types import FrameType
+
+from app.cli.console import ExitCode, complain
+
 
 def serve() -> int:
     """Run the engine and the admin service until stopped.
@@ -12,6 +17,22 @@ def serve() -> int:
     from app.settings import Settings
 
     settings = Settings()
-    from app.service import run
+    # uvicorn ends what is under way, then raises the signal again: by default that would kill the process before the
+    # engine and the store are closed.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        # Only now, since these import torch: a bad setting is told at once.
+        from app.service import run
+        from app.wiring import StartRefused
 
-    return run(settings)
+        try:
+            return run(settings)
+        except StartRefused as error:
+            complain(str(error))
+            return ExitCode.USAGE
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

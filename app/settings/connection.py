@@ -56,10 +56,12 @@ def _first(layers: Iterable[Layer], name: str, reader: Callable[[object], str]) 
 
 
 def _read_url(value: object) -> str:
-    rule = f"must be a URL such as {LOCAL_URL}"
+    rule = f"must be a URL such as {LOCAL_URL}, without user and password"
     try:
         parts = urlsplit(str(value).strip())
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        good = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        )
     except ValueError as error:
         raise ValueError(rule) from error
     if not good or not parts.geturl().isascii() or not parts.geturl().isprintable() or " " in parts.geturl():

@@ -37,13 +37,6 @@ class StoreMode(StrEnum):
     LAZY = "lazy"
 
 
-class LoadDecision(StrEnum):
-    """When a hit is loaded: if it beats recomputing, or always."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-
-
 class LogLevel(StrEnum):
     """The least that is logged."""
 

@@ -17,12 +17,13 @@ from pydantic_settings import (
 )
 
 from app.settings import review, values
-from app.settings.kinds import Dtype, Engine, LoadDecision, LogFormat, LogLevel, PoolKind, StoreMode
+from app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind, StoreMode
 from app.settings.layers import Layer, LayerSource, Names, read_layers
 from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
 from app.settings.view import SettingView, place_words, plain
 from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
+from core.rates import LoadDecision
 
 APP_NAME = "kvferry"
 ENV_FILE = ".env"

@@ -58,18 +58,19 @@ def unknown_problem(given: Given, known: Iterable[str], secrets: Iterable[str]) 
     plain = given.spelled.upper().removeprefix(PREFIX)
     near = difflib.get_close_matches(plain, [name.upper() for name in known], n=1, cutoff=0.5)
     secret = _SECRET_WORDS.search(plain) or (near and near[0].lower() in set(secrets))
+    spelled = given.spelled if given.spelled.isprintable() else show(given.spelled)
     advice = "no such setting"
     if near:
         advice += f"; did you mean {given.place.spell(near[0].lower())}?"
     return Problem(
         given.spelled,
-        f"{given.spelled}={MASK if secret else show(given.value)} ({given.place.label}): {advice}",
+        f"{spelled}={MASK if secret else show(given.value)} ({given.place.label}): {advice}",
         advice,
     )
 
 
 def _shown(name: str, value: object, secret: bool) -> str:
-    if name == "database_url" and secret and "://" in str(value):
+    if name in ("database_url", "url") and "://" in str(value):
         return show(mask_url(str(value)))
     if name == "tiers":
         return "[...]"

@@ -1,0 +1,291 @@
+"""Wiring: from settings to engine, pool, scheduler, copy engine and store, started in order and stopped in reverse.
+
+This is the one place that knows all rooms. What cannot start raises `StartRefused` before anything serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from app.api.auth import Tokens
+from app.api.context import AdminContext, EngineInfo
+from app.api.live_settings import LiveSettings
+from app.api.overrides import load_overrides
+from app.api.policy_models import patch_to_wire
+from app.logs import LogPipe
+from app.settings import Settings
+from app.settings.kinds import Engine
+from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from core.manager import OffloadManager
+from core.policy import PolicyBook
+from core.rates import LoadOrCompute
+from core.scheduler import OffloadScheduler
+from cuda_ops.copy_engine import CopyEngine
+from cuda_ops.host_pool import HostPool
+from cuda_ops.limits import NotEnoughMemory
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+OVERDUE_S = 60.0
+"""A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
+SUPERVISE_S = 1.0
+BARE_SLOT_BYTES = 64 << 10
+"""Size of a slot where there is no engine whose blocks would give it."""
+
+
+class StartRefused(Exception):
+    """What was asked for cannot be served; the message says which setting, and what to do."""
+
+
+class NoDevice:
+    """The device blocks of a process without an engine: there are none to hold."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Nothing to hold."""
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Nothing to release."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What the engine side has to offer, whichever it is. `fingerprint` is whatever changes what bytes mean."""
+
+    info: EngineInfo
+    slot_bytes: int
+    device_bytes: int
+    fingerprint: dict[str, object]
+
+
+class Process:
+    """One kvferry in one process. Made, then started; `close` may follow at any time and undoes what was done."""
+
+    def __init__(self, settings: Settings, logs: LogPipe) -> None:
+        """Load the model, map the pool, open the store. Raises `StartRefused`."""
+        self.settings = LiveSettings(settings, self._apply)
+        self._logs = logs
+        self._closers: list[Callable[[], object]] = []
+        self._stopping = threading.Event()
+        self._started_s = time.time()
+        try:
+            self._build(settings)
+        except (ValueError, StoreError) as error:
+            self.close()
+            raise StartRefused(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Start the threads: history, then the engine."""
+        self.store.start(self.manager)
+        try:
+            kept = load_overrides(self.store, self.scheduler, time.time())
+        except StoreUnavailable as error:
+            raise StartRefused(f"DATABASE_URL: the overrides that were kept cannot be read: {error}") from error
+        if kept:
+            _log.info("%d overrides of an earlier process still hold", kept)
+        if self.engine is not None:
+            self.engine.start()
+        supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
+        supervisor.start()
+
+    def context(self, closing: Callable[[], bool]) -> AdminContext:
+        """What the admin API gets to see; `closing` turns true once the server is to stop."""
+        from app.api.completions import completions_router
+
+        settings = self.settings.current
+        admin, read = settings.admin_token, settings.read_token
+        return AdminContext(
+            scheduler=self.scheduler,
+            manager=self.manager,
+            store=self.store,
+            settings=self.settings,
+            engine_info=self._host.info,
+            pool_kind=settings.pool_kind.value,
+            tokens=Tokens(
+                admin=None if admin is None else admin.get_secret_value(),
+                read=None if read is None else read.get_secret_value(),
+            ),
+            readiness=self.readiness,
+            wake=self.wake,
+            started_s=self._started_s,
+            closing=closing,
+            engine_router=None if self.engine is None else completions_router(self.engine),
+        )
+
+    def readiness(self) -> list[str]:
+        """Why this process should get no traffic now; empty when it should."""
+        reasons: list[str] = []
+        if self._stopping.is_set():
+            reasons.append("stopping")
+        if self.engine is not None and not self.engine.is_alive():
+            reasons.append(f"the engine's thread does not run; its last error: {self.engine.last_error}")
+        if self.copies is not None and not self.copies.is_alive():
+            reasons.append("the copy thread does not run")
+        overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
+        if overdue:
+            reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
+        return reasons + self.store.health()
+
+    def wake(self) -> None:
+        """Have an idle engine take a step."""
+        if self.engine is not None:
+            self.engine.wake()
+
+    def close(self) -> None:
+        """Stop everything, the last thing started first; each within its time."""
+        self._stopping.set()
+        while self._closers:
+            self._closers.pop()()
+
+    def _build(self, settings: Settings) -> None:
+        self.engine = None
+        self.copies: CopyEngine | None = None
+        if settings.engine is Engine.EMBEDDED:
+            from app.engines.embedded import EmbeddedEngine, EngineConfig
+
+            self.engine = EmbeddedEngine(
+                EngineConfig(
+                    model=settings.model,
+                    device=settings.device,
+                    dtype=settings.dtype.value,
+                    device_blocks=settings.device_blocks,
+                    block_size=settings.block_size,
+                    max_batched_tokens=settings.max_batched_tokens,
+                    max_running=settings.max_running,
+                )
+            )
+        self._host = self._describe(settings)
+        num_slots = self._count_slots(settings)
+        pool = HostPool(num_slots, self._host.slot_bytes)
+        self._closers.append(pool.close)
+        name = settings.engine_name or _name_of(self._host)
+        self.store = Store(
+            settings.resolved_database_url(),
+            name,
+            settings.pool_kind.value,
+            _history_limits(settings),
+            on_replaced=self._write_overrides,
+        )
+        self._closers.append(lambda: self.store.close(CLOSE_S))
+        self.manager = OffloadManager(
+            num_slots,
+            self._host.slot_bytes,
+            settings.eviction_policy,
+            sink=self.store.journal,
+            max_pinned_fraction=settings.max_pinned_fraction,
+        )
+        self.scheduler = OffloadScheduler(
+            self.manager,
+            PolicyBook(settings.request_policy(), settings.request_policy_sources()),
+            NoDevice() if self.engine is None else self.engine.pool,
+            settings.block_size,
+            choice=LoadOrCompute(settings.load_decision),
+            request_fields=settings.request_fields,
+        )
+        if self.engine is not None:
+            self._attach(pool)
+
+    def _attach(self, pool: HostPool) -> None:
+        """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
+        from cuda_ops.cpu_copy import CpuCopyEngine
+
+        engine = self.engine
+        if engine is None:
+            return
+        copies = CpuCopyEngine(engine.cache.block_bytes.numpy(), pool, engine.wake)
+        self.copies = copies
+        self._closers.append(copies.close)
+        engine.attach(self.scheduler, copies)
+        self._closers.append(lambda: engine.close(CLOSE_S))
+
+    def _describe(self, settings: Settings) -> _Host:
+        if self.engine is None:
+            info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
+            return _Host(info, BARE_SLOT_BYTES, 0, {"engine": "none", "block_size": settings.block_size})
+        about = self.engine.info
+        if not about.device.startswith("cpu"):
+            raise ValueError(
+                f"DEVICE={settings.device} is {about.device}: this version carries blocks between CPU memory only; "
+                "set DEVICE=cpu"
+            )
+        info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)
+        fingerprint: dict[str, object] = {
+            "model": about.model,
+            "revision": about.revision,
+            "dtype": about.dtype,
+            "block_size": about.block_size,
+            "block_bytes": about.block_bytes,
+            "num_layers": about.num_layers,
+        }
+        return _Host(info, about.block_bytes, about.kv_bytes, fingerprint)
+
+    def _count_slots(self, settings: Settings) -> int:
+        """How many slots the pool gets, said before anything is allocated."""
+        slot_bytes, device_bytes = self._host.slot_bytes, self._host.device_bytes
+        num_slots = settings.pool_bytes // slot_bytes
+        if num_slots < 1:
+            raise NotEnoughMemory(
+                f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
+            )
+        share = f", {num_slots * slot_bytes / device_bytes:.1f} times the device's KV cache" if device_bytes else ""
+        _log.info(
+            "host pool: %s slots of %s bytes, %s bytes in all on 1 rank%s",
+            f"{num_slots:,}",
+            f"{slot_bytes:,}",
+            f"{num_slots * slot_bytes:,}",
+            share,
+        )
+        if num_slots * slot_bytes < device_bytes:
+            _log.warning(
+                "POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool mostly holds "
+                "what the device still has, and brings little",
+                settings.pool_bytes,
+                device_bytes,
+            )
+        return num_slots
+
+    def _apply(self, settings: Settings) -> None:
+        """Carry settings that changed while running to whoever holds a copy."""
+        self._logs.set_level(settings.log_level)
+        self.manager.max_pinned_fraction = settings.max_pinned_fraction
+        self.scheduler.choice.decision = settings.load_decision
+        self.store.set_limits(_history_limits(settings))
+
+    def _write_overrides(self) -> None:
+        """Another database was opened under us: put into it what memory knows."""
+        now_s = time.time()
+        for override in self.scheduler.list_overrides():
+            wire = patch_to_wire(override.patch)
+            self.store.save_override(override.request_id, wire, now_s, override.expires_s)
+
+    def _supervise(self) -> None:
+        """Start dead threads again, and free what resets left behind, away from the engine."""
+        while not self._stopping.wait(SUPERVISE_S):
+            try:
+                if not self.store.journal.is_alive():
+                    _log.error("the journal's thread died and is started again")
+                    self.store.start(self.manager)
+                while self.manager.bury() and not self._stopping.is_set():
+                    continue
+            except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
+                _log.exception("the supervisor failed at a round")
+
+
+def _history_limits(settings: Settings) -> HistoryLimits:
+    return HistoryLimits(settings.eviction_history_rows, float(settings.eviction_history_days))
+
+
+def _name_of(host: _Host) -> str:
+    """A name for an engine that was given none: the model's, and what tells apart all that changes its bytes."""
+    text = json.dumps(host.fingerprint, sort_keys=True, default=str)
+    short = "".join(char if char.isalnum() else "-" for char in host.info.model.rstrip("/").rsplit("/", 1)[-1])
+    return f"{short[:40]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
