@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.console import count, duration, err, out, print_json, print_json_line, share, size
+from app.cli.console import ExitCode, complain, count, duration, out, print_json, print_json_line, share, size
 from app.cli.remote import JsonOption, UrlOption, connect
 
 BAR_WIDTH = 24
@@ -49,8 +49,8 @@ def stats(
                             live.update(render(snapshot), refresh=True)
         except KeyboardInterrupt:
             return 0
-    err.print("the server ended the stream", style="dim")
-    return 0
+    complain("the server ended the stream")
+    return ExitCode.UNREACHABLE
 
 
 def render(snapshot: Json) -> RenderableType:

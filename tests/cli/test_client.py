@@ -100,7 +100,9 @@ def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.Monke
     assert "wrong" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8787", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://a b"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8787", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://a b", "http://u:pw@h"]
+)
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(BadSettings, match="must be a URL such as"):
         KVFerryClient(url, "token")

@@ -6,17 +6,20 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fastapi import FastAPI
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from app.settings import Settings
+from tests.api.serving import serve
 
 from .conftest import ROOT
 
@@ -157,15 +160,9 @@ def test_compose_passes_the_token_as_a_secret_and_keeps_the_state() -> None:
 
 @pytest.mark.parametrize("healthy", [True, False])
 def test_the_health_check_tells_a_healthy_service_from_another(healthy: bool, steps: list[Step]) -> None:
-    import sys
-
-    from fastapi import FastAPI
-
-    from tests.api.serving import serve
-
     app = FastAPI()
     if healthy:
-        app.get("/healthz")(dict)
+        app.get("/healthz")(lambda: {"status": "ok"})
     check = arguments(steps, "HEALTHCHECK")[0]
     command = json.loads(check[check.index("CMD ") + 4 :])
     with serve(app) as running:
