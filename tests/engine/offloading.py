@@ -9,6 +9,7 @@ from dataclasses import replace
 from app.engines.embedded import EmbeddedEngine
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
+from core.rates import LoadDecision, LoadOrCompute
 from core.scheduler import OffloadScheduler
 from core.stats import Snapshot
 from core.transfers import Direction, TransferJob, TransferResult
@@ -84,7 +85,8 @@ class Offloaded:
         self.pool = HostPool(num_slots, engine.info.block_bytes)
         self.manager = OffloadManager(num_slots, engine.info.block_bytes)
         policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {})
-        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, engine.info.block_size)
+        always = LoadOrCompute(LoadDecision.ALWAYS)
+        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, engine.info.block_size, choice=always)
         self.copies = GatedCopies(engine, self.pool)
         engine.attach(self.scheduler, self.copies)
         engine.start()

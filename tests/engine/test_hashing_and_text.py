@@ -1,4 +1,4 @@
-"""Block hashes are the same everywhere and differ for whatever changes KV; text comes out in pieces that make the whole."""
+"""Block hashes are the same everywhere and differ for whatever changes KV; pieces of text make the whole."""
 
 from __future__ import annotations
 

@@ -171,7 +171,9 @@ def test_a_follower_is_passed_over_and_comes_back(recorded: Callable) -> None:
     assert recorder.matched == {"follower": 4, "other": 1}
 
 
-def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(recorded: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(
+    recorded: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, recorder = recorded()
     recorder.fail_plans = 2
     for _ in range(2):
@@ -220,7 +222,9 @@ def test_answers_end_where_they_should(make_engine: Make) -> None:
     assert stopped.text == text.text[: text.text.index(stop)]
     assert stopped.last is not None
     assert stopped.last.finish_reason is FinishReason.STOP
-    ended = [ask_all(engine, [prompt], Sampling(max_tokens=800, temperature=0))[0] for prompt in random_prompts(4, 3, 9)]
+    ended = [
+        ask_all(engine, [prompt], Sampling(max_tokens=400, temperature=0))[0] for prompt in random_prompts(4, 3, 9)
+    ]
     for answer in ended:
         assert answer.last is not None
         reason = FinishReason.STOP if answer.token_ids[-1] == 1 else FinishReason.LENGTH

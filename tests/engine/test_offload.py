@@ -12,7 +12,17 @@ import torch
 from app.engines.embedded import EmbeddedEngine, FinishReason
 from core.transfers import Direction
 from tests.engine.offloading import MakeOffloaded, Offloaded
-from tests.engine.serving import ask, ask_all, collect, greedy, random_prompts, reference_answer, reference_model, run, until
+from tests.engine.serving import (
+    ask,
+    ask_all,
+    collect,
+    greedy,
+    random_prompts,
+    reference_answer,
+    reference_model,
+    run,
+    until,
+)
 
 MAX_TOKENS = 12
 SMALL = {"device_blocks": 24, "block_size": 4, "max_running": 4}

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -48,28 +53,45 @@ def test_a_bad_setting_is_named(settings: dict[str, object], message: str) -> No
         EmbeddedEngine(EngineConfig(**settings))  # type: ignore[arg-type]
 
 
+class StubbornConfig(LlamaConfig):
+    model_type = "kvferry_test_stubborn"
+
+
+class StubbornForCausalLM(LlamaForCausalLM):
+    """Counts positions for itself, from 0 in every call: right on its own, wrong over a paged cache."""
+
+    config_class = StubbornConfig
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **more: object) -> object:
+        return super().forward(input_ids=input_ids, position_ids=None, **more)
+
+
+AutoConfig.register(StubbornConfig.model_type, StubbornConfig)
+AutoModelForCausalLM.register(StubbornConfig, StubbornForCausalLM)
+
+
 def small_models() -> dict[str, tuple[PreTrainedModel, str]]:
     latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    llama_config = LlamaForCausalLM.config_class
     return {
-        "mamba": (MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)), "linear_attention"),
+        "mamba": (
+            MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)),
+            "linear_attention",
+        ),
         "t5": (T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, num_layers=1)), "encoder-decoder"),
         "latent": (DeepseekV3ForCausalLM(DeepseekV3Config(**SMALL, **latent, n_routed_experts=8)), "MLA"),
         "softcap": (Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16)), "caps attention scores"),
-        "dynamic": (LlamaForCausalLM(llama_config(**SMALL, rope_parameters=rope)), "rope type dynamic"),
-        "own-attention": (
-            GPTNeoForCausalLM(
-                GPTNeoConfig(
-                    vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
-                )
-            ),
-            "plain attention|does not load",
+        "dynamic": (LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope)), "rope type dynamic"),
+        "sinks": (GptOssForCausalLM(GptOssConfig(**SMALL, head_dim=16, num_local_experts=4)), "attention sinks"),
+        "falcon": (
+            FalconForCausalLM(FalconConfig(vocab_size=300, hidden_size=48, num_hidden_layers=1, num_attention_heads=4)),
+            "cannot be exchanged",
         ),
+        "stubborn": (StubbornForCausalLM(StubbornConfig(**SMALL)), r"does not compute .* \(they differ by"),
     }
 
 
-@pytest.mark.parametrize("name", ["mamba", "t5", "latent", "softcap", "dynamic", "own-attention"])
+@pytest.mark.parametrize("name", ["mamba", "t5", "latent", "softcap", "dynamic", "sinks", "falcon", "stubborn"])
 def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -> None:
     module, message = small_models()[name]
     module.save_pretrained(tmp_path)
@@ -89,9 +111,7 @@ def test_tiny_says_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_tiny_is_the_same_everywhere() -> None:
     one, other = (load_model("tiny", "cpu", dtype) for dtype in ("float32", "float64"))
-    for (name, weight), (_, double) in zip(
-        one.module.named_parameters(), other.module.named_parameters(), strict=True
-    ):
+    for (name, weight), (_, double) in zip(one.module.named_parameters(), other.module.named_parameters(), strict=True):
         assert torch.equal(weight.double(), double), name
     assert float(one.module.lm_head.weight.double().sum()) == pytest.approx(KNOWN_SUM, abs=1e-3)
 

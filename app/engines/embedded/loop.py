@@ -25,7 +25,7 @@ from cuda_ops.copy_engine import CopyEngine
 log = logging.getLogger(__name__)
 
 RECHECK_S = 0.01
-"""How often an engine that computes nothing looks again while transfers are under way or requests wait for something."""
+"""How often an engine with nothing to compute looks again while transfers are under way or requests wait."""
 ERROR_BACKOFF_S = 1.0
 
 

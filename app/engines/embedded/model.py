@@ -104,6 +104,8 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     except EngineStartError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        if ATTENTION_NAME in str(error):
+            raise refusal(name, "its attention cannot be exchanged for a paged one") from error
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise EngineStartError(
             f"MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
