@@ -19,7 +19,7 @@ from app.store.turns import WriteTurns
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
-PERSON_TIMEOUT_S = 2.0
+PERSON_TIMEOUT_S = 3.0
 
 
 class Database:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, Table, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Table, Update, bindparam, func, insert, select, update
 
 from app.store.database import Database
 from app.store.errors import is_refused
 from app.store.models import EvictionRow, ResetRow
-from app.store.queue import Entry, HistoryQueue, Regrets
+from app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
 from app.store.text import clean
-from core.events import EvictionBatch, ResetEvent
+from core.events import EvictionBatch
 from core.keys import group_of
 
 BATCH_ROWS = 2000
@@ -44,8 +44,10 @@ class HistoryWriter:
     def _write(self, database: Database, entries: list[Entry]) -> None:
         rows = sum(entry.rows for entry in entries)
         try:
+            # What costs Python's time is done before the lock is taken.
+            parts = [(entry.item, self._parameters(entry.item)) for entry in entries]
             with database.write() as connection:
-                self._insert(connection, entries)
+                self._insert(connection, parts)
         except Exception as error:
             if not is_refused(error):
                 raise
@@ -59,19 +61,23 @@ class HistoryWriter:
         self.written_rows += rows
         self._queue.settle(len(entries))
 
-    def _insert(self, connection: Connection, entries: list[Entry]) -> None:
+    def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
+        if isinstance(item, EvictionBatch):
+            return eviction_rows(self._engine, item)
+        if isinstance(item, Regrets):
+            return [{"of_key": key.hex(), "at": item.time_s} for key in item.keys]
+        return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
+
+    def _insert(self, connection: Connection, parts: list[tuple[HistoryItem, list[dict[str, Any]]]]) -> None:
         evictions: list[dict[str, Any]] = []
-        for entry in entries:
-            if isinstance(entry.item, EvictionBatch):
-                evictions += eviction_rows(self._engine, entry.item)
+        for item, rows in parts:
+            if isinstance(item, EvictionBatch):
+                evictions += rows
                 continue
             # A regret is about an eviction before it, never about one behind it.
             _insert_evictions(connection, evictions)
             evictions = []
-            if isinstance(entry.item, Regrets):
-                _mark_regrets(connection, self._engine, entry.item)
-            else:
-                _insert_reset(connection, self._engine, entry.item)
+            connection.execute(_mark_regrets(self._engine) if isinstance(item, Regrets) else insert(ResetRow), rows)
         _insert_evictions(connection, evictions)
 
 
@@ -120,12 +126,7 @@ def _insert_evictions(connection: Connection, rows: list[dict[str, Any]]) -> Non
         connection.execute(insert(EvictionRow), rows)
 
 
-def _insert_reset(connection: Connection, engine: str, event: ResetEvent) -> None:
-    row = {"engine": engine, "time": event.time_s, "epoch": event.epoch, "dropped": event.dropped}
-    connection.execute(insert(ResetRow), row)
-
-
-def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None:
+def _mark_regrets(engine: str) -> Update:
     latest = (
         select(func.max(EvictionRow.id))
         .where(EvictionRow.engine == engine, EvictionRow.key == bindparam("of_key"))
@@ -134,7 +135,5 @@ def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None
     table = EvictionRow.__table__
     if not isinstance(table, Table):
         raise TypeError("evictions is not a table")
-    statement = (
-        update(table).where(table.c.id == latest, table.c.regretted_at.is_(None)).values(regretted_at=bindparam("at"))
-    )
-    connection.execute(statement, [{"of_key": key.hex(), "at": regrets.time_s} for key in regrets.keys])
+    which = (table.c.id == latest, table.c.regretted_at.is_(None))
+    return update(table).where(*which).values(regretted_at=bindparam("at"))

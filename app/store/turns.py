@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from app.store.errors import StoreUnavailable
+
+JOURNAL_PATIENCE_S = 0.1
+"""How long people may go before the journal; then it is its turn, or those who keep coming would stop it."""
 
 
 class WriteTurns:
@@ -17,6 +19,7 @@ class WriteTurns:
         self._changed = threading.Condition()
         self._taken = False
         self._people_waiting = 0
+        self._journal_is_next = False
 
     @contextmanager
     def person(self, timeout_s: float) -> Iterator[None]:
@@ -24,13 +27,11 @@ class WriteTurns:
         with self._changed:
             self._people_waiting += 1
             try:
-                free = self._changed.wait_for(lambda: not self._taken, timeout_s)
+                free = self._changed.wait_for(lambda: not self._taken and not self._journal_is_next, timeout_s)
             finally:
                 self._people_waiting -= 1
                 self._changed.notify_all()
-            if not free:
-                raise StoreUnavailable(f"the database was busy for {timeout_s:g} s")
-            self._taken = True
+            self._take(free, timeout_s)
         try:
             yield
         finally:
@@ -38,19 +39,26 @@ class WriteTurns:
 
     @contextmanager
     def journal(self, timeout_s: float) -> Iterator[None]:
-        """A turn for work that nobody waits for; it comes when no person wants one."""
-        deadline_s = time.monotonic() + timeout_s
+        """A turn for work that nobody waits for: people go first, but for so long only."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken and not self._people_waiting, timeout_s)
-            # People who keep coming may delay the journal, not stop it.
-            while self._taken:
-                if not self._changed.wait(deadline_s + timeout_s - time.monotonic()):
-                    raise StoreUnavailable(f"the database was busy for {2 * timeout_s:g} s")
-            self._taken = True
+            free = self._changed.wait_for(lambda: not self._taken and not self._people_waiting, JOURNAL_PATIENCE_S)
+            if not free:
+                self._journal_is_next = True
+                try:
+                    free = self._changed.wait_for(lambda: not self._taken, timeout_s)
+                finally:
+                    self._journal_is_next = False
+                    self._changed.notify_all()
+            self._take(free, timeout_s)
         try:
             yield
         finally:
             self._give_back()
+
+    def _take(self, free: bool, timeout_s: float) -> None:
+        if not free:
+            raise StoreUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
+        self._taken = True
 
     def _give_back(self) -> None:
         with self._changed:

@@ -91,28 +91,61 @@ def test_a_call_is_recorded_before_and_after(path: Path) -> None:
         assert shell(path, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
 
 
-def test_a_busy_journal_does_not_keep_people_out(path: Path) -> None:
-    """The journal writes batch after batch; each call still gets its turn."""
+def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(path: Path) -> None:
+    """History comes faster than it is written, and calls come without a pause; both get on."""
     with running(path, max_queued_rows=10_000_000) as (store, _):
         stop = threading.Event()
 
         def flood() -> None:
             number = 0
-            while not stop.is_set():
+            while not stop.wait(0.001):
                 if store.journal_stats().queued < 20_000:
                     store.journal.evicted(eviction(range(number, number + 500), START_S))
                     number += 500
 
         thread = threading.Thread(target=flood)
         thread.start()
+        saved = 0
+
+        def save_another() -> bool:
+            nonlocal saved
+            try:
+                store.save_override(f"{saved}", {"store": False}, START_S, START_S + 3600)
+            except StoreUnavailable:
+                return False
+            saved += 1
+            return saved >= 50 and store.journal_stats().written >= 20_000
+
         try:
-            wait_until(lambda: store.journal_stats().written > 0, "the journal is at work")
-            for number in range(20):
-                store.save_override(f"{number}", {"store": False}, START_S, START_S + 60)
+            wait_until(save_another, "50 overrides and 20,000 rows of history are written")
         finally:
             stop.set()
             thread.join(DEADLINE_S)
-        assert len(store.load_overrides(START_S)) == 20
+        assert len(store.load_overrides(START_S)) == saved
+
+
+def test_people_who_keep_coming_delay_the_journal_and_do_not_stop_it() -> None:
+    turns = WriteTurns()
+    done = threading.Event()
+
+    def people() -> None:
+        while not done.is_set():
+            with turns.person(DEADLINE_S):
+                done.wait(0.001)
+
+    threads = [threading.Thread(target=people) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: turns._people_waiting > 0, "people stand in line")
+        for _ in range(5):
+            with turns.journal(DEADLINE_S):
+                assert turns._taken
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert not turns._taken
 
 
 def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
