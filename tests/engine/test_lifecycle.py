@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from app.engines.embedded import EmbeddedEngine, EngineStoppedError, FinishReason, InvalidRequestError, Sampling
+from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import NoCopies, NoOffload
 from core.engine import EngineRequest, StepProgress
 from core.scheduler import Hit, Later, Miss
@@ -27,6 +28,9 @@ class Recorder(NoOffload):
         self.computed: dict[str, int] = {}
         self.matched: dict[str, int] = {}
         self.later = 0
+        self.pool: BlockPool | None = None
+        self.in_use_at_finish: list[int] = []
+        self.failed: list[tuple[str, bool]] = []
         self.fail_plans = 0
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
@@ -50,14 +54,20 @@ class Recorder(NoOffload):
             self.computed[step.request_id] = step.num_computed_tokens
         return StepPlan()
 
+    def on_step_failed(self, request_ids: Sequence[str]) -> None:
+        self.failed += [(request_id, request_id in self.finished) for request_id in request_ids]
+
     def on_request_finished(self, request_id: str, now_s: float) -> None:
         self.finished.append(request_id)
+        if self.pool is not None:
+            self.in_use_at_finish.append(self.pool.num_blocks - self.pool.num_free)
 
 
 @pytest.fixture
 def recorded(make_engine: Make) -> Callable[..., tuple[EmbeddedEngine, Recorder]]:
     def make(**settings: object) -> tuple[EmbeddedEngine, Recorder]:
         engine, recorder = make_engine(dtype="float32", **settings), Recorder()
+        recorder.pool = engine.pool
         engine.attach(recorder, NoCopies())
         engine.start()
         return engine, recorder
@@ -89,6 +99,13 @@ def test_canceled_in_every_state(recorded: Callable) -> None:
     run(scenario())
     assert sorted(recorder.finished) == sorted(request.request_id for request in recorder.announced)
     assert engine.last_error is None
+
+
+def test_a_request_is_finished_before_its_blocks_are_free_and_its_client_told(recorded: Callable) -> None:
+    engine, recorder = recorded()
+    for count in range(1, 4):
+        ask_all(engine, [[count + 4] * 33], greedy(1))
+        assert recorder.in_use_at_finish == [3] * count
 
 
 def test_cancel_by_id_and_of_nobody(recorded: Callable) -> None:
@@ -180,6 +197,7 @@ def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(
         failed = ask_all(engine, [[5, 6]], greedy(2))[0]
         assert failed.last is not None
         assert failed.last.finish_reason is FinishReason.ERROR
+    assert recorder.failed == [(request.request_id, False) for request in recorder.announced]
     assert "a bug, says the test" in str(engine.last_error)
     assert sum("a step failed" in record.message for record in caplog.records) == 1
     assert len(ask_all(engine, [[5, 6]], greedy(2))[0].token_ids) == 2

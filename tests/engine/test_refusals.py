@@ -29,6 +29,7 @@ from transformers import (
 
 from app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
 from app.engines.embedded.model import load_model
+from app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
 from tests.engine.checkpoints import SMALL
 
 
@@ -124,3 +125,13 @@ def test_a_block_is_one_run_of_bytes() -> None:
     engine.cache.block_bytes[2] = 255
     assert torch.isnan(engine.cache.tensor[2]).all()
     assert not torch.isnan(engine.cache.tensor[[0, 1, 3]]).any()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_a_folder_without_a_tokenizer_serves_token_ids(
+    name: str, checkpoints: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(checkpoints[name], "cpu")
+    assert isinstance(model.tokenizer, NoTokenizer)
+    assert "prompts must be token ids" in caplog.text
+    assert isinstance(load_model(checkpoints["llama"], "cpu").tokenizer, CheckpointTokenizer)

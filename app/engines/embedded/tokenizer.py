@@ -68,7 +68,9 @@ class CheckpointTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.encode("settle lazy state before threads share it")
+        # Settles lazy state before threads share it, and finds the empty one that is made up for a folder without any.
+        if not self.encode("A probe."):
+            raise ValueError("its vocabulary is empty")
 
     def encode(self, text: str) -> list[int]:
         """Ids with the special tokens that the model expects at the start."""
