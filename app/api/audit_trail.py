@@ -38,11 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Record:
-    """One call's entry in the making; `row_id` is None until it is written."""
+    """One call's entry in the making; `row_id` is None until it is written, `trouble` is why it could not be."""
 
     scope: Scope
     started_s: float
     row_id: int | None = None
+    trouble: Exception | None = None
 
     def entry(self) -> AuditEntry:
         """What is known of the call so far."""
@@ -106,12 +107,20 @@ class AuditTrail:
 
     async def begin(self, record: Record) -> None:
         """Write down that a call is about to be applied. Raises `StoreUnavailable` or a 503 problem."""
-        record.row_id = await self._threads.run(self._intents.begin_audit, record.entry())
+        try:
+            record.row_id = await self._threads.run(self._intents.begin_audit, record.entry())
+        except (StoreUnavailable, Problem) as exc:
+            record.trouble = exc
+            raise
 
     async def end(self, record: Record, status: int) -> None:
         """Write down what came of a call. What the database does not take is logged instead, and nothing is raised."""
         outcome = outcome_of(status)
         if record.row_id is None and not self._wanted(record):
+            return
+        if record.trouble is not None:
+            # The database kept its caller waiting once already.
+            _log_record(record, status, outcome, record.trouble)
             return
         try:
             if record.row_id is None or not await self._threads.run(

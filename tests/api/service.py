@@ -38,9 +38,14 @@ class Service:
     engine: LoopEngine
     store: Store
     context: AdminContext
-    reasons: list[str]
+    reasons_source: list[list[str]]
     database: Path
     shared_client: httpx.Client = field(init=False)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the service is not ready; tests add to it."""
+        return self.reasons_source[0]
 
     @property
     def url(self) -> str:
@@ -123,7 +128,7 @@ def start_service(
     store.start(engine.manager)
     load_overrides(store, engine.scheduler, time.time())
     closing = ClosingFlag()
-    reasons: list[str] = []
+    reasons: list[list[str]] = [[]]
     context = AdminContext(
         scheduler=engine.scheduler,
         manager=engine.manager,
@@ -132,7 +137,7 @@ def start_service(
         engine_info=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
         pool_kind=settings.pool_kind.value,
         tokens=Tokens(admin_token, read_token),
-        readiness=lambda: list(reasons),
+        readiness=lambda: list(iter(reasons[0])),
         wake=engine.wake,
         started_s=time.time(),
         closing=closing,

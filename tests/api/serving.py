@@ -62,7 +62,10 @@ class ClosingFlag:
 @contextmanager
 def serve(app: FastAPI, closing: ClosingFlag | None = None) -> Iterator[Running]:
     """Serve an app until the block ends."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without, every answer waits 40 ms.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=10)
     server = uvicorn.Server(config)
     if closing is not None:

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.audit_trail import describe_body
+
+from .loop_engine import LoopRequest
+from .service import ADMIN, READ, Service, start_service
+from .test_blocks import fill
+from .test_requests import pages
+
+AUDIT = "/admin/v1/audit"
+
+
+def latest(client: httpx.Client) -> dict[str, Any]:
+    item: dict[str, Any] = client.get(AUDIT, params={"limit": 1}).json()["items"][0]
+    return item
+
+
+def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
+    with start_service(tmp_path, admin_token=ADMIN) as running, running.client(ADMIN) as client:
+        (block, *_) = fill(running, LoopRequest("one", 64, seed=1))
+        calls: list[tuple[str, str, Any, int]] = [
+            ("PATCH", "/admin/v1/policy", {"store": True}, 200),
+            ("PATCH", "/admin/v1/config", {"log_level": "info"}, 200),
+            ("PUT", "/admin/v1/requests/r1/policy", {"store": False, "ttl_s": 5}, 200),
+            ("DELETE", "/admin/v1/requests/r1/policy", None, 204),
+            ("PUT", f"/admin/v1/blocks/{block}/pin", {"ttl_s": 60}, 200),
+            ("DELETE", f"/admin/v1/blocks/{block}/pin", None, 204),
+            ("DELETE", f"/admin/v1/blocks/{block}", None, 204),
+            ("POST", "/admin/v1/reset", {"reason": "deploy"}, 200),
+        ]
+        mutating = {
+            (method.upper(), path)
+            for path, item in client.get("/openapi.json").json()["paths"].items()
+            for method in item
+            if path.startswith("/admin/") and method != "get"
+        }
+        assert len(mutating) == len(calls)
+        for number, (method, path, body, status) in enumerate(calls):
+            sent = {} if body is None else {"json": body}
+            answer = client.request(method, path, headers={"X-Request-ID": f"call-{number}"}, **sent)
+            assert answer.status_code == status, answer.text
+            item = latest(client)
+            assert item["time"].endswith("Z")
+            assert {name: item[name] for name in item if name not in ("id", "time")} == {
+                "token": "admin",
+                "client": "127.0.0.1",
+                "request_id": f"call-{number}",
+                "method": method,
+                "path": path,
+                "what": body,
+                "status": status,
+                "outcome": "applied",
+            }
+        assert len(pages(client, AUDIT, 3)) == len(calls)
+
+
+def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:
+    with (
+        start_service(tmp_path, admin_token=ADMIN, read_token=READ) as running,
+        running.client(READ) as reader,
+        running.client() as stranger,
+        running.client(ADMIN) as admin,
+    ):
+        tried: list[tuple[httpx.Client, str, dict[str, Any], int, str]] = [
+            (reader, "/admin/v1/policy", {"json": {"store": False}}, 403, "read"),
+            (stranger, "/admin/v1/policy", {"json": {"store": False}}, 401, "none"),
+            (admin, "/admin/v1/policy", {"json": {"store": 5}}, 422, "admin"),
+            (
+                admin,
+                "/admin/v1/policy",
+                {"content": b"{", "headers": {"Content-Type": "application/json"}},
+                400,
+                "admin",
+            ),
+            (
+                admin,
+                "/admin/v1/policy",
+                {"content": b"{}", "headers": {"Content-Type": "text/plain"}},
+                415,
+                "admin",
+            ),
+            (admin, "/admin/v1/config", {"json": {"port": 1}}, 409, "admin"),
+            (admin, "/admin/v1/nothing", {"json": {}}, 404, "admin"),
+            (admin, "/admin/v1/stats", {"json": {}}, 405, "admin"),
+        ]
+        for client, path, sent, status, token in tried:
+            assert client.patch(path, **sent).status_code == status
+            item = latest(admin)
+            assert (item["path"], item["status"], item["token"], item["outcome"]) == (
+                path,
+                status,
+                token,
+                "refused",
+            )
+            assert "store" not in (item["what"] or {}) or status == 422
+
+
+def test_reading_leaves_no_record(fresh: Service) -> None:
+    with fresh.client() as client:
+        for path in ("/admin/v1/stats", "/admin/v1/config", "/admin/v1/blocks", "/healthz", "/metrics", AUDIT):
+            client.get(path)
+        client.post("/v1/echo", json={})
+        assert client.get(AUDIT).json() == {"items": [], "next_cursor": None}
+
+
+def test_secrets_are_never_recorded(tmp_path: Path) -> None:
+    secret = "hunter2-hunter2"
+    bodies: list[Any] = [
+        {"admin_token": secret},
+        {"database_url": f"postgresql://me:{secret}@db/x"},
+        {"nested": {"password": secret, "list": [{"api_key": secret}]}},
+    ]
+    with start_service(tmp_path, admin_token=ADMIN) as running, running.client(ADMIN) as client:
+        for body in bodies:
+            client.patch("/admin/v1/config", json=body)
+        client.patch(
+            "/admin/v1/config", content=f'{{"admin_token": "{secret}"', headers={"Content-Type": "application/json"}
+        )
+        items = client.get(AUDIT).json()["items"]
+    assert len(items) == 4
+    assert secret not in json.dumps(items)
+    assert ADMIN not in json.dumps(items)
+    assert items[3]["what"] == {"admin_token": "***"}
+    for name in ("kvferry.db", "kvferry.db-wal"):
+        file = tmp_path / name
+        assert not file.exists() or secret.encode() not in file.read_bytes()
+
+
+def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.api.audit_trail.MAX_UNKNOWN_PER_MINUTE", 5)
+    with start_service(tmp_path, admin_token=ADMIN) as running, running.client() as stranger:
+        for _ in range(30):
+            assert stranger.post("/admin/v1/reset").status_code == 401
+        with running.client(ADMIN) as admin:
+            assert admin.post("/admin/v1/reset").status_code == 200
+            items = pages(admin, AUDIT, 100)
+    # The minute may have turned once in between.
+    assert 5 <= sum(item["token"] == "none" for item in items) <= 10
+    assert sum(item["token"] == "admin" for item in items) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"", None),
+        (b"{", {"unreadable_bytes": 1}),
+        (b"[1]", {"unreadable_bytes": 3}),
+        (b"[" * 50_000, {"unreadable_bytes": 50_000}),
+        (b'{"a": NaN}', {"a": "nan"}),
+        (b'{"a": 1e999}', {"a": "inf"}),
+        (b'{"a": 99999999999999999999}', {"a": "99999999999999999999"}),
+        (b'{"a\\u0000": "\\ud800"}', {"a\ufffd": "?"}),
+        (b'{"max_offload_tokens": 5, "read_token": "x"}', {"max_offload_tokens": 5, "read_token": "***"}),
+        (b'{"a": [[[[[[[[[[1]]]]]]]]]]}', {"a": [[[[[[[["..."]]]]]]]]}),
+        (b'{"a": "' + b"x" * 5000 + b'"}', {"too_large_bytes": 5009}),
+    ],
+)
+def test_what_is_kept_of_a_body_fits_any_database(body: bytes, what: Any) -> None:
+    assert describe_body(body) == what

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import httpx
+import pytest
+
+from core.keys import make_keys
+
+from .loop_engine import BLOCK_BYTES, LoopRequest
+from .service import Service
+from .serving import wait_until
+from .test_requests import pages
+
+BLOCKS = "/admin/v1/blocks"
+
+
+def fill(service: Service, *requests: LoopRequest) -> list[str]:
+    """Store the requests' blocks and give their hashes."""
+    hashes: list[str] = []
+    for request in requests:
+        service.engine.run(request)
+        hashes += [key.hex() for key in make_keys(request.block_hashes, 0)]
+    service.settle()
+    return hashes
+
+
+def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("one", 64, seed=1, tenant="a1b2", lora="sql"))
+    fill(fresh, LoopRequest("two", 64, seed=1, tenant="a1b2", lora="sql"))
+    with fresh.client() as client:
+        shown = client.get(f"{BLOCKS}/{hashes[1]}").json()
+        listed = client.get(BLOCKS).json()["items"]
+        assert client.get(f"{BLOCKS}/{hashes[1].upper()}").json() == shown
+    assert shown in listed
+    assert shown["key"] == shown["hash"] == hashes[1]
+    assert (shown["group"], shown["size"], shown["state"], shown["position"]) == (0, BLOCK_BYTES, "ready", 1)
+    assert (shown["request"], shown["tenant"], shown["lora"]) == ("one", "a1b2", "sql")
+    assert shown["stored_at"].endswith("Z")
+    assert shown["last_hit"].endswith("Z")
+    assert (shown["hits"], shown["tiers"], shown["pinned_until"]) == (1, ["host"], None)
+    tail = next(item for item in listed if item["hash"] == hashes[3])
+    assert (tail["hits"], tail["last_hit"]) == (0, None)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_pages_hold_each_block_once(fresh: Service, limit: int) -> None:
+    hashes = fill(fresh, *(LoopRequest(f"r{number}", 96, seed=number) for number in range(5)))
+    with fresh.client() as client:
+        items = pages(client, BLOCKS, limit)
+    assert sorted(item["hash"] for item in items) == sorted(hashes)
+    assert [item["slot"] for item in items] == sorted(item["slot"] for item in items)
+
+
+def test_pages_are_stable_while_blocks_go(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("one", 320, seed=1))
+    with fresh.client() as client:
+        first = client.get(BLOCKS, params={"limit": 5}).json()
+        shown = [item["hash"] for item in first["items"]]
+        gone = [shown[0], next(block for block in hashes if block not in shown)]
+        for block in gone:
+            assert client.delete(f"{BLOCKS}/{block}").status_code == 204
+        rest = client.get(BLOCKS, params={"limit": 100, "cursor": first["next_cursor"]}).json()
+    assert sorted(shown + [item["hash"] for item in rest["items"]]) == sorted(set(hashes) - {gone[1]})
+
+
+def test_a_block_is_dropped(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("one", 64, seed=1))
+    with fresh.client() as client:
+        assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 204
+        assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 404
+        assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 404
+        assert client.get("/admin/v1/stats").json()["evictions"]["by_reason"]["operator"] == 1
+        fresh.engine.run(LoopRequest("two", 64, seed=1))
+        assert client.get("/admin/v1/stats").json()["prompt_tokens"]["host_hit"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["00", "zz", "abc", "00ff", "ff" * 33, "f" * 2000, "-", "0x00ff", "%00%00", "caf\u00e9", " "]
+)
+def test_what_is_no_block_is_404_or_422_and_never_worse(api: httpx.Client, name: str) -> None:
+    for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/pin")):
+        answer = api.request(method, f"{BLOCKS}/{name}{path}")
+        assert answer.status_code in (404, 422)
+        assert answer.headers["Content-Type"] == "application/problem+json"
+
+
+def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("pinned", 64, seed=1))
+    with fresh.client() as client:
+        answer = client.put(f"{BLOCKS}/{hashes[0]}/pin", json={"ttl_s": 3600})
+        assert answer.status_code == 200
+        assert answer.json()["hash"] == hashes[0]
+        assert client.get(f"{BLOCKS}/{hashes[0]}").json()["pinned_until"] == answer.json()["pinned_until"]
+        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 1
+        fill(fresh, *(LoopRequest(f"r{number}", 320, seed=100 + number) for number in range(20)))
+        assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 200
+        assert client.get(f"{BLOCKS}/{hashes[1]}").status_code == 404
+        assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 204
+        assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 404
+        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+
+
+def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("pinned", 64, seed=1))
+    url = f"{BLOCKS}/{hashes[0]}/pin"
+    with fresh.client() as client:
+        first = client.put(url).json()["pinned_until"]
+        assert client.put(url, json={"ttl_s": 7200}).json()["pinned_until"] > first
+        client.put(url, json={"ttl_s": 0.01})
+
+        def unpinned() -> bool:
+            fresh.engine.wake()
+            return bool(client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0)
+
+        wait_until(unpinned, "the pin has ended")
+
+
+@pytest.mark.parametrize("body", [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": "60"}, {"ttl_s": True}, {"ttl": 5}, [], "x"])
+def test_what_is_no_pin_is_refused(fresh: Service, body: Any) -> None:
+    hashes = fill(fresh, LoopRequest("one", 64, seed=1))
+    with fresh.client() as client:
+        assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422
+        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+
+
+def test_operators_cannot_pin_the_pool_shut(fresh: Service) -> None:
+    hashes = fill(fresh, *(LoopRequest(f"r{number}", 320, seed=number) for number in range(4)))
+    with fresh.client() as client:
+        statuses = [client.put(f"{BLOCKS}/{block}/pin").status_code for block in hashes[:70]]
+        assert statuses == [200] * 64 + [409] * 6
+        refused = client.put(f"{BLOCKS}/{hashes[70]}/pin")
+        assert refused.json()["type"] == "urn:kvferry:problem:pin-limit"
+        assert "25%" in refused.json()["detail"]
+        assert client.put(f"{BLOCKS}/{hashes[0]}/pin").status_code == 200
+        client.delete(f"{BLOCKS}/{hashes[0]}/pin")
+        assert client.put(f"{BLOCKS}/{hashes[70]}/pin").status_code == 200
+
+
+def test_the_map_shows_every_slot(fresh: Service) -> None:
+    fill(fresh, LoopRequest("one", 160, seed=1))
+    fresh.engine.copies.shut()
+    fresh.engine.run(LoopRequest("two", 64, seed=2))
+    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    with fresh.client() as client:
+        answer = client.get("/admin/v1/slots/map").json()
+        pool = client.get("/admin/v1/stats").json()["pool"]
+    fresh.engine.copies.open()
+    states = base64.b64decode(answer["states"], validate=True)
+    counts = {name: states.count(code) for name, code in answer["legend"].items()}
+    assert len(states) == answer["slots"] == pool["slots"]
+    assert sum(counts.values()) == pool["slots"]
+    assert (counts["ready"], counts["storing"], counts["free"]) == (10, 4, pool["free"])

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.settings import Settings
+
+from .loop_engine import LoopRequest
+from .service import ADMIN, READ, Service, start_service
+from .test_blocks import fill
+
+CONFIG = "/admin/v1/config"
+
+
+def test_every_setting_is_shown_with_its_source(fresh: Service) -> None:
+    with fresh.client() as client:
+        config = client.get(CONFIG).json()
+    assert set(config) == set(Settings.model_fields)
+    assert config["port"]["value"] == 8787
+    assert config["port"]["source"] == "default"
+    assert config["state_dir"]["source"] == "connector"
+    assert config["port"]["variable"] == "KVFERRY_PORT"
+    assert config["max_offload_tokens"]["value"] == "unlimited"
+    assert config["log_level"]["mutable"] is True
+    assert config["pool_bytes"]["mutable"] is False
+    assert all(setting["description"] for setting in config.values())
+
+
+def test_secrets_are_masked_everywhere(guarded: Service) -> None:
+    with guarded.client(ADMIN) as client:
+        for path in (CONFIG, "/admin/v1/stats", "/metrics", "/openapi.json"):
+            text = client.get(path).text
+            assert ADMIN not in text
+            assert READ not in text
+        config = client.get(CONFIG).json()
+    assert config["admin_token"]["secret"] is True
+    assert config["admin_token"]["value"] == "***"
+
+
+def test_what_may_change_changes_at_once(fresh: Service) -> None:
+    with fresh.client() as client:
+        answer = client.patch(CONFIG, json={"max_pinned_fraction": 0.0, "log_level": "debug"})
+        assert answer.status_code == 200
+        assert answer.json() == client.get(CONFIG).json()
+        assert answer.json()["max_pinned_fraction"]["value"] == 0.0
+        assert answer.json()["max_pinned_fraction"]["source"] == "runtime"
+        assert logging.getLogger("app").level == logging.DEBUG
+        (block, *_) = fill(fresh, LoopRequest("one", 64, seed=1))
+        assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 409
+        back = client.patch(CONFIG, json={"max_pinned_fraction": None}).json()
+        assert (back["max_pinned_fraction"]["value"], back["max_pinned_fraction"]["source"]) == (0.25, "default")
+        assert back["log_level"]["value"] == "debug"
+        assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 200
+        client.patch(CONFIG, json={"log_level": None})
+
+
+def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        client.patch(CONFIG, json={"eviction_history_days": 1})
+    with start_service(tmp_path) as running, running.client() as client:
+        assert client.get(CONFIG).json()["eviction_history_days"]["value"] == 30
+
+
+def test_what_needs_a_restart_is_named_and_nothing_changes(api: httpx.Client) -> None:
+    before = api.get(CONFIG).json()
+    answer = api.patch(CONFIG, json={"pool_bytes": "8GiB", "port": 1, "eviction_history_days": 5})
+    assert answer.status_code == 409
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert answer.json()["settings"] == ["pool_bytes", "port"]
+    assert "pool_bytes" in answer.json()["detail"]
+    assert "restart" in answer.json()["detail"]
+    assert api.patch(CONFIG, json={"pool_bytes": None}).status_code == 409
+    assert api.get(CONFIG).json() == before
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        ({"pool_byte": 1}, ["pool_byte"]),
+        ({"nothing": None}, ["nothing"]),
+        ({"max_pinned_fraction": 2}, ["max_pinned_fraction"]),
+        ({"max_pinned_fraction": True}, ["max_pinned_fraction"]),
+        ({"log_level": "loud", "eviction_history_rows": -1}, ["eviction_history_rows", "log_level"]),
+        ({"pool_bytes": 1, "typo": 1}, ["typo"]),
+        ([], ["body"]),
+        (None, ["body"]),
+    ],
+)
+def test_what_is_no_setting_is_refused(api: httpx.Client, body: Any, fields: list[str]) -> None:
+    before = api.get(CONFIG).json()
+    answer = api.patch(CONFIG, json=body)
+    assert answer.status_code == 422, answer.text
+    assert sorted(error["field"] for error in answer.json()["errors"]) == fields
+    assert all(error["message"] for error in answer.json()["errors"])
+    assert api.get(CONFIG).json() == before
+
+
+def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:
+    (error,) = api.patch(CONFIG, json={"log_levle": "debug"}).json()["errors"]
+    assert "log_level" in error["message"]
+
+
+def test_no_secret_comes_back_from_a_refusal(guarded: Service) -> None:
+    with guarded.client(ADMIN) as client:
+        for body in (
+            {"admin_token": "hunter2-value"},
+            {"admin_tokn": "hunter2-value"},
+            {"admin_token": {"x": "hunter2-value"}},
+        ):
+            answer = client.patch(CONFIG, json=body)
+            assert answer.status_code in (409, 422)
+            assert "hunter2-value" not in answer.text

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import re
+import threading
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.api import health
+
+from .loop_engine import LoopRequest
+from .service import ADMIN, Service
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_healthz_answers(api: httpx.Client) -> None:
+    assert api.get("/healthz").json() == {"status": "ok"}
+
+
+def test_readyz_says_why_not(fresh: Service) -> None:
+    with fresh.client() as client:
+        assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
+            200,
+            {"ready": True, "reasons": []},
+        )
+        fresh.reasons.append("no engine is attached")
+        answer = client.get("/readyz")
+        assert (answer.status_code, answer.json()) == (503, {"ready": False, "reasons": ["no engine is attached"]})
+        fresh.reasons.clear()
+        assert client.get("/readyz").status_code == 200
+
+
+def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
+    fresh: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 0.05)
+    release = threading.Event()
+
+    class Slow(list):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            release.wait(20)
+            return super().__iter__()
+
+    # The service copies the list on the thread of the check.
+    fresh.reasons_source[0] = Slow()
+    with fresh.client() as client:
+        for _ in range(3):
+            answer = client.get("/readyz")
+            assert answer.status_code == 503
+            assert "did not end" in answer.json()["reasons"][0]
+        assert client.get("/healthz").status_code == 200
+        release.set()
+        fresh.reasons_source[0] = []
+        monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
+        client.get("/readyz")
+        assert client.get("/readyz").json() == {"ready": True, "reasons": []}
+
+
+def test_metrics_say_what_stats_say(fresh: Service) -> None:
+    for number in range(4):
+        fresh.engine.run(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))
+        fresh.settle()
+    fresh.settle_history()
+    with fresh.client() as client:
+        stats = client.get("/admin/v1/stats").json()
+        answer = client.get("/metrics")
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        found = samples(answer.text)
+    one = {name: value for (name, labels), value in found.items() if not labels}
+    by_label = {(name, labels[0][1]): value for (name, labels), value in found.items() if len(labels) == 1}
+    assert one["kvferry_store_offered_blocks_total"] == stats["store"]["offered"] > 0
+    assert one["kvferry_store_stored_blocks_total"] == stats["store"]["stored"] > 0
+    assert one["kvferry_store_bytes_total"] == stats["store"]["bytes"]
+    assert one["kvferry_load_blocks_total"] == stats["load"]["blocks"] > 0
+    assert one["kvferry_requests_seen_total"] == 4
+    for reason, count in stats["store"]["skipped"].items():
+        assert by_label[("kvferry_store_skipped_blocks_total", reason)] == count
+    for state in ("free", "ready", "storing"):
+        assert by_label[("kvferry_pool_slots", state)] == stats["pool"][state]
+    assert by_label[("kvferry_prompt_tokens_total", "host")] == stats["prompt_tokens"]["host_hit"] > 0
+    assert by_label[("kvferry_prompt_tokens_total", "recomputed")] == stats["prompt_tokens"]["recomputed"]
+    assert one["kvferry_journal_dropped_total"] == 0
+    with fresh.client() as client:
+        client.post("/admin/v1/reset")
+        dropped = samples(client.get("/metrics").text)[("kvferry_evictions_total", (("reason", "reset"),))]
+        stats = client.get("/admin/v1/stats").json()
+    assert dropped == stats["evictions"]["by_reason"]["reset"] > 0
+
+
+def test_every_metric_is_ours_and_traffic_makes_up_no_label(fresh: Service) -> None:
+    with fresh.client() as client:
+        before = set(samples(client.get("/metrics").text))
+        for number in range(20):
+            fresh.engine.run(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
+            client.put(f"/admin/v1/requests/made-up-{number}/policy", json={"store": False})
+        text = client.get("/metrics").text
+    assert set(samples(text)) == before
+    assert "made-up" not in text
+    for name, _ in before:
+        assert re.fullmatch(r"kvferry_[a-z0-9_]+", name), name
+
+
+def test_openmetrics_is_spoken_to_those_who_ask(api: httpx.Client) -> None:
+    answer = api.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def test_metrics_need_a_token_once_there_is_one(guarded: Service) -> None:
+    with guarded.client() as stranger, guarded.client(ADMIN) as admin:
+        assert stranger.get("/metrics").status_code == 401
+        assert admin.get("/metrics").status_code == 200

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from openapi_spec_validator import validate
+
+from .service import ADMIN, READ, Service
+
+CONTRACT = {
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/metrics"),
+    ("GET", "/admin/v1/stats"),
+    ("GET", "/admin/v1/stats/stream"),
+    ("POST", "/admin/v1/reset"),
+    ("GET", "/admin/v1/policy"),
+    ("PATCH", "/admin/v1/policy"),
+    ("GET", "/admin/v1/requests/{id}/policy"),
+    ("PUT", "/admin/v1/requests/{id}/policy"),
+    ("DELETE", "/admin/v1/requests/{id}/policy"),
+    ("GET", "/admin/v1/requests"),
+    ("GET", "/admin/v1/requests/{id}"),
+    ("GET", "/admin/v1/blocks"),
+    ("GET", "/admin/v1/blocks/{hash}"),
+    ("DELETE", "/admin/v1/blocks/{hash}"),
+    ("PUT", "/admin/v1/blocks/{hash}/pin"),
+    ("DELETE", "/admin/v1/blocks/{hash}/pin"),
+    ("GET", "/admin/v1/slots/map"),
+    ("GET", "/admin/v1/evictions"),
+    ("GET", "/admin/v1/evictions/summary"),
+    ("GET", "/admin/v1/config"),
+    ("PATCH", "/admin/v1/config"),
+    ("GET", "/admin/v1/audit"),
+}
+
+
+@pytest.fixture
+def document(api: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = api.get("/openapi.json").json()
+    return answer
+
+
+def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (method.upper(), path, operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
+
+
+def test_the_document_is_valid(document: dict[str, Any]) -> None:
+    validate(document)
+
+
+def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> None:
+    assert {(method, path) for method, path, _ in operations(document)} >= CONTRACT
+
+
+def test_every_operation_says_what_it_does_and_answers(document: dict[str, Any]) -> None:
+    ours = [(method, path, op) for method, path, op in operations(document) if not path.startswith("/v1/")]
+    for _, path, operation in ours:
+        assert operation["summary"], path
+        assert operation["description"], path
+        assert operation["tags"], path
+        success = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
+        assert success, path
+        assert all("content" in answer for answer in success) or "204" in operation["responses"], path
+        for status, answer in operation["responses"].items():
+            if status[0] in "45" and (path, status) != ("/readyz", "503"):
+                assert list(answer["content"]) == ["application/problem+json"], (path, status)
+        if "requestBody" in operation:
+            assert {"413", "415", "422"} <= set(operation["responses"]), path
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_security_is_described_as_it_is(document: dict[str, Any]) -> None:
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    for _, path, operation in operations(document):
+        assert operation["security"] == ([] if path in ("/healthz", "/readyz") else [{"token": []}]), path
+
+
+def test_examples_of_bodies_are_accepted(api: httpx.Client, document: dict[str, Any]) -> None:
+    tried = 0
+    for method, path, operation in operations(document):
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+        if content is None or path.startswith("/v1/"):
+            continue
+        schema = content["schema"]
+        refs = (
+            [schema["$ref"]] if "$ref" in schema else [one["$ref"] for one in schema.get("anyOf", ()) if "$ref" in one]
+        )
+        examples = schema.get("examples", []) + [
+            example
+            for ref in refs
+            for example in document["components"]["schemas"][ref.rsplit("/", 1)[1]].get("examples", [])
+        ]
+        assert examples, path
+        for example in examples:
+            answer = api.request(method, path.replace("{id}", "r1").replace("{hash}", "00" * 33), json=example)
+            assert answer.status_code in (200, 404), (path, answer.text)
+            tried += 1
+    assert tried >= 5
+
+
+def test_the_documentation_is_complete_without_other_hosts(api: httpx.Client) -> None:
+    for path in ("/docs", "/ui/"):
+        answer = api.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert not re.search(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", answer.text)
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+    assert "SwaggerUIBundle" in api.get("/docs/swagger-ui-bundle.js").text
+    assert "swagger-ui" in api.get("/docs/swagger-ui.css").text
+    for name in ("nothing.js", "..%2Fapp.py", "%2e%2e%2f__init__.py"):
+        assert api.get(f"/docs/{name}").status_code == 404
+
+
+def test_pages_run_nothing_but_their_own_script(api: httpx.Client) -> None:
+    for path in ("/docs", "/ui/"):
+        answer = api.get(path)
+        assert len(re.findall(r"'sha256-[A-Za-z0-9+/=]{44}'", answer.headers["Content-Security-Policy"])) == 2
+        assert not re.search(r"\son\w+=|javascript:|\sstyle=", answer.text)
+
+
+def test_the_root_leads_to_the_dashboard(api: httpx.Client, guarded: Service) -> None:
+    answer = api.get("/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["Location"]) == (307, "/ui/")
+    with guarded.client(READ) as reader, guarded.client(ADMIN) as admin:
+        assert reader.get("/ui/").status_code == admin.get("/ui/").status_code == 200

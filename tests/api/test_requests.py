@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from .loop_engine import LoopRequest
+from .service import Service
+
+LIST = "/admin/v1/requests"
+
+
+def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    cursor = None
+    while True:
+        answer = client.get(url, params={"limit": limit, **({"cursor": cursor} if cursor else {})}).json()
+        assert set(answer) == {"items", "next_cursor"}
+        assert len(answer["items"]) <= limit
+        items += answer["items"]
+        cursor = answer["next_cursor"]
+        if cursor is None:
+            return items
+
+
+def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service) -> None:
+    fresh.engine.run(LoopRequest("first", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
+    fresh.settle()
+    fresh.engine.run(LoopRequest("second", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
+    fresh.settle()
+    with fresh.client() as client:
+        shown = client.get(f"{LIST}/second").json()
+        stats = client.get("/admin/v1/stats").json()
+    assert shown["id"] == "second"
+    assert shown["state"] == "finished"
+    assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (160, 32)
+    assert (shown["tenant"], shown["lora"]) == ("a1b2", "sql")
+    assert shown["prompt_tokens"] == {"total": 160, "device_hit": 0, "host_hit": 144, "tier_hit": {}, "recomputed": 16}
+    assert shown["store"].keys() == stats["store"].keys()
+    assert shown["store"]["skipped"].keys() == stats["store"]["skipped"].keys()
+    store = shown["store"]
+    assert store["offered"] == store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
+    assert store["offered"] > 0
+    assert shown["policy"].keys() == client_policy(fresh).keys()
+
+
+def test_a_finished_request_shows_what_became_of_its_last_blocks(fresh: Service) -> None:
+    fresh.engine.copies.shut()
+    fresh.engine.run(LoopRequest("last", 160, seed=1))
+    with fresh.client() as client:
+        assert client.get(f"{LIST}/last").json()["store"]["in_flight"] == 10
+        fresh.engine.copies.open()
+        fresh.settle()
+        store = client.get(f"{LIST}/last").json()["store"]
+        assert (store["in_flight"], store["stored"], store["offered"]) == (0, 10, 10)
+
+
+def client_policy(service: Service) -> dict[str, Any]:
+    with service.client() as client:
+        policy: dict[str, Any] = client.get("/admin/v1/policy").json()
+        return policy
+
+
+def test_a_request_that_nobody_knows_is_404(api: httpx.Client) -> None:
+    answer = api.get(f"{LIST}/nobody")
+    assert answer.status_code == 404
+    assert "nobody" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 100])
+def test_pages_hold_each_request_once_the_latest_first(fresh: Service, limit: int) -> None:
+    for number in range(20):
+        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+    with fresh.client() as client:
+        items = pages(client, LIST, limit)
+    assert [item["id"] for item in items] == [f"r{number}" for number in reversed(range(20))]
+
+
+def test_pages_are_stable_while_requests_come(fresh: Service) -> None:
+    for number in range(10):
+        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+    with fresh.client() as client:
+        first = client.get(LIST, params={"limit": 4}).json()
+        for number in range(10, 15):
+            fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+        second = client.get(LIST, params={"limit": 100, "cursor": first["next_cursor"]}).json()
+    assert [item["id"] for item in first["items"] + second["items"]] == [f"r{number}" for number in reversed(range(10))]
+
+
+def test_requests_are_listed_by_state(fresh: Service) -> None:
+    fresh.engine.run(LoopRequest("done", 32))
+    with fresh.client() as client:
+        assert client.get(LIST, params={"state": "running"}).json()["items"] == []
+        assert [item["id"] for item in client.get(LIST, params={"state": "finished"}).json()["items"]] == ["done"]
+
+
+LISTS = (LIST, "/admin/v1/blocks", "/admin/v1/evictions", "/admin/v1/audit")
+
+
+@pytest.mark.parametrize("url", LISTS)
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "ten", "1.5", "", "1e2", str(2**70)])
+def test_the_size_of_a_page_is_bounded(api: httpx.Client, url: str, limit: str) -> None:
+    answer = api.get(url, params={"limit": limit})
+    assert answer.status_code == 422
+    assert [error["field"] for error in answer.json()["errors"]] == ["limit"]
+
+
+@pytest.mark.parametrize("url", LISTS)
+@pytest.mark.parametrize("limit", [1, 1000])
+def test_the_bounds_themselves_are_fine(api: httpx.Client, url: str, limit: int) -> None:
+    assert api.get(url, params={"limit": limit}).status_code == 200
+
+
+@pytest.mark.parametrize("url", LISTS)
+@pytest.mark.parametrize(
+    "cursor", ["", "nonsense", "-1", "1.5", str(2**63), "x" * 8193, "WyJhIl0", "\u0663", "\x00", "1 "]
+)
+def test_a_cursor_that_is_none_is_refused(api: httpx.Client, url: str, cursor: str) -> None:
+    answer = api.get(url, params={"cursor": cursor})
+    assert answer.status_code == 422, answer.text
+    assert [error["field"] for error in answer.json()["errors"]] == ["cursor"]

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .loop_engine import BLOCK_BYTES, LoopRequest
+from .service import Service, start_service
+from .serving import wait_until
+
+RESET = "/admin/v1/reset"
+
+
+def stats_of(client: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = client.get("/admin/v1/stats").json()
+    return answer
+
+
+def fill(service: Service, *requests: LoopRequest) -> None:
+    for request in requests:
+        service.engine.run(request)
+    service.settle()
+
+
+def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service) -> None:
+    fill(fresh, LoopRequest("one", 160, seed=1))
+    with fresh.client() as client:
+        answer = client.post(RESET)
+        assert answer.status_code == 200
+        assert answer.json() == {
+            "epoch": 1,
+            "dropped_blocks": 10,
+            "dropped_bytes": 10 * BLOCK_BYTES,
+            "drained_jobs": 0,
+            "pending_jobs": 0,
+        }
+        again = client.post(RESET, json={}).json()
+        assert (again["epoch"], again["dropped_blocks"]) == (2, 0)
+        assert client.get("/admin/v1/blocks").json()["items"] == []
+        fill(fresh, LoopRequest("two", 160, seed=1))
+        stats = stats_of(client)
+        assert stats["prompt_tokens"]["host_hit"] == 0
+        assert stats["pool"]["ready"] == 10
+        assert stats["epoch"] == 2
+
+
+def test_a_reset_in_flight_outlasts_its_timeout_and_holds_all_the_same(fresh: Service) -> None:
+    fresh.engine.copies.shut()
+    fresh.engine.run(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    with fresh.client() as client:
+        assert stats_of(client)["store"]["in_flight"] == 10
+        answer = client.post(RESET, json={"drain_timeout_s": 0.1})
+        assert answer.status_code == 202
+        body = answer.json()
+        assert (body["pending_jobs"], body["drained_jobs"], body["epoch"]) == (1, 0, 1)
+        assert stats_of(client)["pool"]["storing"] == 10
+        fresh.engine.copies.open()
+        fresh.settle()
+        after = stats_of(client)
+        assert after["pool"]["free"] == after["pool"]["slots"]
+        assert (after["store"]["stored"], after["store"]["skipped"]["reset"]) == (0, 10)
+
+
+def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service) -> None:
+    fresh.engine.copies.shut()
+    fresh.engine.run(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    with fresh.client() as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 20})
+        with fresh.client() as other:
+            wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
+            assert other.get("/healthz").status_code == 200
+            assert not waiting.done()
+            fresh.engine.copies.open()
+        answer = waiting.result(20)
+        assert (answer.status_code, answer.json()["drained_jobs"], answer.json()["pending_jobs"]) == (200, 1, 0)
+        assert stats_of(client)["pool"]["free"] == 256
+
+
+def test_a_request_whose_load_is_disowned_still_ends(fresh: Service) -> None:
+    fill(fresh, LoopRequest("one", 160, seed=1))
+    fresh.engine.copies.shut()
+    two = fresh.engine.submit(LoopRequest("two", 160, seed=1))
+    wait_until(lambda: fresh.engine.copies.num_held > 0, "a load is in flight")
+    with fresh.client() as client:
+        assert client.post(RESET, json={"drain_timeout_s": 0}).status_code == 202
+        fresh.engine.copies.open()
+        assert two.done.wait(20)
+        fresh.settle()
+        stats = stats_of(client)
+        assert stats["requests"]["running"] == 0
+        assert stats["pool"]["slots"] == stats["pool"]["free"] + stats["pool"]["ready"]
+        assert fresh.engine.num_held == 0
+
+
+def test_a_client_that_goes_does_not_undo_its_reset(fresh: Service) -> None:
+    fresh.engine.copies.shut()
+    fresh.engine.run(LoopRequest("one", 160, seed=1))
+    wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
+    with fresh.client() as client, pytest.raises(httpx.ReadTimeout):
+        client.post(RESET, json={"drain_timeout_s": 3600}, timeout=0.3)
+    with fresh.client() as client:
+        assert stats_of(client)["epoch"] == 1
+
+        def recorded() -> bool:
+            items = client.get("/admin/v1/audit").json()["items"]
+            return bool(items) and items[0]["status"] == 202
+
+        wait_until(recorded, "the reset whose client went is in the audit table")
+    fresh.engine.copies.open()
+
+
+def test_a_waiting_reset_ends_with_the_server(tmp_path: Path) -> None:
+    with start_service(tmp_path) as running:
+        running.engine.copies.shut()
+        running.engine.run(LoopRequest("one", 160, seed=1))
+        wait_until(lambda: running.engine.copies.num_held > 0, "a store is in flight")
+        with running.client() as client, running.client() as other, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 3600})
+            wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
+            running.running.server.should_exit = True
+            assert waiting.result(20).status_code == 202
+        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
+
+
+@pytest.mark.parametrize(
+    ("match", "kept"),
+    [
+        ({"request": "a*"}, {"b1", "c1"}),
+        ({"tenant": "red"}, {"a2", "c1"}),
+        ({"lora": "sql-?"}, {"a1", "a2", "b1"}),
+        ({"tenant": "r*", "request": "a*"}, {"a2", "b1", "c1"}),
+        ({"tenant": "nobody"}, {"a1", "a2", "b1", "c1"}),
+        ({"request": "*"}, set()),
+        ({"request": "a1", "tenant": None}, {"a2", "b1", "c1"}),
+        ({}, set()),
+        (None, set()),
+    ],
+)
+def test_a_reset_by_match_drops_what_matching_requests_stored(
+    fresh: Service, match: dict[str, str | None] | None, kept: set[str]
+) -> None:
+    fill(
+        fresh,
+        LoopRequest("a1", 32, seed=1, tenant="red"),
+        LoopRequest("a2", 32, seed=2, tenant="blue"),
+        LoopRequest("b1", 32, seed=3, tenant="red"),
+        LoopRequest("c1", 32, seed=4, lora="sql-7"),
+    )
+    with fresh.client() as client:
+        answer = client.post(RESET, json={"match": match, "reason": "test"})
+        assert answer.status_code == 200
+        items = client.get("/admin/v1/blocks").json()["items"]
+        assert {item["request"] for item in items} == kept
+        assert answer.json()["dropped_blocks"] == 8 - 2 * len(kept)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        ({"tiers": ["disk"]}, ["tiers.0"]),
+        ({"tiers": ["host", "disk"]}, ["tiers.1"]),
+        ({"tiers": []}, ["tiers"]),
+        ({"tiers": "host"}, ["tiers"]),
+        ({"match": {"tenants": "x"}}, ["match.tenants"]),
+        ({"match": {"tenant": 5}}, ["match.tenant"]),
+        ({"match": {"tenant": ""}}, ["match.tenant"]),
+        ({"match": "x"}, ["match"]),
+        ({"drain_timeout_s": -1}, ["drain_timeout_s"]),
+        ({"drain_timeout_s": 3601}, ["drain_timeout_s"]),
+        ({"drain_timeout_s": "5"}, ["drain_timeout_s"]),
+        ({"drain_timeout_s": True}, ["drain_timeout_s"]),
+        ({"drain_timeout_s": None}, ["drain_timeout_s"]),
+        ({"reason": 5}, ["reason"]),
+        ({"reason": "x" * 1001}, ["reason"]),
+        ({"force": True, "now": 1}, ["force", "now"]),
+        ([], ["body"]),
+        ("now", ["body"]),
+        (5, ["body"]),
+    ],
+)
+def test_what_is_no_reset_is_refused_and_resets_nothing(api: httpx.Client, body: Any, fields: list[str]) -> None:
+    before = stats_of(api)["epoch"]
+    answer = api.post(RESET, json=body)
+    assert answer.status_code == 422, answer.text
+    assert [error["field"] for error in answer.json()["errors"]] == fields
+    assert stats_of(api)["epoch"] == before
+
+
+@pytest.mark.parametrize(
+    "body", ['{"drain_timeout_s": NaN}', '{"drain_timeout_s": Infinity}', '{"drain_timeout_s": 1e400}']
+)
+def test_numbers_that_are_none_are_refused(api: httpx.Client, body: str) -> None:
+    answer = api.post(RESET, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize("body", [None, {}, {"tiers": None}, {"tiers": ["host"]}, {"match": None, "reason": None}])
+def test_everything_about_a_reset_is_optional(api: httpx.Client, body: Any) -> None:
+    answer = (
+        api.post(RESET)
+        if body is None
+        else api.post(RESET, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    )
+    assert answer.status_code == 200
+
+
+def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
+    stop = threading.Event()
+
+    def traffic() -> None:
+        number = 0
+        while not stop.is_set():
+            fresh.engine.run(LoopRequest(f"t{number}", 96, seed=number % 5))
+            number += 1
+
+    thread = threading.Thread(target=traffic)
+    thread.start()
+    try:
+        with ThreadPoolExecutor(8) as pool, fresh.client() as client:
+            answers = list(pool.map(lambda _: client.post(RESET, json={"drain_timeout_s": 10}), range(40)))
+    finally:
+        stop.set()
+        thread.join()
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(answer.json()["epoch"] for answer in answers) == list(range(1, 41))
+    assert fresh.engine.failure is None

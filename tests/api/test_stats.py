@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import re
+import threading
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from httpx_sse import connect_sse
+
+from app.api import stats as stats_module
+
+from .loop_engine import BLOCK_BYTES, LoopRequest
+from .service import ADMIN, READ, Service, start_service
+from .serving import wait_until
+
+SHAPE: dict[str, Any] = {
+    "time": str,
+    "uptime_s": float,
+    "epoch": int,
+    "engine": {"name": str, "model": str, "device": str, "block_size": int, "groups": int, "workers": int},
+    "pool": {
+        "kind": str,
+        **dict.fromkeys(
+            ("slots", "slot_bytes", "free", "ready", "storing", "loading", "pinned", "unverified", "bytes"), int
+        ),
+        "eviction_policy": str,
+    },
+    "requests": dict.fromkeys(("seen", "running", "waiting_for_load", "finished", "preempted"), int),
+    "prompt_tokens": {"total": int, "device_hit": int, "host_hit": int, "tier_hit": {}, "recomputed": int},
+    "store": {
+        **dict.fromkeys(("offered", "stored", "bytes", "failed", "in_flight"), int),
+        "seconds": float,
+        "skipped": dict.fromkeys(
+            (
+                "prompt_only",
+                "token_cap",
+                "already_stored",
+                "in_flight",
+                "admission",
+                "no_space",
+                "disabled",
+                "reset",
+            ),
+            int,
+        ),
+    },
+    "load": {
+        **dict.fromkeys(("blocks", "bytes", "failed", "corrupt", "declined", "in_flight"), int),
+        "seconds": float,
+    },
+    "evictions": {"total": int, "by_reason": {}, "regretted": int},
+    "journal": {"queued": int, "written": int, "dropped": int, "lag_s": float},
+}
+
+
+def shape_of(value: Any) -> Any:
+    return {name: shape_of(item) for name, item in value.items()} if isinstance(value, dict) else type(value)
+
+
+def check_identities(stats: dict[str, Any]) -> None:
+    tokens, store, pool = stats["prompt_tokens"], stats["store"], stats["pool"]
+    served = tokens["device_hit"] + tokens["host_hit"] + sum(tokens["tier_hit"].values()) + tokens["recomputed"]
+    assert tokens["total"] == served
+    answered = store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
+    assert store["offered"] == answered
+    assert pool["slots"] == pool["free"] + pool["ready"] + pool["storing"]
+    assert pool["loading"] <= pool["ready"]
+    assert pool["pinned"] <= pool["ready"]
+
+
+def test_stats_have_exactly_the_shape_of_the_contract(fresh: Service) -> None:
+    with fresh.client() as client:
+        answer = client.get("/admin/v1/stats")
+    assert answer.headers["Content-Type"] == "application/json"
+    stats = answer.json()
+    assert shape_of(stats) == SHAPE
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stats["time"])
+    assert datetime.fromisoformat(stats["time"]).tzinfo is not None
+    assert stats["engine"] == {
+        "name": "embedded",
+        "model": "tiny",
+        "device": "cpu",
+        "block_size": 16,
+        "groups": 1,
+        "workers": 1,
+    }
+    assert stats["pool"]["slots"] == stats["pool"]["free"] == 256
+    assert stats["pool"]["bytes"] == 256 * BLOCK_BYTES
+    assert stats["uptime_s"] >= 0
+
+
+def test_the_identities_hold_at_any_moment_under_load(fresh: Service) -> None:
+    stop = threading.Event()
+
+    def traffic() -> None:
+        number = 0
+        while not stop.is_set():
+            tokens = 16 * (number % 37)
+            fresh.engine.run(LoopRequest(f"r{number}", tokens, seed=number % 11, num_output_tokens=number % 50))
+            number += 1
+
+    thread = threading.Thread(target=traffic)
+    thread.start()
+    finished = set()
+    try:
+        with fresh.client() as client:
+            for number in range(120):
+                stats = client.get("/admin/v1/stats").json()
+                check_identities(stats)
+                finished.add(stats["requests"]["finished"])
+                if number % 10 == 9:
+                    client.post("/admin/v1/reset", json={"drain_timeout_s": 0})
+    finally:
+        stop.set()
+        thread.join()
+    with fresh.client() as client:
+        check_identities(client.get("/admin/v1/stats").json())
+    assert len(finished) > 10
+    assert fresh.engine.failure is None
+
+
+def test_the_stream_sends_what_stats_says(fresh: Service) -> None:
+    with fresh.client() as client, connect_sse(client, "GET", "/admin/v1/stats/stream?interval_s=0.1") as source:
+        assert source.response.headers["Content-Type"].startswith("text/event-stream")
+        events = source.iter_sse()
+        first = next(events)
+        assert first.event == "message"
+        assert shape_of(json.loads(first.data)) == SHAPE
+        fresh.engine.run(LoopRequest("one", 64))
+        for event in events:
+            stats = json.loads(event.data)
+            check_identities(stats)
+            if stats["requests"]["finished"] == 1:
+                break
+
+
+@pytest.mark.parametrize("interval", ["0", "0.05", "61", "-1", "nan", "inf", "abc", ""])
+def test_the_interval_is_bounded(api: httpx.Client, interval: str) -> None:
+    answer = api.get("/admin/v1/stats/stream", params={"interval_s": interval})
+    assert answer.status_code == 422
+    assert [error["field"] for error in answer.json()["errors"]] == ["interval_s"]
+
+
+def test_the_stream_needs_a_token_like_any_get(guarded: Service) -> None:
+    with guarded.client() as stranger:
+        assert stranger.get("/admin/v1/stats/stream").status_code == 401
+    with guarded.client(READ) as reader, connect_sse(reader, "GET", "/admin/v1/stats/stream") as source:
+        assert source.response.status_code == 200
+
+
+def test_streams_end_with_the_server(tmp_path: Path) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        with connect_sse(client, "GET", "/admin/v1/stats/stream?interval_s=60") as source:
+            events = source.iter_sse()
+            next(events)
+            running.running.server.should_exit = True
+            assert list(events) == []
+        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
+
+
+def test_streams_are_bounded_and_a_client_that_goes_makes_room(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_module, "MAX_STREAMS", 2)
+    url = "/admin/v1/stats/stream?interval_s=0.1"
+    with fresh.client() as client:
+        with connect_sse(client, "GET", url) as one, connect_sse(client, "GET", url) as two:
+            # Dropping either iterator would close its stream.
+            streams = [one.iter_sse(), two.iter_sse()]
+            for stream in streams:
+                next(stream)
+            with client.stream("GET", url) as refused:
+                assert refused.status_code == 503
+                assert refused.headers["Retry-After"]
+
+        def has_room() -> bool:
+            with client.stream("GET", url) as answer:
+                return answer.status_code == 200
+
+        wait_until(has_room, "a stream whose client went makes room")
+
+
+def test_an_admin_reads_too(guarded: Service) -> None:
+    with guarded.client(ADMIN) as admin:
+        assert admin.get("/admin/v1/stats").status_code == 200

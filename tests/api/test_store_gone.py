@@ -1,0 +1,123 @@
+"""What works, and what says 503, while the database is locked by somebody else or its file is gone."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from .loop_engine import LoopRequest
+from .service import Service
+from .serving import wait_until
+from .test_blocks import fill
+
+
+@contextmanager
+def locked(service: Service) -> Iterator[None]:
+    """Hold the write lock, as a backup or a shell left open would."""
+    with sqlite3.connect(service.database, isolation_level=None, timeout=20) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            connection.execute("ROLLBACK")
+    connection.close()
+
+
+@contextmanager
+def moved_away(service: Service) -> Iterator[None]:
+    """Take the file away from under the process."""
+    away = service.database.with_name("away.db")
+    service.database.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(service.database)
+
+
+NEEDS_NO_DATABASE = (
+    "/healthz",
+    "/metrics",
+    "/admin/v1/stats",
+    "/admin/v1/policy",
+    "/admin/v1/requests",
+    "/admin/v1/requests/one",
+    "/admin/v1/blocks",
+    "/admin/v1/slots/map",
+    "/admin/v1/config",
+)
+Trouble = Callable[[Service], Any]
+
+
+@pytest.mark.parametrize("trouble", [locked, moved_away])
+def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> None:
+    with fresh.client() as client:
+        client.put("/admin/v1/requests/kept/policy", json={"store": False})
+        with trouble(fresh):
+            calls: list[tuple[str, str, dict[str, Any]]] = [
+                ("PUT", "/admin/v1/requests/r/policy", {"json": {"store": False}}),
+                ("DELETE", "/admin/v1/requests/kept/policy", {}),
+                ("PATCH", "/admin/v1/policy", {"json": {"store": False}}),
+                ("PATCH", "/admin/v1/config", {"json": {"log_level": "debug"}}),
+            ]
+            for method, path, sent in calls:
+                answer = client.request(method, path, **sent)
+                assert answer.status_code == 503, (path, answer.text)
+                assert answer.headers["Content-Type"] == "application/problem+json"
+                assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
+                assert answer.headers["Retry-After"]
+            assert client.get("/admin/v1/requests/r").status_code == 404
+            assert client.get("/admin/v1/requests/kept").json()["policy"]["store"]["source"] == "override"
+            assert client.get("/admin/v1/policy").json()["store"]["value"] is True
+            assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
+
+
+@pytest.mark.parametrize("trouble", [locked, moved_away])
+def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, *_ = fill(fresh, LoopRequest("one", 160, seed=1))
+    with fresh.client() as client, trouble(fresh), caplog.at_level(logging.WARNING, logger="app.api.audit_trail"):
+        assert client.put(f"/admin/v1/blocks/{first}/pin").status_code == 200
+        assert client.delete(f"/admin/v1/blocks/{first}/pin").status_code == 204
+        assert client.delete(f"/admin/v1/blocks/{second}").status_code == 204
+        answer = client.post("/admin/v1/reset", json={"reason": "wrong text"}, headers={"X-Request-ID": "emergency-1"})
+        assert (answer.status_code, answer.json()["dropped_blocks"]) == (200, 9)
+        lines = [record.getMessage() for record in caplog.records if record.name == "app.api.audit_trail"]
+        assert len(lines) == 4
+        assert "emergency-1" in lines[3]
+        assert "wrong text" in lines[3]
+        assert "200 applied" in lines[3]
+
+
+@pytest.mark.parametrize("trouble", [locked, moved_away])
+def test_what_needs_no_database_goes_on(fresh: Service, trouble: Trouble) -> None:
+    with fresh.client() as client, trouble(fresh):
+        fresh.engine.run(LoopRequest("one", 160, seed=1))
+        for path in NEEDS_NO_DATABASE:
+            assert client.get(path).status_code == 200, path
+
+
+def test_calls_work_again_once_the_database_does(fresh: Service) -> None:
+    with fresh.client() as client:
+        with locked(fresh):
+            assert client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 503
+
+        def works() -> bool:
+            return client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 200
+
+        wait_until(works, "overrides are taken again")
+        statuses = [item["status"] for item in client.get("/admin/v1/audit").json()["items"]]
+        assert 200 in statuses
+
+
+def test_lists_from_a_database_that_is_gone_are_503(fresh: Service) -> None:
+    fresh.store.database.close()
+    with fresh.client() as client:
+        for path in ("/admin/v1/audit", "/admin/v1/evictions", "/admin/v1/evictions/summary"):
+            answer: httpx.Response = client.get(path)
+            assert answer.status_code == 503
+            assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
