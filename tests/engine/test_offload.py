@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -245,3 +246,43 @@ def test_a_reset_in_full_swing_loses_no_answer(
     run(scenario())
     settle(offloaded)
     assert offloaded.stats.epoch > 3
+
+
+def test_everything_at_once(prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded) -> None:
+    """Cancellations, resets, failing copies and a gate that opens and shuts: who gets an answer gets the right one."""
+    offloaded = make_offloaded(40, **SMALL)
+    engine, copies, rng = offloaded.engine, offloaded.copies, random.Random(9)
+
+    async def client() -> int:
+        await asyncio.sleep(rng.random() * 1.5)
+        which = rng.randrange(len(prompts))
+        stream = engine.submit(prompts[which], greedy(MAX_TOKENS), request_id=rng.choice(["a", "b", None]))
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.random() * 0.05)
+            stream.cancel()
+        answer = await collect(stream)
+        assert answer.last is not None
+        if answer.last.finish_reason is FinishReason.ABORT:
+            return 0
+        assert answer.token_ids == answers[which]
+        return 1
+
+    async def trouble(clients: list[asyncio.Task[int]]) -> None:
+        while not all(task.done() for task in clients):
+            rng.choice([copies.shut, copies.open, copies.open, lambda: offloaded.scheduler.reset(0.0)])()
+            copies.fail = {direction for direction in Direction if rng.random() < 0.2}
+            copies.refuse = {direction for direction in Direction if rng.random() < 0.1}
+            engine.wake()
+            await asyncio.sleep(0.02)
+            copies.open()
+
+    async def scenario() -> int:
+        clients = [asyncio.create_task(client()) for _ in range(120)]
+        await trouble(clients)
+        return sum(task.result() for task in clients)
+
+    assert run(scenario()) > 60
+    copies.fail = copies.refuse = set()
+    copies.open()
+    settle(offloaded)
+    assert offloaded.stats.requests.finished == 120

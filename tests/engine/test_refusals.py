@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,15 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
     assert isinstance(model.tokenizer, NoTokenizer)
     assert "prompts must be token ids" in caplog.text
     assert isinstance(load_model(checkpoints["llama"], "cpu").tokenizer, CheckpointTokenizer)
+
+
+def test_other_weights_are_another_revision(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints["llama"], tmp_path / "model")
+    first = load_model(str(folder), "cpu").revision
+    assert first == load_model(str(folder), "cpu").revision
+    weights = folder / "model.safetensors"
+    about, data = weights.stat(), bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert load_model(str(folder), "cpu").revision != first

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from app.engines.embedded.attention import ATTENTION_NAME
 from app.engines.embedded.config import EngineStartError
+from app.engines.embedded.revision import revision_of
 from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ TINY_QUERY_KEY_GAIN = 1.5
 class LoadedModel:
     """A model that is ready to run, and what the engine needs to know about it.
 
-    `revision` names the weights as far as they are known: the hub's commit, `seed-<n>` for `tiny`, None for a folder.
+    `revision` names the weights: the hub's commit, a digest of a folder's files, `seed-<n>` for `tiny`; None if unknown.
     """
 
     name: str
@@ -63,7 +64,7 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedMo
         vocab_size=_num_embeddings(module),
         context_tokens=context_tokens,
         eos_token_ids=frozenset(_as_ids(module.generation_config.eos_token_id if module.generation_config else None)),
-        revision=f"seed-{TINY_SEED}" if name == TINY else getattr(module.config, "_commit_hash", None),
+        revision=f"seed-{TINY_SEED}" if name == TINY else revision_of(name, module.config),
     )
 
 
