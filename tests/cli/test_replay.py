@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.replay import BadTrace, read_trace
 from tests.api.serving import Running, serve
 
 from .conftest import Run
@@ -162,11 +163,20 @@ def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, cl
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_malformed_lines_are_named(bad: Any, said: str, run: Run, clean_world: Path) -> None:
-    trace = write(clean_world, line(512, [1]), bad)
-    done = run("replay", trace, "--url", "http://127.0.0.1:1")
+def test_malformed_lines_are_named(bad: Any, said: str, clean_world: Path) -> None:
+    trace = Path(write(clean_world, line(512, [1]), bad))
+    with pytest.raises(BadTrace) as caught:
+        read_trace(trace)
+    assert str(caught.value).startswith(f"{trace}, line 2: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(read_trace(trace, 1)) == 1
+
+
+def test_a_malformed_line_is_bad_usage(run: Run, clean_world: Path) -> None:
+    done = run("replay", write(clean_world, line(512, [1]), "{"), "--url", "http://127.0.0.1:1")
     assert (done.code, done.out) == (2, "")
-    assert f"trace.jsonl, line 2: {said}" in done.err
+    assert "trace.jsonl, line 2: is not JSON" in done.err
     assert done.err.count("\n") == 1
 
 
