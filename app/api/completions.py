@@ -118,11 +118,10 @@ class OpenAIRoute(APIRoute):
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
     """`POST /v1/completions` and `GET /v1/models` over this engine."""
     router = APIRouter(prefix="/v1", tags=["engine"], route_class=OpenAIRoute)
-    created_s = int(time.time())
     card = {
         "id": engine.info.model,
         "object": "model",
-        "created": created_s,
+        "created": int(time.time()),
         "owned_by": "kvferry",
         "max_model_len": engine.info.context_tokens,
     }

@@ -30,7 +30,7 @@ TINY_QUERY_KEY_GAIN = 1.5
 class LoadedModel:
     """A model that is ready to run, and what the engine needs to know about it.
 
-    `revision` names the weights: the hub's commit, a digest of a folder's files, `seed-<n>` for `tiny`; None if unknown.
+    `revision` names the weights: the hub's commit, a digest of a folder's files, `tiny`'s seed; None if unknown.
     """
 
     name: str
