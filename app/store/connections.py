@@ -108,6 +108,9 @@ def make_engine(
     engine = create_engine(
         "sqlite:///" + str(path), creator=connect, pool_size=size, max_overflow=0, pool_timeout=busy_timeout_s
     )
+    # Python's lock changes hands at every statement. Row by row, a busy engine could stretch one batch, and with it the
+    # database's lock, over seconds; so rows are sent many to a statement.
+    engine.dialect.use_insertmanyvalues_wo_returning = True
     # A writer that began as a reader could find its snapshot outdated and fail without waiting.
     begin = "BEGIN" if access is Access.READ else "BEGIN IMMEDIATE"
 

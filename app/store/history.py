@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, Table, Update, bindparam, func, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from app.store.database import Database
 from app.store.errors import is_refused
 from app.store.models import EvictionRow, ResetRow
 from app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
 from app.store.text import clean
-from core.events import EvictionBatch
+from core.events import EvictionBatch, ResetEvent
 from core.keys import group_of
 
 BATCH_ROWS = 2000
@@ -64,9 +64,9 @@ class HistoryWriter:
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
         if isinstance(item, EvictionBatch):
             return eviction_rows(self._engine, item)
-        if isinstance(item, Regrets):
-            return [{"of_key": key.hex(), "at": item.time_s} for key in item.keys]
-        return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
+        if isinstance(item, ResetEvent):
+            return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
+        return []
 
     def _insert(self, connection: Connection, parts: list[tuple[HistoryItem, list[dict[str, Any]]]]) -> None:
         evictions: list[dict[str, Any]] = []
@@ -77,7 +77,10 @@ class HistoryWriter:
             # A regret is about an eviction before it, never about one behind it.
             _insert_evictions(connection, evictions)
             evictions = []
-            connection.execute(_mark_regrets(self._engine) if isinstance(item, Regrets) else insert(ResetRow), rows)
+            if isinstance(item, Regrets):
+                _mark_regrets(connection, self._engine, item)
+            else:
+                connection.execute(insert(ResetRow), rows)
         _insert_evictions(connection, evictions)
 
 
@@ -126,14 +129,13 @@ def _insert_evictions(connection: Connection, rows: list[dict[str, Any]]) -> Non
         connection.execute(insert(EvictionRow), rows)
 
 
-def _mark_regrets(engine: str) -> Update:
-    latest = (
-        select(func.max(EvictionRow.id))
-        .where(EvictionRow.engine == engine, EvictionRow.key == bindparam("of_key"))
-        .scalar_subquery()
-    )
-    table = EvictionRow.__table__
-    if not isinstance(table, Table):
-        raise TypeError("evictions is not a table")
-    which = (table.c.id == latest, table.c.regretted_at.is_(None))
-    return update(table).where(*which).values(regretted_at=bindparam("at"))
+def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None:
+    for start in range(0, len(regrets.keys), BATCH_ROWS):
+        keys = [key.hex() for key in regrets.keys[start : start + BATCH_ROWS]]
+        latest = (
+            select(func.max(EvictionRow.id))
+            .where(EvictionRow.engine == engine, EvictionRow.key.in_(keys))
+            .group_by(EvictionRow.key)
+        )
+        which = (EvictionRow.id.in_(latest), EvictionRow.regretted_at.is_(None))
+        connection.execute(update(EvictionRow).where(*which).values(regretted_at=regrets.time_s))

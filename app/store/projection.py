@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-from sqlalchemy import ColumnElement, Table, bindparam, delete, select
+from sqlalchemy import ColumnElement, delete, insert, select
 
 from app.store.database import Database
 from app.store.errors import is_refused
 from app.store.models import SlotRow
 from app.store.text import clean
-from app.store.upsert import upsert
 from core.events import SlotRows
 from core.keys import group_of
 
@@ -95,13 +94,13 @@ class SlotProjection:
     def _write(self, database: Database) -> None:
         min_epoch = self._min_epoch
         live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
-        kept = {row["slot"] for row in live}
-        dead = [{"dead_engine": self._engine, "dead_slot": slot} for slot in self._pending if slot not in kept]
+        # Two statements, however many rows: many to a statement cannot be had with an upsert.
+        old = delete(SlotRow).where(SlotRow.engine == self._engine, SlotRow.slot.in_(list(self._pending)))
         try:
             with database.write() as connection:
-                if dead:
-                    connection.execute(_DELETE_ONE, dead)
-                upsert(connection, SlotRow, live)
+                connection.execute(old)
+                if live:
+                    connection.execute(insert(SlotRow), live)
         except Exception as error:
             if is_refused(error):
                 # Trying for ever would keep every other slot out.
@@ -169,13 +168,3 @@ def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]
             "hits": hits[i],
         }
     return parameters
-
-
-def _delete_one() -> Any:
-    table = SlotRow.__table__
-    if not isinstance(table, Table):
-        raise TypeError("slots is not a table")
-    return delete(table).where(table.c.engine == bindparam("dead_engine"), table.c.slot == bindparam("dead_slot"))
-
-
-_DELETE_ONE = _delete_one()
