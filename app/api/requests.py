@@ -59,9 +59,9 @@ def show_override(override: Override | None) -> dict[str, Any] | None:
 
 
 def find_override(context: AdminContext, request_id: str, view: RequestView | None, now_s: float) -> Override | None:
-    """The override that covers a request: by the id asked for, else by any other that the request goes by."""
-    ids = [request_id] if view is None else [request_id, view.request_id, *view.aliases]
-    found = (context.scheduler.find_override(one, now_s) for one in dict.fromkeys(ids))
+    """The override that covers a request: by its exact id, else by the next that it goes by, as core settles it."""
+    ids = [request_id] if view is None else [view.request_id, *view.aliases]
+    found = (context.scheduler.find_override(one, now_s) for one in ids)
     return next((override for override in found if override is not None), None)
 
 

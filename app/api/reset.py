@@ -18,6 +18,8 @@ from core.scheduler import ResetTicket
 MAX_DRAIN_S = 3600.0
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.1
+SEARCH_GRACE_S = 0.5
+"""What a search may take however short the timeout, so that a small pool answers with what it dropped."""
 
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
@@ -64,12 +66,20 @@ def reset_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
 
-    async def begin(match: ResetMatch | None) -> asyncio.Task[ResetTicket]:
-        # A search goes through the whole pool in batches; it outlives the call that asked for it.
-        task = asyncio.create_task(asyncio.to_thread(context.scheduler.reset, time.time(), _to_core(match)))
+    async def search(request: Request, match: OriginMatch, deadline_s: float) -> ResetTicket | None:
+        """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
+        loop = asyncio.get_running_loop()
+        # It outlives the call that asked for it.
+        task = asyncio.create_task(asyncio.to_thread(context.scheduler.reset, time.time(), match))
         searches.add(task)
         task.add_done_callback(searches.discard)
-        return task
+        deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
+        while not task.done():
+            wait_s = min(LAST_POLL_S, deadline_s - loop.time())
+            if wait_s <= 0 or context.closing() or await request.is_disconnected():
+                return None
+            await asyncio.wait({task}, timeout=wait_s)
+        return task.result()
 
     async def drain(request: Request, ticket: ResetTicket, deadline_s: float) -> int:
         """Wait for the disowned jobs to end and say how many did not."""
@@ -100,8 +110,9 @@ def reset_router(context: AdminContext) -> APIRouter:
         """
         asked = body or ResetBody()
         deadline_s = asyncio.get_running_loop().time() + asked.drain_timeout_s
-        task = await begin(asked.match)
-        ticket = await _first(task, asked.drain_timeout_s)
+        match = _to_core(asked.match)
+        # A whole reset costs no more than the open jobs, and must not queue behind searches.
+        ticket = context.scheduler.reset(time.time()) if match is None else await search(request, match, deadline_s)
         if ticket is None:
             epoch = context.scheduler.snapshot().epoch
             return _answer(ResetAnswer(epoch=epoch, dropped_blocks=0, dropped_bytes=0, drained_jobs=0, pending_jobs=1))
@@ -118,15 +129,6 @@ def reset_router(context: AdminContext) -> APIRouter:
         )
 
     return router
-
-
-SEARCH_GRACE_S = 0.5
-
-
-async def _first(task: asyncio.Task[ResetTicket], timeout_s: float) -> ResetTicket | None:
-    """The ticket, or None when the search outlasts the timeout. A whole reset gets the moment it takes."""
-    done, _ = await asyncio.wait({task}, timeout=max(timeout_s, SEARCH_GRACE_S))
-    return task.result() if done else None
 
 
 def _answer(answer: ResetAnswer) -> JSONResponse:

@@ -231,3 +231,17 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     assert {answer.status_code for answer in answers} == {200}
     assert sorted(answer.json()["epoch"] for answer in answers) == list(range(1, 41))
     assert fresh.engine.failure is None
+
+
+def test_a_search_that_outlasts_its_timeout_goes_on(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.api.reset.SEARCH_GRACE_S", 0.0)
+    fill(fresh, LoopRequest("a1", 160, seed=1), LoopRequest("b1", 160, seed=2))
+    with fresh.client() as client:
+        answer = client.post(RESET, json={"match": {"request": "a*"}, "drain_timeout_s": 0})
+        assert answer.status_code == 202
+        assert answer.json()["pending_jobs"] == 1
+
+        def is_done() -> bool:
+            return {item["request"] for item in client.get("/admin/v1/blocks").json()["items"]} == {"b1"}
+
+        wait_until(is_done, "the search has dropped what matches")
