@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -15,8 +18,31 @@ from app.wiring import Process, StartRefused
 _log = logging.getLogger(__name__)
 
 GRACE_S = 5
-"""How long answers under way may take once the service is told to stop."""
+"""How long answers under way may take once the service is told to stop; then they are aborted, and told so."""
+ABORT_S = 5
 BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """A server that ends what is under way by itself and leaves the rest of the process to close in order."""
+
+    def __init__(self, config: uvicorn.Config, abort: Callable[[], None]) -> None:
+        """`abort` has the engine end its requests; their answers then end like any other."""
+        super().__init__(config)
+        self._abort = abort
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal, at once at the second; uvicorn would raise the signal again behind our back."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers finish for a while, then abort them."""
+        aborter = asyncio.get_running_loop().call_later(GRACE_S, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            aborter.cancel()
 
 
 def run(settings: Settings) -> int:
@@ -36,8 +62,8 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def _make_server(process: Process) -> uvicorn.Server:
-    servers: list[uvicorn.Server] = []
+def _make_server(process: Process) -> Server:
+    servers: list[Server] = []
     app = create_app(process.context(closing=lambda: bool(servers) and servers[0].should_exit))
     config = uvicorn.Config(
         app,
@@ -46,9 +72,9 @@ def _make_server(process: Process) -> uvicorn.Server:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=GRACE_S + ABORT_S,
     )
-    servers.append(uvicorn.Server(config))
+    servers.append(Server(config, process.abort_requests))
     return servers[0]
 
 

@@ -140,6 +140,11 @@ class Process:
         if self.engine is not None:
             self.engine.wake()
 
+    def abort_requests(self) -> None:
+        """End what the engine works on; clients are told."""
+        if self.engine is not None:
+            self.engine.abort_all()
+
     def close(self) -> None:
         """Stop everything, the last thing started first; each within its time."""
         self._stopping.set()

@@ -48,7 +48,7 @@ class KeyIndex:
     def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
         """Point each key at its slot unless it has one already; the slot that each key has then."""
         claims = self._claims
-        return [claims[key[0]](key, slot) for key, slot in zip(keys, slots, strict=True)]
+        return [claims[key[0]](key, slot) for key, slot in zip(keys, slots)]  # noqa: B905 - hot
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Take out keys that are in the index."""

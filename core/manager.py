@@ -30,6 +30,7 @@ BATCH_SLOTS = 1000
 
 _DIRTY_SCAN_SLOTS = 1 << 16
 
+_LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 _NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
@@ -485,12 +486,13 @@ class OffloadManager:
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Make ready slots unfindable and say so."""
-        rows = self.table.rows(slots)
+        count = len(slots)
+        rows = self.table.rows(slots, live=_LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         self.index.remove(rows.keys)
         self._ghosts.add(rows.keys)
         self.table.dirty[slots] = True
-        self.evictions.total += len(slots)
-        self._count_reason(reason, len(slots))
+        self.evictions.total += count
+        self._count_reason(reason, count)
         self._sink.evicted(EvictionBatch(now_s, reason, self.evictable.name, rows, needed_by))
 
     def _count_reason(self, reason: EvictionReason, count: int) -> None:

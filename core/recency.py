@@ -75,6 +75,18 @@ class RecencyQueue:
         found: list[Slots] = []
         wanted = min(count, self._live)
         chunk = wanted
+        if wanted:
+            # Most often the oldest entries are all alive and in one piece.
+            start = self._head & self._mask
+            entries = self._ring[start : start + wanted]
+            if self._head + wanted <= self._tail and len(entries) == wanted and self._head != self._write:
+                slots = entries.astype(np.int64)
+                alive_mask = self._positions[slots] == np.arange(self._head, self._head + wanted)
+                if np.count_nonzero(alive_mask) == wanted:
+                    self._head += wanted
+                    self._live -= wanted
+                    self._positions[slots] = _NOWHERE
+                    return slots
         while wanted > 0:
             if self._head == self._write:
                 self._head = self._read
@@ -84,7 +96,7 @@ class RecencyQueue:
                 end = min(end, self._write)
             positions = np.arange(self._head, end)
             entries = self._ring[positions & self._mask]
-            alive = np.flatnonzero(self._positions[entries] == positions)
+            alive = (self._positions[entries] == positions).nonzero()[0]
             if len(alive) > wanted:
                 alive = alive[:wanted]
                 end = self._head + int(alive[-1]) + 1

@@ -26,6 +26,20 @@ class RequestPhase(StrEnum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What is kept of an engine's request once it is over: an `EngineRequest` without blocks."""
+
+    request_id: str
+    aliases: tuple[str, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    tenant: str | None
+    lora: str | None
+    block_hashes: tuple[bytes, ...] = ()
+    kv_transfer_params: None = None
+
+
 @dataclass(slots=True)
 class RequestState:
     """One announced request. `answered` blocks from its start have been offered and their answer stands."""
@@ -40,7 +54,6 @@ class RequestState:
     keys: list[Key] = field(default_factory=list)
     block_ids: Sequence[int] = ()
     num_computed_tokens: int = 0
-    num_tokens_at_end: int = 0
     answered: int = 0
     refused_at: int | None = None
     pin: Pin | None = None
@@ -81,17 +94,31 @@ class RequestState:
         kept_back = [(SkipReason.PROMPT_ONLY, decode), (SkipReason.TOKEN_CAP, capped)]
         return storable_end, [(reason, count) for reason, count in kept_back if count]
 
+    def retire(self) -> None:
+        """Let go of the engine's own object and of the keys. Counts go on while stores of this request are open."""
+        request = self.request
+        self.request = FinishedRequest(
+            request.request_id,
+            tuple(request.aliases),
+            request.num_prompt_tokens,
+            request.num_tokens,
+            request.tenant,
+            request.lora,
+        )
+        self.phase = RequestPhase.FINISHED
+        self.keys = []
+        self.block_ids = ()
+
     def view(self) -> RequestView:
         """A copy of what may be shown."""
         request = self.request
-        num_tokens = self.num_tokens_at_end or request.num_tokens
         return RequestView(
             sequence=self.sequence,
             request_id=request.request_id,
             aliases=tuple(request.aliases),
             phase=self.phase,
             num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=num_tokens - request.num_prompt_tokens,
+            num_output_tokens=request.num_tokens - request.num_prompt_tokens,
             tenant=request.tenant,
             lora=request.lora,
             policy=self.policy,
@@ -123,7 +150,7 @@ class RequestTable:
     def __init__(self, num_recent: int) -> None:
         self._num_recent = num_recent
         self._live: dict[str, RequestState] = {}
-        self._recent: dict[int, RequestView] = {}
+        self._recent: dict[int, RequestState] = {}
         self._next_sequence = 1
 
     def __len__(self) -> int:
@@ -146,30 +173,32 @@ class RequestTable:
         self._live[state.request.request_id] = state
 
     def retire(self, state: RequestState) -> None:
-        """Move a live request to the recent ones. Only what is shown is kept: the engine's own object is let go."""
+        """Move a live request to the recent ones."""
         del self._live[state.request.request_id]
-        self._recent[state.sequence] = state.view()
+        state.retire()
+        self._recent[state.sequence] = state
         if len(self._recent) > self._num_recent:
             del self._recent[next(iter(self._recent))]
 
-    def page(self, after: int | None, limit: int) -> list[RequestState | RequestView]:
+    def page(self, after: int | None, limit: int) -> list[RequestState]:
         """Up to `limit` requests, the latest announced first, from behind sequence `after` on."""
-        states: list[RequestState | RequestView] = [*self._live.values(), *self._recent.values()]
+        states = [*self._live.values(), *self._recent.values()]
         if after is not None:
             states = [state for state in states if state.sequence < after]
         states.sort(key=lambda state: -state.sequence)
         return states[:limit]
 
-    def find(self, request_id: str) -> RequestState | RequestView | None:
+    def find(self, request_id: str) -> RequestState | None:
         """The latest request that goes by this id, live ones and exact ids first."""
         exact = self._live.get(request_id)
         if exact is not None:
             return exact
-        for state in reversed(self._live.values()):
-            if request_id in state.request.aliases:
-                return state
-        recent = list(reversed(self._recent.values()))
-        for view in recent:
-            if view.request_id == request_id:
-                return view
-        return next((view for view in recent if request_id in view.aliases), None)
+        for states in (self._live, self._recent):
+            latest = list(reversed(states.values()))
+            for state in latest:
+                if state.request.request_id == request_id:
+                    return state
+            for state in latest:
+                if request_id in state.request.aliases:
+                    return state
+        return None

@@ -313,10 +313,10 @@ class OffloadScheduler:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
-        if isinstance(found, RequestView):
-            return found
-        self._settle(found, now_s)
+    def _view(self, found: RequestState, now_s: float) -> RequestView:
+        """A copy, with the policy as it is now; that of a finished request stays what it was."""
+        if found.phase is not RequestPhase.FINISHED:
+            self._settle(found, now_s)
         return found.view()
 
     def _settle(self, state: RequestState, now_s: float) -> None:
@@ -341,8 +341,6 @@ class OffloadScheduler:
             self._settle(state, now_s)
             self._stores.offer_rest(state)
         self._loads.detach(state)
-        state.phase = RequestPhase.FINISHED
-        state.num_tokens_at_end = state.request.num_tokens
         self._requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1

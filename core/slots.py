@@ -29,6 +29,10 @@ class SlotState(IntEnum):
     HELD = 3
 
 
+# Plain numbers: the columns are compared with them on the hot path, and looking up a member of an enum costs as much.
+_FREE, _STORING, _READY, _HELD = (int(state) for state in SlotState)
+
+
 class PriorityClasses:
     """The eviction class of each slot. `uniform` is the class of them all while there is but one, None after that."""
 
@@ -88,7 +92,7 @@ class SlotTable:
             start = self._frontier
             wanted = count - len(slots)
             end = min(start + max(wanted, _FRONTIER_CHUNK), self.num_slots)
-            fresh = np.flatnonzero(self.states[start:end] != SlotState.HELD)[:wanted] + start
+            fresh = (self.states[start:end] != _HELD).nonzero()[0][:wanted] + start
             self._frontier = int(fresh[-1]) + 1 if len(fresh) == wanted else end
             # Pins and loads of an older epoch are void; within an epoch they are zero before a slot is given back.
             self.pins[fresh] = 0
@@ -99,7 +103,7 @@ class SlotTable:
 
     def give_back(self, slots: Slots) -> None:
         """Make slots free again that are not."""
-        self.states[slots] = SlotState.FREE
+        self.states[slots] = _FREE
         self.num_free += len(slots)
         # Beyond the frontier a slot is found by its state; pushing it as well would give it out twice.
         passed = slots[slots < self._frontier] if self._frontier < self.num_slots else slots
@@ -110,7 +114,7 @@ class SlotTable:
         self, slots: Slots, keys: Sequence[Key], origin: Origin, positions: Slots, priority_class: int
     ) -> None:
         """Give slots that were just taken to keys that are about to be stored."""
-        self.states[slots] = SlotState.STORING
+        self.states[slots] = _STORING
         self.epochs[slots] = self.epoch
         self.generations[slots] += 1
         self.keys[slots] = keys
@@ -120,7 +124,7 @@ class SlotTable:
 
     def make_ready(self, slots: Slots, now_s: float) -> None:
         """Publish slots that were being stored."""
-        self.states[slots] = SlotState.READY
+        self.states[slots] = _READY
         self.stored_s[slots] = now_s
         self.hit_s[slots] = 0.0
         self.hits[slots] = 0
@@ -131,7 +135,7 @@ class SlotTable:
         """Forget every slot but `held`, those that transfers under way still touch, in time proportional to `held`."""
         self.epoch += 1
         self.num_ready = 0
-        self.states[held] = SlotState.HELD
+        self.states[held] = _HELD
         self.num_free = self.num_slots - len(held)
         self._num_returned = 0
         self._frontier = 0
@@ -139,22 +143,22 @@ class SlotTable:
     def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
         """A copy of the states of the slots in a range, with those left over from older epochs shown as free."""
         states = self.states[start:end].copy()
-        states[(self.epochs[start:end] != self.epoch) & (states != SlotState.HELD)] = SlotState.FREE
+        states[(self.epochs[start:end] != self.epoch) & (states != _HELD)] = _FREE
         return states
 
     def is_ready(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of these slots hold a block that can be found."""
-        ready: NDArray[np.bool_] = (self.states[slots] == SlotState.READY) & (self.epochs[slots] == self.epoch)
+        ready: NDArray[np.bool_] = (self.states[slots] == _READY) & (self.epochs[slots] == self.epoch)
         return ready
 
-    def rows(self, slots: Slots) -> SlotRows:
-        """A copy of these slots' columns. All slots have the pool's one size."""
+    def rows(self, slots: Slots, live: NDArray[np.bool_] | None = None) -> SlotRows:
+        """A copy of these slots' columns; `live` if that is known. All slots have the pool's one size."""
         if len(slots) > len(self._sizes):
             self._sizes = np.full(len(slots), self.slot_bytes, dtype=np.int64)
         return SlotRows(
             slots=slots,
             keys=self.keys[slots].tolist(),
-            live=self.is_ready(slots),
+            live=self.is_ready(slots) if live is None else live,
             generations=self.generations[slots],
             epochs=self.epochs[slots],
             sizes=self._sizes[: len(slots)],

@@ -17,8 +17,7 @@ def serve() -> int:
     from app.settings import Settings
 
     settings = Settings()
-    # uvicorn ends what is under way, then raises the signal again: by default that would kill the process before the
-    # engine and the store are closed.
+    # Before and after the server, which handles it itself, a signal must not keep engine and store from closing.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         # Only now, since these import torch: a bad setting is told at once.

@@ -171,6 +171,13 @@ class EmbeddedEngine:
         if request is not None:
             self._cancel(request)
 
+    def abort_all(self) -> None:
+        """Stop every request. Any thread."""
+        with self._live_lock:
+            requests = [request for request in self._live.values() if request is not None]
+        for request in requests:
+            self._cancel(request)
+
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Tokens that prompt and answer may have together. Raises `InvalidRequestError` where that is too few."""
         if not prompt:

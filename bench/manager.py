@@ -1,0 +1,131 @@
+"""What deciding costs: microseconds a block of the manager's store path and load path.
+
+Run: python -m bench.manager [--slots 50000 1000000 10000000] [--rounds 7]
+
+Store path: 64 keys not in the pool are offered to a full pool (64 victims leave it, and history is told), and
+published. Load path: 64 keys that are in the pool are matched, pinned, begun and ended as a load. The baseline, run in
+turns with it, is the least that Python can do: one OrderedDict from key to slot, no states, no pins, no history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from core.events import EvictionBatch, NullSink, Origin
+from core.manager import OffloadManager
+
+BATCH = 64
+KEY_BYTES = 33
+KEYS_THROUGH = 200_000
+
+
+class QueueingSink(NullSink):
+    """A sink that does what a journal does under the lock: append, within a bound."""
+
+    def __init__(self) -> None:
+        self.batches: deque[EvictionBatch] = deque(maxlen=100)
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        self.batches.append(batch)
+
+
+class BareManager:
+    """The baseline: an OrderedDict as least-recently-used index."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots: OrderedDict[bytes, int] = OrderedDict()
+        self.free = list(range(num_slots))
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        slots, free = self.slots, self.free
+        for key in keys:
+            if key not in slots:
+                slots[key] = free.pop() if free else slots.popitem(last=False)[1]
+
+    def load(self, keys: Sequence[bytes]) -> list[int]:
+        slots = self.slots
+        found = []
+        for key in keys:
+            found.append(slots[key])
+            slots.move_to_end(key)
+        return found
+
+
+def batches(keys: list[bytes]) -> list[list[bytes]]:
+    return [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
+
+
+def measure(run: Callable[[list[bytes]], object], work: list[list[bytes]]) -> float:
+    """Microseconds a block."""
+    gc.collect()
+    started = time.perf_counter()
+    for batch in work:
+        run(batch)
+    return (time.perf_counter() - started) / sum(map(len, work)) * 1e6
+
+
+def spread(values: list[float]) -> str:
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):6.3f} ({ordered[0]:.3f}-{ordered[-1]:.3f})"
+
+
+def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
+    origin, positions = Origin("bench"), np.arange(BATCH)
+    manager = OffloadManager(num_slots, 4096, sink=QueueingSink())
+    bare = BareManager(num_slots)
+
+    def store(keys: list[bytes]) -> None:
+        answer = manager.offer(keys, origin, positions[: len(keys)], 1, 1.0)
+        manager.publish(answer.slots, 2.0)
+
+    def load(keys: list[bytes]) -> None:
+        pin = manager.pin_prefix(keys)
+        manager.begin_load(pin, 3.0)
+        manager.end_load(pin)
+
+    for _ in range(0, num_slots, KEYS_THROUGH):
+        fill = batches([rng.randbytes(KEY_BYTES - 1) + b"\0" for _ in range(min(KEYS_THROUGH, num_slots))])
+        for batch in fill:
+            store(batch)
+            bare.store(batch)
+    times: dict[str, list[float]] = {name: [] for name in ("store", "bare store", "load", "bare load")}
+    ratios: dict[str, list[float]] = {"store": [], "load": []}
+    for _ in range(rounds):
+        work = batches([rng.randbytes(KEY_BYTES - 1) + b"\0" for _ in range(KEYS_THROUGH)])
+        times["store"].append(measure(store, work))
+        times["bare store"].append(measure(bare.store, work))
+        held = work[-(min(num_slots, KEYS_THROUGH) // BATCH) + 1 :]
+        rng.shuffle(held)
+        times["load"].append(measure(load, held))
+        times["bare load"].append(measure(bare.load, held))
+        for side in ratios:
+            ratios[side].append(times[side][-1] / times[f"bare {side}"][-1])
+    for side in ratios:
+        print(
+            f"{num_slots:>10,}  {side:<5}  {spread(times[side])}  {spread(times[f'bare {side}'])}  "
+            f"{spread(ratios[side])}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, nargs="+", default=[50_000, 1_000_000, 10_000_000])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    print(f"microseconds a block, batches of {BATCH}, {KEYS_THROUGH:,} keys a round: median (min-max)")
+    print(f"{'slots':>10}  {'path':<5}  {'kvferry':<22}  {'bare OrderedDict':<22}  ratio")
+    for num_slots in options.slots:
+        bench(num_slots, options.rounds, random.Random(options.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The whole service as its users run it: `kvferry serve` in a process of its own, and an HTTP client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120.0
+_URL = re.compile(r"serving on (http://\S+?):? ")
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Ask again and again, at a modest pace, until it holds."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"after {timeout_s:.0f} s still not: {what}")
+        pause.wait(0.02)
+
+
+def environment(folder: Path, settings: dict[str, object]) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    env |= {"OMP_NUM_THREADS": "1", "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
+    return env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
+
+
+@dataclass
+class Served:
+    """A running service."""
+
+    process: subprocess.Popen[str]
+    log_path: Path
+    url: str
+    http: httpx.Client
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def get(self, path: str) -> Any:
+        answer = self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stats(self) -> Any:
+        return self.get("/admin/v1/stats")
+
+    def complete(self, prompt: list[int] | str, request_id: str | None = None, **body: Any) -> Any:
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "return_token_ids": True} | body
+        headers = {"X-Request-ID": request_id} if request_id else {}
+        answer = self.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def tokens(self, prompt: list[int] | str, **body: Any) -> list[int]:
+        return list(self.complete(prompt, **body)["choices"][0]["token_ids"])
+
+    def is_idle(self) -> bool:
+        stats = self.stats()
+        open_blocks = stats["store"]["in_flight"] + stats["load"]["in_flight"]
+        return stats["requests"]["running"] == 0 and open_blocks == 0 and stats["pool"]["storing"] == 0
+
+    def settle(self) -> Any:
+        """Wait until every request is over and every transfer has ended."""
+        wait_until(self.is_idle, "idle")
+        return self.stats()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextmanager
+def serving(folder: Path, **settings: object) -> Iterator[Served]:
+    """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path = folder / f"serve-{time.monotonic_ns()}.log"
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", "serve"],
+            env=environment(folder, settings),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    try:
+        wait_until(
+            lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None, "serving", START_S
+        )
+        match = _URL.search(log_path.read_text())
+        assert match is not None, f"exit code {process.poll()}:\n{log_path.read_text()}"
+        with httpx.Client(base_url=match[1], timeout=120.0) as http:
+            served = Served(process, log_path, match[1], http)
+            wait_until(lambda: http.get("/readyz").status_code == 200, "ready")
+            yield served
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def check_identities(stats: Any) -> None:
+    prompt, store, pool = stats["prompt_tokens"], stats["store"], stats["pool"]
+    served = prompt["device_hit"] + prompt["host_hit"] + sum(prompt["tier_hit"].values()) + prompt["recomputed"]
+    assert prompt["total"] == served
+    assert store["offered"] == store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
+    assert pool["slots"] == pool["free"] + pool["ready"] + pool["storing"]

@@ -1,0 +1,151 @@
+"""Answers are the same whatever kvferry does with the blocks behind them, and it says truly where they came from."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.process import Served, check_identities, serving
+
+BLOCK = 16
+OUTPUT = 12
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts of up to some 30 blocks that share prefixes in families."""
+    rng = random.Random(seed)
+    families = [[rng.randint(3, 249) for _ in range(BLOCK * 20)] for _ in range(4)]
+    made = []
+    for _ in range(count):
+        shared = rng.choice(families)[: BLOCK * rng.randint(2, 20) + rng.choice((0, 0, 5))]
+        made.append(shared + [rng.randint(3, 249) for _ in range(rng.randint(1, BLOCK * 8))])
+    return made
+
+
+def ask_all(served: Served, asked: list[list[int]], **body: object) -> list[list[int]]:
+    with ThreadPoolExecutor(10) as threads:
+        return list(
+            threads.map(lambda prompt: served.tokens(prompt, max_tokens=OUTPUT, ignore_eos=True, **body), asked)
+        )
+
+
+def turn_over(served: Served, seed: int = 0) -> None:
+    """Fill the device cache with something else."""
+    rng = random.Random(f"turn over {seed}")
+    for _ in range(4):
+        served.complete(
+            [rng.randint(3, 249) for _ in range(BLOCK * 30)], max_tokens=1, kv_transfer_params={"store": False}
+        )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    settings = {"dtype": "float64", "device_blocks": 90, "pool_bytes": "64MiB", "load_decision": "always"}
+    with serving(tmp_path_factory.mktemp("served"), **settings) as running:
+        yield running
+        assert running.stop() == 0
+        assert "ERROR" not in running.log()
+        assert "Traceback" not in running.log()
+
+
+@pytest.fixture(scope="module")
+def truth(served: Served) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and their answers without any offload, one after another, in a pool nothing was stored into."""
+    asked = prompts(7, 24)
+    before = served.stats()["store"]["stored"]
+    answers = [
+        served.tokens(prompt, max_tokens=OUTPUT, ignore_eos=True, kv_transfer_params={"store": False, "load": False})
+        for prompt in asked
+    ]
+    assert served.settle()["store"]["stored"] == before
+    assert len({tuple(answer) for answer in answers}) > 20, "answers hardly differ, so they prove nothing"
+    return asked, answers
+
+
+def test_a_second_request_is_served_from_the_host_and_says_so(served: Served) -> None:
+    prompt = [(i * 37) % 240 + 3 for i in range(BLOCK * 25 + 3)]
+    first = served.complete(prompt, max_tokens=OUTPUT)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    served.settle()
+    before = served.stats()
+    turn_over(served)
+    second = served.complete(prompt, "second-time", max_tokens=OUTPUT)
+    assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == BLOCK * 25
+    after = served.settle()
+    assert after["load"]["blocks"] - before["load"]["blocks"] == 25
+    about = served.get("/admin/v1/requests/second-time")
+    assert about["prompt_tokens"] == {
+        "total": BLOCK * 25 + 3, "device_hit": 0, "host_hit": BLOCK * 25, "tier_hit": {}, "recomputed": 3,
+    }  # fmt: skip
+    third = served.complete(prompt, "third-time", max_tokens=OUTPUT)
+    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == BLOCK * 25
+    assert served.get("/admin/v1/requests/third-time")["prompt_tokens"]["device_hit"] == BLOCK * 25
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"load": False}, {"store": False}, {"offload_prompt_only": False}, {"max_offload_tokens": 100}],
+    ids=["on", "no-load", "no-store", "decode-too", "capped"],
+)
+def test_answers_are_equal_under_every_policy(served: Served, truth, params: dict[str, object]) -> None:
+    asked, answers = truth
+    for repetition in range(2):
+        turn_over(served, repetition)
+        assert ask_all(served, asked, kv_transfer_params=params) == answers
+    check_identities(served.settle())
+
+
+def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth) -> None:
+    asked, answers = truth
+    done = threading.Event()
+    epochs: list[int] = []
+
+    def reset_again_and_again() -> None:
+        with httpx.Client(base_url=served.url, timeout=60) as http:
+            while not done.is_set():
+                body = {"match": {"request": "*a*"}} if len(epochs) % 3 == 2 else {}
+                answer = http.post("/admin/v1/reset", json={"reason": "test", "drain_timeout_s": 20, **body})
+                assert answer.status_code == 200, answer.text
+                epochs.append(answer.json()["epoch"])
+                check_identities(http.get("/admin/v1/stats").json())
+                done.wait(0.05)
+
+    resetter = ThreadPoolExecutor(1)
+    resets = resetter.submit(reset_again_and_again)
+    try:
+        for repetition in range(3):
+            turn_over(served, repetition)
+            assert ask_all(served, asked) == answers
+    finally:
+        done.set()
+        resets.result(60)
+    assert len(epochs) > 3
+    assert epochs == sorted(set(epochs))
+
+
+def test_answers_are_equal_under_preemption(tmp_path: Path, truth) -> None:
+    asked, answers = truth
+    longer = {"dtype": "float64", "device_blocks": 60, "pool_bytes": "64MiB", "load_decision": "always"}
+    with serving(tmp_path, **longer) as tight:
+        with ThreadPoolExecutor(10) as threads:
+            run = [
+                threads.submit(tight.tokens, prompt, max_tokens=120, ignore_eos=True, request_id=f"p{i}")
+                for i, prompt in enumerate(asked[:12])
+            ]
+            got = [future.result() for future in run]
+        stats = tight.settle()
+        assert stats["requests"]["preempted"] > 0, "nothing was preempted, so nothing was shown"
+        assert [answer[:OUTPUT] for answer in got] == answers[:12]
+        alone = [
+            tight.tokens(p, max_tokens=120, ignore_eos=True, kv_transfer_params={"store": False, "load": False})
+            for p in asked[:4]
+        ]
+        assert got[:4] == alone
+        check_identities(stats)
