@@ -36,6 +36,7 @@ class Database:
         self._turns = WriteTurns()
         self._writer: Engine | None = None
         self._reader: Engine | None = None
+        self._replaced = False
         self.written_s = 0.0
         """When the last transaction was committed, by the monotonic clock."""
 
@@ -50,14 +51,16 @@ class Database:
         """
         with self._turns.person(PERSON_TIMEOUT_S):
             self._disconnect()
-            replaced = False
             if self._watch is not None:
                 try:
                     self._watch.verify()
                 except DatabaseReplaced:
-                    replaced = True
+                    # Known until it was opened: a first attempt may fail, and the file be known to the second.
+                    self._replaced = True
                     self._watch.remove_orphaned_log()
-            return self._connect(self.busy_timeout_s).before is None or replaced
+            other = self._connect(self.busy_timeout_s).before is None or self._replaced
+            self._replaced = False
+            return other
 
     def check(self) -> None:
         """Raise `DatabaseReplaced` if the file is no longer the one that was opened."""

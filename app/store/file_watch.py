@@ -51,6 +51,7 @@ class FileWatch:
 def _identity(path: Path) -> _Identity | None:
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:
+        # Out of reach is as good as gone.
         return None
     return status.st_dev, status.st_ino

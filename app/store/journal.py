@@ -69,8 +69,11 @@ class Journal:
         clock: Callable[[], float] = time.time,
         on_replaced: Callable[[], None] | None = None,
     ) -> None:
-        """`engine` names the rows. `on_replaced` is called on the journal's thread once another database was opened, to
-        write again what memory knows besides slots: overrides and rules."""
+        """`engine` names the rows.
+
+        `on_replaced` is called on the journal's thread once another database was opened, to write again what memory
+        knows besides slots: overrides and rules.
+        """
         self._database = database
         self._engine = engine
         self._pool_kind = pool_kind
@@ -81,7 +84,6 @@ class Journal:
         self._history = HistoryWriter(engine, self._queue)
         self._projection = SlotProjection(engine, wipe=pool_kind not in _SURVIVING_POOLS)
         self._trimmer = HistoryTrimmer(engine, self._limits)
-        self._source: DirtySource | None = None
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -94,6 +96,7 @@ class Journal:
         self._restoring = False
         self._ailments: dict[str, _Ailment] = {}
         self._logged: dict[tuple[str, Trouble], float] = {}
+        self._complained: set[str] = set()
         self.failures = 0
 
     # --- the sink: called under the manager's lock ---------------------------------------------------------------
@@ -120,7 +123,6 @@ class Journal:
         """Start the thread, or start it again should it have died."""
         if self.is_alive():
             return
-        self._source = source
         self._started_at_s = self._clock()
         self._beat_s = time.monotonic()
         self._closing.clear()
@@ -224,7 +226,9 @@ class Journal:
                     self._lost |= diagnosis.trouble is not Trouble.LOCKED
                     break
             else:
-                if self._ailments.pop(name, None) is not None:
+                self._ailments.pop(name, None)
+                if name in self._complained:
+                    self._complained.discard(name)
                     _log.info("journal: %s works again", name)
         return more, failed
 
@@ -285,5 +289,6 @@ class Journal:
         if now_s - self._logged.get(kind, float("-inf")) < LOG_INTERVAL_S:
             return
         self._logged[kind] = now_s
+        self._complained.add(name)
         trace = error if diagnosis.trouble is Trouble.INTERNAL else None
         _log.warning("journal: %s failed, and will be tried again: %s", name, diagnosis.text, exc_info=trace)

@@ -72,8 +72,10 @@ def slots_statement(engine: str, first_slot: int, limit: int) -> Select[Any]:
 
 
 class StoreReader:
-    """What the admin API reads, of one engine. Every call may raise `StoreUnavailable`; a bad cursor or limit is a
-    `ValueError`."""
+    """What the admin API reads, of one engine.
+
+    Every call may raise `StoreUnavailable`; a bad cursor or limit is a `ValueError`.
+    """
 
     def __init__(self, database: Database, engine: str) -> None:
         self._database = database
@@ -162,7 +164,7 @@ class StoreReader:
 
     def find_slot(self, key: str) -> SlotRecord | None:
         """The slot that holds a key, given as hex; the newest, while the projection is catching up."""
-        which = (SlotRow.engine == self._engine, SlotRow.key == key)
+        which = (SlotRow.engine == self._engine, SlotRow.key == clean(key))
         rows = self._rows(select(SlotRow).where(*which).order_by(SlotRow.stored_at.desc()).limit(1))
         return _slot(rows[0]) if rows else None
 

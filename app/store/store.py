@@ -18,8 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class Store:
-    """Opened once at start; `journal` is the manager's sink. After `start`, no failure of the database gets out of it
-    but as `StoreUnavailable`, and as a reason in `health`."""
+    """Opened once at start; `journal` is the manager's sink.
+
+    After `start`, no failure of the database gets out of it but as `StoreUnavailable`, and as a reason in `health`.
+    """
 
     def __init__(
         self,

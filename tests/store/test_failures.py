@@ -167,6 +167,13 @@ def sabotage_delete_folder(path: Path) -> None:
     shutil.rmtree(path.parent)
 
 
+def sabotage_folder_by_file(path: Path) -> None:
+    """For a moment there is no folder at all, nor a place for one."""
+    shutil.rmtree(path.parent)
+    path.parent.touch()
+    threading.Timer(2.0, path.parent.unlink).start()
+
+
 def sabotage_move_away(path: Path) -> None:
     path.rename(path.with_name("moved.db"))
 
@@ -190,6 +197,7 @@ def sabotage_replace_by_foreign(path: Path) -> None:
 @pytest.mark.parametrize(
     "sabotage",
     [
+        sabotage_folder_by_file,
         sabotage_delete,
         sabotage_delete_with_log,
         sabotage_delete_folder,
@@ -244,6 +252,25 @@ def test_an_older_copy_put_in_place_is_brought_up_to_date(path: Path) -> None:
         wait_until(lambda: store.health() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert shell(path, "PRAGMA integrity_check") == [("ok",)]
+        assert in_file(path) == in_memory(manager)
+
+
+def test_an_older_copy_that_cannot_be_opened_at_first_is_still_brought_up_to_date(path: Path) -> None:
+    with running(path, 40) as (store, manager):
+        fill(manager, range(40))
+        assert store.journal.flush(DEADLINE_S)
+        copy = path.with_name("copy.db")
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        fill(manager, range(100, 110), START_S + 1)
+        assert store.journal.flush(DEADLINE_S)
+        with held_exclusively(copy):
+            os.replace(copy, path)
+            wait_until(lambda: told(store, "locked"), "the copy could not be opened")
+            with pytest.raises(StoreUnavailable):
+                store.begin_audit(ENTRY)
+        wait_until(lambda: store.health() == [], "health is well again")
+        assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
 
 

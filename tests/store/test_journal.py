@@ -257,6 +257,25 @@ def test_a_source_that_raises_does_not_end_the_journal(path: Path) -> None:
     assert store.close(DEADLINE_S)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_is_told_and_can_be_started_again(path: Path) -> None:
+    class Deadly:
+        def dirty_rows(self, limit: int) -> SlotRows | None:
+            raise SystemExit
+
+        def mark_all_dirty(self) -> None: ...
+
+    store, manager = open_store(path)
+    store.start(Deadly())
+    wait_until(lambda: any("does not run" in reason for reason in store.health()), "health says that it died")
+    fill(manager, range(3))
+    store.start(manager)
+    assert store.journal.flush(DEADLINE_S)
+    assert store.health() == []
+    assert in_file(path) == in_memory(manager) != {}
+    assert store.close(DEADLINE_S)
+
+
 def test_the_queue_counts_every_row_once() -> None:
     queue = HistoryQueue(max_rows=10)
     for rows in (4, 4, 4, 1, 1, 11, 0):
