@@ -48,12 +48,12 @@ class Server(uvicorn.Server):
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartRefused`."""
     with start_logging(settings) as logs:
-        listener = _listen(settings)
+        listener = listen(settings)
         with listener:
             process = Process(settings, logs)
             try:
                 process.start()
-                server = _make_server(process)
+                server = make_server(process)
                 _log.info("serving on %s: dashboard /ui/, API /docs", _url_of(listener))
                 server.run(sockets=[listener])
             finally:
@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def _make_server(process: Process) -> Server:
+def make_server(process: Process) -> Server:
     servers: list[Server] = []
     app = create_app(process.context(closing=lambda: bool(servers) and servers[0].should_exit))
     config = uvicorn.Config(
@@ -78,7 +78,7 @@ def _make_server(process: Process) -> Server:
     return servers[0]
 
 
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
     """Take the port first: a second service on it must find out before it loads a model."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Named in full: without the protocol asyncio would not switch off Nagle's delay, which costs 40 ms an answer.

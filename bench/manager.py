@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from bench.report import environment, spread
 from core.events import EvictionBatch, NullSink, Origin
 from core.manager import OffloadManager
 
@@ -72,11 +72,6 @@ def measure(run: Callable[[list[bytes]], object], work: list[list[bytes]]) -> fl
     return (time.perf_counter() - started) / sum(map(len, work)) * 1e6
 
 
-def spread(values: list[float]) -> str:
-    ordered = sorted(values)
-    return f"{statistics.median(ordered):6.3f} ({ordered[0]:.3f}-{ordered[-1]:.3f})"
-
-
 def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
     origin, positions = Origin("bench"), np.arange(BATCH)
     manager = OffloadManager(num_slots, 4096, sink=QueueingSink())
@@ -110,7 +105,7 @@ def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
             ratios[side].append(times[side][-1] / times[f"bare {side}"][-1])
     for side in ratios:
         print(
-            f"{num_slots:>10,}  {side:<5}  {spread(times[side])}  {spread(times[f'bare {side}'])}  "
+            f"{num_slots:>10,}  {side:<5}  {spread(times[side]):<22}  {spread(times[f'bare {side}']):<22}  "
             f"{spread(ratios[side])}"
         )
 
@@ -121,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    print(environment("numpy"))
     print(f"microseconds a block, batches of {BATCH}, {KEYS_THROUGH:,} keys a round: median (min-max)")
     print(f"{'slots':>10}  {'path':<5}  {'kvferry':<22}  {'bare OrderedDict':<22}  ratio")
     for num_slots in options.slots:

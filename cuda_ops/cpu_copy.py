@@ -135,9 +135,10 @@ class CpuCopyEngine:
         target: NDArray[np.void],
         target_rows: NDArray[np.int64],
     ) -> None:
-        """Copy rows of one array to rows of another; an index out of range raises before anything is read."""
-        if len(source_rows) and not (source_rows.min() >= 0 and source_rows.max() < len(source)):
-            raise IndexError(f"a row to read is not among the {len(source)} there are")
+        """Copy rows of one array to rows of another; an index out of range raises before anything is copied."""
+        for rows, table in ((source_rows, source), (target_rows, target)):
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
+                raise IndexError(f"rows {rows.min()} to {rows.max()} are not all among the {len(table)} there are")
         step = len(self._stage)
         for start in range(0, len(source_rows), step):
             part = source_rows[start : start + step]

@@ -117,6 +117,14 @@ class Journal:
     def _append(self, item: HistoryItem, rows: int) -> None:
         self._queue.append(item, rows)
 
+    # --- steering ------------------------------------------------------------------------------------------------
+
+    def set_limits(self, limits: HistoryLimits) -> None:
+        """Hold history to other limits, soon. Any thread."""
+        self._limits = limits
+        self._trimmer.set_limits(limits)
+        self._seen_s = float("-inf")
+
     # --- running -------------------------------------------------------------------------------------------------
 
     def start(self, source: DirtySource) -> None:

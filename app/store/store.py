@@ -60,6 +60,10 @@ class Store:
         """Why the store does not work as it should, empty when it does. Never waits."""
         return self.journal.health()
 
+    def set_limits(self, limits: HistoryLimits) -> None:
+        """Hold this engine's history to other limits."""
+        self.journal.set_limits(limits)
+
     def close(self, timeout_s: float) -> bool:
         """Write what is left, within `timeout_s`, and close; False if something was not written."""
         clean = self.journal.close(timeout_s)

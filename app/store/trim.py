@@ -53,6 +53,11 @@ class HistoryTrimmer:
         self._rows_at_pass = 0
         self.trimmed_rows = 0
 
+    def set_limits(self, limits: HistoryLimits) -> None:
+        """Hold history to other limits, from the next pass on."""
+        self._limits = limits
+        self._next_pass_s = 0.0
+
     def step(self, database: Database, now_s: float, written_rows: int) -> bool:
         """Trim some, if it is time to; True if there is more. `written_rows` counts the rows written so far."""
         grown = written_rows - self._rows_at_pass > self._limits.eviction_rows // 20

@@ -1,0 +1,46 @@
+"""What every benchmark prints around its table: the machine and versions, and spreads and intervals of its figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import comb
+
+
+def environment(*packages: str) -> str:
+    """One line: when, on what, with which versions."""
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    return f"{datetime.now(UTC):%Y-%m-%d}, {machine}, {versions}"
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median with minimum and maximum."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """A distribution-free interval for the median: the order statistics that enclose it with this confidence."""
+    ordered = sorted(values)
+    count = len(ordered)
+    tail = 0.0
+    rank = 0
+    while rank < count // 2:
+        tail += comb(count, rank) / 2**count
+        if 2 * tail > 1 - confidence:
+            break
+        rank += 1
+    low = max(rank - 1, 0)
+    return ordered[low], ordered[count - 1 - low]
+
+
+def verdict(ratios: Sequence[float], goal: float, *, at_most: bool = True) -> str:
+    """Whether the interval of a ratio's median is on the right side of a goal."""
+    low, high = median_interval(ratios)
+    if low <= goal <= high:
+        return "not resolved"
+    return "met" if (high < goal) == at_most else "missed"

@@ -1,0 +1,186 @@
+"""The manager by itself: priorities, operator pins, listings, dirty rows, resets of a large pool."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.manager import OffloadManager, PinOutcome
+from core.slots import SlotState
+
+ANYONE = Origin("r")
+LOW, NORMAL, HIGH = 0, 1, 2
+
+
+class Recorder(NullSink):
+    def __init__(self) -> None:
+        self.batches: list[EvictionBatch] = []
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        self.batches.append(batch)
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
+
+
+def store(
+    manager: OffloadManager,
+    wanted: list[bytes],
+    priority: int = NORMAL,
+    origin: Origin | None = None,
+    now_s: float = 1.0,
+) -> None:
+    answer = manager.offer(wanted, origin or Origin("r"), np.arange(len(wanted)), priority, now_s)
+    manager.publish(answer.slots, now_s)
+
+
+def holds(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
+    return [manager.find_block(key) is not None for key in wanted]
+
+
+def test_lower_priorities_go_first_and_the_highest_last() -> None:
+    manager = OffloadManager(6, 64)
+    for priority, first in ((HIGH, 0), (LOW, 10), (NORMAL, 20)):
+        store(manager, keys(first, 2), priority)
+    store(manager, keys(30, 3))
+    assert holds(manager, keys(10, 2)) == [False, False]
+    assert holds(manager, keys(20, 2)) == [True, False], "of a class, the tail goes first"
+    store(manager, keys(40, 4), HIGH)
+    assert holds(manager, keys(0, 2)) == [True, True]
+
+
+def test_an_eviction_says_what_left_why_and_for_whom() -> None:
+    sink = Recorder()
+    manager = OffloadManager(2, 64, sink=sink)
+    store(manager, keys(0, 2), origin=Origin("first", "tenant", "lora"), now_s=10.0)
+    pin = manager.pin_prefix(keys(0, 1))
+    manager.begin_load(pin, 11.0)
+    manager.end_load(pin)
+    store(manager, keys(5, 2), origin=Origin("second"), now_s=20.0)
+    (batch,) = sink.batches
+    assert (batch.reason, batch.needed_by, batch.policy) == (EvictionReason.CAPACITY, "second", "lru")
+    assert batch.rows.keys == [keys(1, 1)[0], keys(0, 1)[0]]
+    assert [origin.request_id for origin in batch.rows.origins] == ["first", "first"]
+    assert batch.rows.positions.tolist() == [1, 0]
+    assert batch.rows.hits.tolist() == [0, 1]
+    assert batch.rows.hit_s.tolist() == [0.0, 11.0]
+
+
+def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 2))
+    pin = manager.pin_prefix(keys(0, 2))
+    answer = manager.offer([*keys(0, 1), *keys(10, 5)], Origin("r"), np.arange(6), NORMAL, 1.0)
+    assert (answer.num_answered, answer.stored_at.tolist(), len(answer.slots)) == (3, [1, 2], 2)
+    manager.abandon(answer.slots)
+    manager.release(pin)
+    assert manager.counts().free == 2
+
+
+def test_operator_pins_hold_are_limited_and_end() -> None:
+    manager = OffloadManager(8, 64, max_pinned_fraction=0.25)
+    store(manager, keys(0, 8))
+    first, second, third = keys(0, 3)
+    assert manager.pin_block(first, 100.0, 1.0) is PinOutcome.PINNED
+    assert manager.pin_block(first, 200.0, 1.0) is PinOutcome.PINNED
+    assert manager.pin_block(second, 50.0, 1.0) is PinOutcome.PINNED
+    assert manager.pin_block(third, 50.0, 1.0) is PinOutcome.LIMIT
+    assert manager.pin_block(b"nothing", 50.0, 1.0) is PinOutcome.NOT_FOUND
+    store(manager, keys(100, 8))
+    assert holds(manager, [first, second, third]) == [True, True, False]
+    manager.expire_pins(60.0)
+    store(manager, keys(200, 8))
+    assert holds(manager, [first, second]) == [True, False], "the later time counts"
+    assert manager.unpin_block(first)
+    assert not manager.unpin_block(first)
+    store(manager, keys(300, 8))
+    assert not manager.find_block(first)
+    assert manager.counts().pinned == 0
+
+
+def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_go() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 4))
+    waiting, loading = manager.pin_prefix(keys(0, 1)), manager.pin_prefix(keys(0, 2))
+    assert manager.begin_load(loading, 1.0)
+    manager.pin_block(keys(0, 1)[0], 99.0, 1.0)
+    assert manager.drop_block(keys(0, 1)[0], 1.0)
+    assert not manager.drop_block(keys(0, 1)[0], 1.0)
+    counts = manager.counts()
+    assert (counts.ready, counts.storing, counts.loading) == (3, 1, 1)
+    assert not manager.end_load(loading), "the load was disowned"
+    assert manager.counts().storing == 1
+    assert not manager.begin_load(waiting, 2.0)
+    manager.release(waiting)
+    counts = manager.counts()
+    assert (counts.free, counts.ready, counts.storing, counts.loading, counts.pinned) == (1, 3, 0, 0, 0)
+
+
+def test_listings_walk_the_slots_and_the_map_shows_every_one() -> None:
+    manager = OffloadManager(3000, 64)
+    store(manager, keys(0, 2500))
+    manager.drop_block(keys(7, 1)[0], 1.0)
+    seen: list[bytes] = []
+    start = 0
+    while len((rows := manager.list_blocks(start, 400)).slots):
+        seen += rows.keys
+        start = int(rows.slots[-1]) + 1
+    assert sorted(seen) == sorted(set(keys(0, 2500)) - set(keys(7, 1)))
+    states = manager.slot_states()
+    assert np.count_nonzero(states == SlotState.READY) == 2499
+    assert np.count_nonzero(states == SlotState.FREE) == 501
+
+
+def test_every_change_is_told_once_by_the_dirty_rows() -> None:
+    manager = OffloadManager(5000, 64)
+    known: dict[int, bytes] = {}
+
+    def project() -> int:
+        told = 0
+        while (rows := manager.dirty_rows(700)) is not None:
+            told += len(rows.slots)
+            for slot, key, live in zip(rows.slots.tolist(), rows.keys, rows.live.tolist(), strict=True):
+                if live:
+                    known[slot] = key
+                else:
+                    known.pop(slot, None)
+        return told
+
+    store(manager, keys(0, 4000))
+    assert project() == 4000
+    store(manager, keys(10_000, 1500))
+    for key in keys(20, 5):
+        manager.drop_block(key, 1.0)
+    assert project() == 1500 + 5
+    assert project() == 0
+    rows = manager.list_blocks(0, 10_000)
+    assert known == dict(zip(rows.slots.tolist(), rows.keys, strict=True))
+    manager.mark_all_dirty()
+    assert project() == 5000
+
+
+@pytest.mark.parametrize("num_slots", [1000, 200_000])
+def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> None:
+    manager = OffloadManager(num_slots, 64)
+    for first in range(0, num_slots, 1000):
+        store(manager, keys(first, 1000))
+    tracemalloc.start()
+    try:
+        assert manager.reset(np.array([3, 5]), 1.0) == num_slots
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 300_000
+    assert manager.counts().storing == 2
+    store(manager, keys(0, 500))
+    assert all(holds(manager, keys(0, 500)))
+    manager.abandon(np.array([3, 5]))
+    assert manager.counts().free == num_slots - 500
+    taken = manager.offer(keys(10**6, num_slots), Origin("all"), np.arange(num_slots), NORMAL, 1.0)
+    assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
+    while manager.bury():
+        continue
