@@ -27,10 +27,12 @@ class Recorder(NoOffload):
         self.finished: list[str] = []
         self.computed: dict[str, int] = {}
         self.matched: dict[str, int] = {}
+        self.block_size = 16
         self.later = 0
         self.pool: BlockPool | None = None
         self.in_use_at_finish: list[int] = []
         self.failed: list[tuple[str, bool]] = []
+        self.preempted: list[str] = []
         self.fail_plans = 0
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
@@ -50,9 +52,17 @@ class Recorder(NoOffload):
             self.fail_plans -= 1
             raise ZeroDivisionError("a bug, says the test")
         for step in progress:
-            assert len(step.block_ids) * 16 >= step.num_computed_tokens > self.computed.get(step.request_id, 0)
+            assert (
+                len(step.block_ids) * self.block_size
+                >= step.num_computed_tokens
+                > self.computed.get(step.request_id, 0)
+            )
             self.computed[step.request_id] = step.num_computed_tokens
         return StepPlan()
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        self.preempted.append(request_id)
+        self.computed[request_id] = 0
 
     def on_step_failed(self, request_ids: Sequence[str]) -> None:
         self.failed += [(request_id, request_id in self.finished) for request_id in request_ids]
@@ -68,6 +78,7 @@ def recorded(make_engine: Make) -> Callable[..., tuple[EmbeddedEngine, Recorder]
     def make(**settings: object) -> tuple[EmbeddedEngine, Recorder]:
         engine, recorder = make_engine(dtype="float32", **settings), Recorder()
         recorder.pool = engine.pool
+        recorder.block_size = engine.config.block_size
         engine.attach(recorder, NoCopies())
         engine.start()
         return engine, recorder
@@ -106,6 +117,20 @@ def test_a_request_is_finished_before_its_blocks_are_free_and_its_client_told(re
     for count in range(1, 4):
         ask_all(engine, [[count + 4] * 33], greedy(1))
         assert recorder.in_use_at_finish == [3] * count
+
+
+def test_the_last_to_come_makes_room_and_its_own_blocks_are_no_cache_hit(recorded: Callable) -> None:
+    engine, recorder = recorded(device_blocks=12, block_size=4, max_batched_tokens=4)
+
+    async def scenario() -> None:
+        first = engine.submit([5] * 20, greedy(10), request_id="first")
+        await anext(first)
+        second = await ask(engine, list(range(10, 40)), greedy(3), request_id="second")
+        assert len((await collect(first)).token_ids) == 9
+        assert (len(second.token_ids), second.cached) == (3, 0)
+
+    run(scenario())
+    assert set(recorder.preempted) == {"second"}
 
 
 def test_cancel_by_id_and_of_nobody(recorded: Callable) -> None:
@@ -227,6 +252,7 @@ def test_a_client_whose_loop_is_gone_is_canceled(recorded: Callable) -> None:
 
     run(leave())
     run(until(lambda: recorder.finished == ["left"], "the abandoned request has ended"))
+    assert recorder.announced[0].num_tokens < 4000
 
 
 def test_answers_end_where_they_should(make_engine: Make) -> None:
