@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from app.store import AuditEntry, OverrideRecord, Store, StoreUnavailable
-from core.events import Origin
+from core.events import Origin, SlotRows
 
 from .helpers import (
     DEADLINE_S,
@@ -27,6 +27,7 @@ from .helpers import (
     hit,
     in_file,
     in_memory,
+    key_of,
     open_store,
     running,
     shell,
@@ -272,6 +273,47 @@ def test_an_older_copy_that_cannot_be_opened_at_first_is_still_brought_up_to_dat
         wait_until(lambda: store.health() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
+
+
+def test_rows_of_an_older_copy_go_even_if_memory_tells_of_live_slots_only(path: Path) -> None:
+    store, manager = open_store(path, 40)
+
+    class TellsOfLiveSlots:
+        def dirty_rows(self, limit: int) -> SlotRows | None:
+            return manager.dirty_rows(limit)
+
+        def mark_all_dirty(self) -> None:
+            for slot in in_memory(manager):
+                manager.table.dirty[slot] = True
+
+    store.start(TellsOfLiveSlots())
+    fill(manager, range(40))
+    assert store.journal.flush(DEADLINE_S)
+    copy = path.with_name("copy.db")
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    for number in range(30):
+        assert manager.drop_block(key_of(number), START_S + 1)
+    assert store.journal.flush(DEADLINE_S)
+    os.replace(copy, path)
+    wait_until(lambda: store.health() != [], "health says that the file was replaced")
+    wait_until(lambda: store.health() == [], "health is well again")
+    assert store.journal.flush(DEADLINE_S)
+    assert in_file(path) == in_memory(manager)
+    assert len(in_memory(manager)) == 10
+    assert store.close(DEADLINE_S)
+
+
+def test_rows_that_could_not_be_written_before_a_reset_are_not_written_after_it(path: Path) -> None:
+    with running(path, 40) as (store, manager):
+        assert store.journal.flush(DEADLINE_S)
+        with held_exclusively(path):
+            fill(manager, range(40))
+            wait_until(lambda: "slots" in store.journal._ailments, "writing the rows has failed")
+            assert store.journal._projection.pending_rows == 40
+            manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
+        assert store.journal.flush(DEADLINE_S)
+        assert in_file(path) == {} == in_memory(manager)
 
 
 def test_a_database_emptied_in_place_is_told_and_filled_anew(path: Path) -> None:

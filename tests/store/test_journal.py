@@ -145,6 +145,27 @@ def test_rows_read_before_a_reset_are_not_written_after_it(path: Path) -> None:
     assert store.close(DEADLINE_S)
 
 
+def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(path: Path) -> None:
+    """A sweep that is under way must not take the place of the next one for the slots that it has passed."""
+    store, manager = open_store(path, 20_000)
+    projection, database = store.journal._projection, store.database
+    fill(manager, range(20_000))
+    while projection.step(database, manager):
+        pass
+    assert count(path, "slots") == 20_000
+    manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
+    fill(manager, range(30_000, 30_010), START_S + 2)
+    assert projection.step(database, manager), "the sweep is not over"
+    assert shell(path, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
+    assert count(path, "slots") > 10
+    manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
+    while projection.step(database, manager):
+        pass
+    assert in_file(path) == {} == in_memory(manager)
+    assert projection.up_to_date
+    database.close()
+
+
 @pytest.mark.parametrize(("pool_kind", "survivors"), [("pinned", 0), ("shm", 3), ("file", 3)])
 def test_rows_of_a_pool_that_did_not_survive_are_deleted_at_start(path: Path, pool_kind: str, survivors: int) -> None:
     with running(path, pool_kind=pool_kind) as (store, manager):
