@@ -216,6 +216,8 @@ class Process:
         if self.engine is None:
             info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
             return _Host(info, BARE_SLOT_BYTES, 0, {"engine": "none", "block_size": settings.block_size})
+        from app.engines.embedded.hashing import HASH_SEED
+
         about = self.engine.info
         if not about.device.startswith("cpu"):
             raise ValueError(
@@ -230,6 +232,7 @@ class Process:
             "block_size": about.block_size,
             "block_bytes": about.block_bytes,
             "num_layers": about.num_layers,
+            "hash_seed": HASH_SEED.hex(),
         }
         return _Host(info, about.block_bytes, about.kv_bytes, fingerprint)
 

@@ -1,5 +1,8 @@
-"""Which slot holds a key. Many small dictionaries rather than one: growing one of ten million keys would take a second
-under the lock, growing a 256th of it takes milliseconds spread over time."""
+"""Which slot holds a key: dictionaries that stay small enough to grow without anyone noticing.
+
+Growing one dictionary of ten million keys takes a second under the lock; growing a 256th of it takes milliseconds,
+spread over time. A small pool has one dictionary, since every further one costs cache misses.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,24 @@ from collections.abc import Iterable, Sequence
 
 from core.keys import Key
 
-_SHARDS = 256
+_MAX_SHARDS = 256
+_SHARD_KEYS = 1 << 16
 _PREFIX_CHUNK = 64
 
 
 class KeyIndex:
     """Key to slot, spread over dictionaries by the key's first byte; keys are hashes, so they spread evenly."""
 
-    def __init__(self) -> None:
-        self._shards: list[dict[Key, int]] = [{} for _ in range(_SHARDS)]
-        self._gets = [shard.get for shard in self._shards]
-        self._claims = [shard.setdefault for shard in self._shards]
+    def __init__(self, num_slots: int) -> None:
+        count = 1
+        while count < _MAX_SHARDS and count * _SHARD_KEYS < num_slots:
+            count *= 2
+        self._shards: list[dict[Key, int]] = [{} for _ in range(count)]
+        # By first byte, whatever the number of shards: one list look-up finds the method to call.
+        by_byte = [self._shards[byte % count] for byte in range(256)]
+        self._gets = [shard.get for shard in by_byte]
+        self._claims = [shard.setdefault for shard in by_byte]
+        self._pops = [shard.pop for shard in by_byte]
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self._shards)
@@ -52,9 +62,9 @@ class KeyIndex:
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Take out keys that are in the index."""
-        shards = self._shards
+        pops = self._pops
         for key in keys:
-            del shards[key[0]][key]
+            pops[key[0]](key)
 
     def shards(self) -> list[dict[Key, int]]:
         """The dictionaries themselves, for whoever takes an abandoned index apart piece by piece."""

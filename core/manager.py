@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,7 @@ _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 _NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """The answer to a batch of offered keys, which is given in order and may stop early.
 
     The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, and the
@@ -85,7 +85,7 @@ class OffloadManager:
         """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them."""
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes)
-        self.index = KeyIndex()
+        self.index = KeyIndex(num_slots)
         self.evictable = EVICTION_POLICIES[eviction_policy](self.table.classes)
         self.max_pinned_fraction = max_pinned_fraction
         self.evictions = EvictionCounts()
@@ -290,7 +290,7 @@ class OffloadManager:
             self._lingering.clear()
             self.table.begin_epoch(held)
             self._buried.append(self.index)
-            self.index = KeyIndex()
+            self.index = KeyIndex(self.num_slots)
             self.evictable.clear()
             self._operator_pins.clear()
             self._pin_expiries.clear()
