@@ -28,6 +28,7 @@ class KeyIndex:
         self._gets = [shard.get for shard in by_byte]
         self._claims = [shard.setdefault for shard in by_byte]
         self._pops = [shard.pop for shard in by_byte]
+        self._only = self._shards[0] if count == 1 else None
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self._shards)
@@ -38,6 +39,8 @@ class KeyIndex:
 
     def find(self, keys: Iterable[Key]) -> list[int | None]:
         """The slot of each key, None where there is none."""
+        if self._only is not None:
+            return list(map(self._only.get, keys))
         gets = self._gets
         return [gets[key[0]](key) for key in keys]
 
@@ -45,10 +48,9 @@ class KeyIndex:
         """The slots of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
         if not keys or self.get(keys[0]) is None:
             return []
-        gets = self._gets
         found: list[int] = []
         for start in range(0, len(keys), _PREFIX_CHUNK):
-            chunk = [gets[key[0]](key) for key in keys[start : start + _PREFIX_CHUNK]]
+            chunk = self.find(keys[start : start + _PREFIX_CHUNK])
             if None in chunk:
                 found += chunk[: chunk.index(None)]  # type: ignore[arg-type]
                 break
@@ -57,6 +59,8 @@ class KeyIndex:
 
     def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
         """Point each key at its slot unless it has one already; the slot that each key has then."""
+        if self._only is not None:
+            return list(map(self._only.setdefault, keys, slots))
         claims = self._claims
         return [claims[key[0]](key, slot) for key, slot in zip(keys, slots)]  # noqa: B905 - hot
 
