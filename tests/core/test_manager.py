@@ -31,10 +31,10 @@ def store(
     manager: OffloadManager,
     wanted: list[bytes],
     priority: int = NORMAL,
-    origin: Origin | None = None,
+    origin: Origin = ANYONE,
     now_s: float = 1.0,
 ) -> None:
-    answer = manager.offer(wanted, origin or Origin("r"), np.arange(len(wanted)), priority, now_s)
+    answer = manager.offer(wanted, origin, np.arange(len(wanted)), priority, now_s)
     manager.publish(answer.slots, now_s)
 
 
