@@ -123,7 +123,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "kvferry",
-        "max_model_len": engine.info.context_tokens,
+        "max_model_len": engine.info.served_tokens,
     }
 
     @router.get("/models")

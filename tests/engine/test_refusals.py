@@ -107,7 +107,7 @@ def test_tiny_says_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=8))
     assert "UNTRAINED" in caplog.text
-    assert engine.info.context_tokens == 8192
+    assert (engine.info.context_tokens, engine.info.served_tokens) == (8192, 8 * 16)
     assert engine.info.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
     assert engine.cache.block_bytes.is_contiguous()
 

@@ -55,6 +55,11 @@ class EngineInfo:
     vocab_size: int
     context_tokens: int
 
+    @property
+    def served_tokens(self) -> int:
+        """Tokens that a prompt and its answer may have together: the model's context, as far as the device holds it."""
+        return min(self.context_tokens, self.device_blocks * self.block_size)
+
 
 class EmbeddedEngine:
     """Loads the model and allocates its KV when made; serves from `start` to `close`."""
@@ -199,7 +204,7 @@ class EmbeddedEngine:
                     f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
                     "prompt",
                 )
-        return min(self.model.context_tokens, pool_tokens)
+        return self.info.served_tokens
 
     def _cancel(self, request: Request) -> None:
         try:

@@ -1,0 +1,89 @@
+"""Which source settles a policy field, and what end users may say."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.policy import (
+    POLICY_FIELDS,
+    REQUEST_FIELDS_DEFAULT,
+    Level,
+    Override,
+    PolicyBook,
+    Priority,
+    RequestPolicy,
+    parse_request_fields,
+)
+
+VALUES = {
+    "offload_prompt_only": st.booleans(),
+    "max_offload_tokens": st.one_of(st.none(), st.integers(0, 10**6)),
+    "level": st.sampled_from(Level),
+    "store": st.booleans(),
+    "load": st.booleans(),
+    "tiers": st.one_of(st.none(), st.lists(st.text(max_size=3), max_size=2).map(tuple)),
+    "priority": st.sampled_from(Priority),
+}
+PATCHES = st.fixed_dictionaries({}, optional=VALUES)
+ANY_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@given(settings=PATCHES, runtime=PATCHES, request=PATCHES, override=PATCHES, expired=st.booleans())
+def test_the_strongest_source_that_names_a_field_settles_it(settings, runtime, request, override, expired) -> None:
+    book = PolicyBook(RequestPolicy(**settings), dict.fromkeys(settings, "env"))
+    book.set_runtime(runtime)
+    book.set_override(Override("alias", override, 5.0))
+    settled = book.settle(("id", "alias"), request, 6.0 if expired else 4.0)
+    layers = [("override", {} if expired else override), ("request", request), ("runtime", runtime), ("env", settings)]
+    for name in POLICY_FIELDS:
+        source, value = next(
+            ((source, layer[name]) for source, layer in layers if name in layer),
+            ("default", getattr(RequestPolicy(), name)),
+        )
+        assert (settled.sources[name], getattr(settled.policy, name)) == (source, value)
+
+
+def test_the_exact_id_is_asked_before_its_aliases() -> None:
+    book = PolicyBook(RequestPolicy(), {})
+    book.set_override(Override("alias", {"store": False}, 9.0))
+    book.set_override(Override("id", {"load": False}, 9.0))
+    settled = book.settle(("id", "alias"), {}, 1.0)
+    assert (settled.policy.load, settled.policy.store) == (False, True)
+
+
+def test_an_override_that_was_renewed_outlives_its_first_time() -> None:
+    book = PolicyBook(RequestPolicy(), {})
+    book.set_override(Override("id", {"store": False}, 5.0))
+    book.set_override(Override("id", {"store": False}, 9.0))
+    version = book.version
+    assert book.expire(6.0) == 0
+    assert book.version == version
+    assert book.override(("id",), 6.0) is not None
+    assert book.expire(9.0) == 1
+    assert book.version > version
+    assert book.overrides() == []
+
+
+@given(params=st.one_of(ANY_JSON, st.fixed_dictionaries({}, optional=dict.fromkeys(POLICY_FIELDS, ANY_JSON))))
+def test_whatever_an_end_user_sends_only_well_typed_allowed_fields_get_through(params) -> None:
+    patch, ignored = parse_request_fields(params, REQUEST_FIELDS_DEFAULT)
+    assert set(patch) | {field.name for field in ignored} <= set(REQUEST_FIELDS_DEFAULT)
+    assert not set(patch) & {field.name for field in ignored}
+    for name, value in patch.items():
+        if name == "max_offload_tokens":
+            assert type(value) is int
+            assert value >= 0
+        else:
+            assert type(value) is bool
+
+
+def test_more_fields_can_be_allowed_and_are_checked_alike() -> None:
+    sent = {"level": "request", "priority": "urgent", "tiers": ["disk"], "store": 1}
+    patch, ignored = parse_request_fields(sent, POLICY_FIELDS)
+    assert patch == {"level": Level.REQUEST, "tiers": ("disk",)}
+    assert {field.name for field in ignored} == {"priority", "store"}

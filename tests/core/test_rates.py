@@ -1,0 +1,91 @@
+"""Load or recompute: by measured rates, with the queue counted in, and now and then the other way to keep measuring."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.policy import RequestPolicy
+from core.rates import EXPLORE_EVERY, MIN_SAMPLES, LoadDecision, LoadOrCompute
+from core.scheduler import Hit, Miss
+from tests.core.test_scheduler import request, turn_over
+from tests.core.toy_engine import SLOT_BYTES, ToyEngine
+
+
+def measured(bytes_per_s: float, tokens_per_s: float) -> LoadOrCompute:
+    choice = LoadOrCompute()
+    for _ in range(MIN_SAMPLES):
+        choice.bytes_rate.observe(bytes_per_s, 1.0)
+        choice.tokens_rate.observe(tokens_per_s, 1.0)
+    return choice
+
+
+def test_without_enough_samples_a_hit_is_loaded() -> None:
+    choice = LoadOrCompute()
+    for _ in range(MIN_SAMPLES - 1):
+        choice.bytes_rate.observe(1, 1.0)
+        choice.tokens_rate.observe(10**9, 1.0)
+    assert choice.should_load(10**9, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "queued_bytes", "num_tokens", "load"),
+    [(1000, 0, 200, True), (1000, 0, 50, False), (1000, 1500, 200, False), (1000, 900, 200, True)],
+)
+def test_the_faster_side_is_taken_with_the_queue_counted_in(num_bytes, queued_bytes, num_tokens, load) -> None:
+    choice = measured(bytes_per_s=1000, tokens_per_s=100)
+    assert choice.should_load(num_bytes, queued_bytes, num_tokens) is load
+
+
+def test_one_decision_in_so_many_takes_the_other_side() -> None:
+    choice = measured(bytes_per_s=1000, tokens_per_s=100)
+    taken = [choice.should_load(1000, 0, 50) for _ in range(3 * EXPLORE_EVERY)]
+    assert taken.count(True) == 3
+    assert taken[EXPLORE_EVERY - 1]
+
+
+def test_always_means_always() -> None:
+    choice = measured(bytes_per_s=1, tokens_per_s=10**9)
+    choice.decision = LoadDecision.ALWAYS
+    assert all(choice.should_load(10**9, 10**9, 1) for _ in range(2 * EXPLORE_EVERY))
+
+
+@pytest.mark.parametrize(("amount", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (-1, 1.0)])
+def test_a_sample_without_amount_or_duration_says_nothing(amount: float, seconds: float) -> None:
+    choice = measured(1000, 100)
+    before = choice.bytes_rate.estimate_s(1000)
+    choice.bytes_rate.observe(amount, seconds)
+    assert choice.bytes_rate.estimate_s(1000) == before
+
+
+def test_a_declined_hit_is_counted_once_and_computed() -> None:
+    engine = ToyEngine(64, 64, settings=RequestPolicy())
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    for _ in range(MIN_SAMPLES):
+        engine.offload.choice.bytes_rate.observe(SLOT_BYTES, 1000.0)
+        engine.offload.choice.tokens_rate.observe(10**6, 1.0)
+    engine.add(request("second", 5))
+    for _ in range(10):
+        assert engine.offload.match("second", 0, engine.now_s) == Miss()
+    assert engine.offload.snapshot().pool.pinned == 0
+    engine.run()
+    snapshot = engine.offload.snapshot()
+    assert (snapshot.load.blocks, snapshot.load.declined) == (0, 5)
+    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.recomputed == 21
+
+
+def test_prefill_and_loads_are_measured_as_they_happen() -> None:
+    engine = ToyEngine(64, 200)
+    for number in range(MIN_SAMPLES + 1):
+        engine.add(request(f"r{number}", 6, first=1000 * number))
+        engine.run()
+    choice = engine.offload.choice
+    # The toy's clock moves one second a step, and a step computes at most its budget of 32 tokens.
+    assert len(choice.tokens_rate) >= MIN_SAMPLES
+    assert 0.03 < (choice.tokens_rate.estimate_s(1) or 0) < 0.07
+    turn_over(engine)
+    engine.add(request("loads", 6))
+    assert isinstance(engine.offload.match("loads", 0, engine.now_s), Hit)
+    engine.run()
+    assert len(choice.bytes_rate) == 1
