@@ -50,6 +50,7 @@ def eviction(
     stored_s: float = START_S - 100,
     hit_s: float = 0.0,
     needed_by: str | None = None,
+    sizes: Any = None,
 ) -> EvictionBatch:
     count = len(numbers)
     rows = SlotRows(
@@ -58,7 +59,7 @@ def eviction(
         live=np.ones(count, dtype=np.bool_),
         generations=np.ones(count, dtype=np.int64),
         epochs=np.zeros(count, dtype=np.int64),
-        sizes=np.full(count, SLOT_BYTES, dtype=np.int64),
+        sizes=np.full(count, SLOT_BYTES, dtype=np.int64) if sizes is None else sizes,
         positions=np.arange(count, dtype=np.int32),
         origins=[Origin(request, tenant)] * count,
         stored_s=np.full(count, stored_s),

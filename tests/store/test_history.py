@@ -1,0 +1,201 @@
+"""History: what is written about evictions and resets, what is refused, and how much is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.store import AuditEntry, EvictionFilter, HistoryLimits
+from app.store.queue import HistoryQueue
+from core.events import EvictionBatch, EvictionReason, Origin
+from core.manager import OffloadManager
+
+from .helpers import (
+    DEADLINE_S,
+    SLOT_BYTES,
+    START_S,
+    count,
+    eviction,
+    fill,
+    hit,
+    key_of,
+    keys_of,
+    open_store,
+    running,
+    shell,
+    wait_until,
+)
+
+
+def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(path: Path) -> None:
+    with running(path, 4) as (store, manager):
+        fill(manager, range(4), START_S, Origin("first", "a" * 16))
+        hit(manager, [0], START_S + 7)
+        fill(manager, range(10, 14), START_S + 10, Origin("second", None))
+        assert store.journal.flush(DEADLINE_S)
+        page = store.reader.evictions()
+        found = {item.key: item for item in page.items}
+        assert set(found) == {key_of(n).hex() for n in range(4)}
+        was_hit, never = found[key_of(0).hex()], found[key_of(1).hex()]
+        assert (was_hit.age_s, was_hit.idle_s, was_hit.hits, was_hit.position) == (10.0, 3.0, 1, 0)
+        assert (never.age_s, never.idle_s, never.hits, never.position) == (10.0, 10.0, 0, 1)
+        assert {item.reason for item in page.items} == {"capacity"}
+        assert {(item.request, item.tenant, item.needed_by) for item in page.items} == {("first", "a" * 16, "second")}
+        assert {(item.policy, item.size_bytes, item.group) for item in page.items} == {("lru", SLOT_BYTES, 0)}
+        assert page.next_cursor is None
+        assert all(item.regretted_at_s is None for item in page.items)
+
+
+def test_a_regret_marks_the_last_eviction_of_its_key_only(path: Path) -> None:
+    with running(path) as (store, _):
+        journal = store.journal
+        journal.evicted(eviction([1, 2], START_S))
+        journal.evicted(eviction([1], START_S + 5))
+        journal.regretted(keys_of([1, 99]), START_S + 6)
+        journal.evicted(eviction([1], START_S + 9))
+        assert journal.flush(DEADLINE_S)
+        found = {(i.key[:4], i.time_s): i.regretted_at_s for i in store.reader.evictions().items}
+        one, two = key_of(1).hex()[:4], key_of(2).hex()[:4]
+        assert found == {
+            (one, START_S): None,
+            (two, START_S): None,
+            (one, START_S + 5): START_S + 6,
+            (one, START_S + 9): None,
+        }
+        journal.regretted(keys_of([1]), START_S + 20)
+        journal.regretted(keys_of([1]), START_S + 30)
+        assert journal.flush(DEADLINE_S)
+        assert store.reader.evictions().items[0].regretted_at_s == START_S + 20
+        summary = store.reader.eviction_summary()
+        assert (summary.count, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
+
+
+def test_regrets_of_a_real_pool_reach_the_row(path: Path) -> None:
+    with running(path, 2) as (store, manager):
+        fill(manager, [1, 2], START_S)
+        fill(manager, [3, 4], START_S + 1)
+        assert manager.note_misses(keys_of([1, 77]), START_S + 2) == 1
+        assert store.journal.flush(DEADLINE_S)
+        marked = [item.key for item in store.reader.evictions().items if item.regretted_at_s == START_S + 2]
+        assert marked == [key_of(1).hex()]
+
+
+def test_what_users_put_into_ids_is_kept_and_found(path: Path) -> None:
+    hostile = ["nul\0inside", "lone\ud800surrogate", "x" * 5000, "'; DROP TABLE evictions; --", "日本語", ""]
+    with running(path) as (store, _):
+        for number, request in enumerate(hostile):
+            store.journal.evicted(eviction([number], START_S + number, request=request))
+        assert store.journal.flush(DEADLINE_S)
+        assert store.health() == []
+        assert store.journal_stats().written == len(hostile)
+        for number, request in enumerate(hostile):
+            found = store.reader.evictions(EvictionFilter(request=request)).items
+            assert [item.key for item in found] == [key_of(number).hex()]
+
+
+def test_a_batch_that_cannot_be_written_is_dropped_alone(path: Path) -> None:
+    too_large = eviction([7], sizes=np.array([2**63], dtype=object))
+    unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
+    with running(path) as (store, _):
+        with store.database._turns.person(DEADLINE_S):
+            for number in range(5):
+                store.journal.evicted(eviction([number]))
+            store.journal.evicted(too_large)
+            store.journal.evicted(unreadable)
+            for number in range(10, 15):
+                store.journal.evicted(eviction([number]))
+        assert store.journal.flush(DEADLINE_S)
+        stats = store.journal_stats()
+        assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
+        keys = {item.key for item in store.reader.evictions().items}
+        assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}
+        assert store.health() == []
+
+
+def test_the_queue_counts_every_row_once() -> None:
+    queue = HistoryQueue(max_rows=10)
+    for rows in (4, 4, 4, 1, 1, 11, 0):
+        queue.append(eviction(range(rows)), rows)
+    assert (queue.queued_rows, queue.dropped_rows) == (10, 15)
+    taken = queue.take(5)
+    assert [entry.rows for entry in taken] == [4, 4]
+    assert queue.take(5) == taken, "what is not settled is taken again"
+    assert queue.queued_rows == 10
+    queue.append(eviction([1]), 1)
+    assert queue.dropped_rows == 16
+    queue.settle(1)
+    queue.append(eviction(range(4)), 4)
+    assert (queue.queued_rows, queue.dropped_rows, queue.settled_rows) == (10, 16, 4)
+    while entries := queue.take(3):
+        queue.settle(len(entries))
+    assert (queue.queued_rows, queue.settled_rows, queue.oldest_s()) == (0, 14, None)
+
+
+def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(path: Path) -> None:
+    old_s, now_s = START_S, START_S + 40 * 86400
+    with running(path, engine="gone", limits=HistoryLimits(eviction_rows=50)) as (store, _):
+        store.journal._clock = lambda: START_S
+        for number in range(20):
+            store.journal.evicted(eviction(range(100 * number, 100 * number + 100), old_s + number))
+        assert store.journal.flush(DEADLINE_S)
+        wait_until(lambda: count(path, "evictions") <= 50, "the limit of rows holds")
+        assert store.journal.flush(DEADLINE_S)
+        rows = shell(path, "SELECT min(time), max(time), count(*) FROM evictions")
+        assert rows == [(old_s + 19, old_s + 19, 50)], "the newest are kept"
+    limits = HistoryLimits(eviction_rows=10_000, eviction_days=1)
+    store, _ = open_store(path, engine="here", limits=limits)
+    store.journal._clock = lambda: now_s
+    store.start(OffloadManager(4, SLOT_BYTES))
+    store.journal.evicted(eviction(range(30), now_s - 2 * 86400))
+    store.journal.evicted(eviction(range(40), now_s - 100))
+    assert store.journal.flush(DEADLINE_S)
+    store.journal._trimmer._next_pass_s = 0.0
+    left = "SELECT engine, count(*) FROM evictions GROUP BY engine"
+    wait_until(lambda: shell(path, left) == [("here", 40)], "what is too old is gone, of both engines")
+    assert store.close(DEADLINE_S)
+
+
+def test_expired_overrides_and_old_audit_records_go(path: Path) -> None:
+    store, _ = open_store(path, limits=HistoryLimits(audit_rows=5, audit_days=1))
+    for number in range(12):
+        store.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
+    store.save_override("over", {"store": False}, START_S, START_S + 1)
+    store.save_override("holds", {"store": False}, START_S, START_S + 5000)
+    store.journal._clock = lambda: START_S + 100
+    store.start(OffloadManager(4, SLOT_BYTES))
+    wait_until(lambda: count(path, "audit") == 5, "the oldest records are gone")
+    assert [record.entry.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
+    assert shell(path, "SELECT request FROM overrides") == [("holds",)]
+    assert store.close(DEADLINE_S)
+
+
+def test_a_summary_says_what_was_evicted_and_how_old(path: Path) -> None:
+    with running(path) as (store, _):
+        empty = store.reader.eviction_summary()
+        assert (empty.count, empty.regret_rate, empty.age_mean_s) == (0, 0.0, None)
+        for age_s, number in ((0.5, 0), (5, 1), (30, 2), (30, 3), (4000, 4), (10 * 86400, 5)):
+            store.journal.evicted(eviction([number], START_S, stored_s=START_S - age_s))
+        store.journal.evicted(
+            eviction([6, 7], START_S + 50, EvictionReason.OPERATOR, stored_s=START_S, hit_s=START_S + 1)
+        )
+        store.journal.regretted(keys_of([6]), START_S + 60)
+        assert store.journal.flush(DEADLINE_S)
+        summary = store.reader.eviction_summary(until_s=START_S + 50)
+        assert summary.by_reason == {"capacity": 6}
+        assert summary.never_hit == 6
+        assert {bucket.upto_s: bucket.count for bucket in summary.ages if bucket.count} == {
+            1.0: 1, 10.0: 1, 60.0: 2, 4 * 3600.0: 1, None: 1,
+        }  # fmt: skip
+        assert (summary.age_min_s, summary.age_max_s) == (0.5, 10 * 86400)
+        assert summary.age_mean_s == pytest.approx((0.5 + 5 + 30 + 30 + 4000 + 864000) / 6)
+        later = store.reader.eviction_summary(since_s=START_S + 50)
+        assert (later.by_reason, later.regretted_by_reason, later.regret_rate) == (
+            {"operator": 2},
+            {"operator": 1},
+            0.5,
+        )
+        assert later.never_hit == 0
+        assert json.dumps(summary.by_reason)
