@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from core.engine import DeviceView
 from core.events import EvictionReason
 from core.jobs import JobTable, OpenJob
+from core.keys import Key
 from core.manager import OffloadManager, Pin
 from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState
@@ -17,6 +19,8 @@ from core.transfers import Direction, LoadOutcome, TransferJob
 
 _REGRET_BLOCKS = 1000
 """Missing blocks of one request that are looked up among the evicted ones."""
+_FOLLOW_S = 1.0
+"""How long to wait for another's load while nobody knows how long recomputing takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Later:
 
 MatchResult = Hit | Miss | Later
 _MISS = Miss()
+_LATER = Later()
 
 
 class LoadSide:
@@ -61,6 +66,7 @@ class LoadSide:
         self._pending: list[TransferJob] = []
         self._lost: list[tuple[RequestState, LoadOutcome]] = []
         self._num_pinned = 0
+        self._leaders: dict[Key, RequestState] = {}
 
     def has_lost(self) -> bool:
         """Whether outcomes wait to be told of loads that could not even begin."""
@@ -78,6 +84,9 @@ class LoadSide:
                 state.decline_noted = True
                 self.counts.declined += self._manager.count_prefix(keys)
             return _MISS
+        if keys and self._follows(state, keys):
+            self._set_pin(state, None)
+            return _LATER
         room = self._manager.num_slots // 2 - self._num_pinned + len(state.pin or ())
         pin = self._manager.pin_prefix(keys[: max(room, 0)])
         self._set_pin(state, pin)
@@ -106,6 +115,7 @@ class LoadSide:
         state.loaded_tokens = 0
         state.matched_tokens = None
         state.load_wanted = None
+        state.follow_until_s = None
         pin = state.pin if state.pin is not None else Pin.empty()
         self._set_pin(state, None, release=False)
         num_blocks = num_loaded_tokens // self._block_size
@@ -158,12 +168,38 @@ class LoadSide:
         self._set_pin(state, None)
         state.matched_tokens = None
         state.load_wanted = None
+        state.follow_until_s = None
         if state.phase is not RequestPhase.LOADING:
             return
         for job in self._jobs:
             if job.request is state:
                 job.request = None
         self._stop_waiting(state)
+
+    def _follows(self, state: RequestState, keys: Sequence[Key]) -> bool:
+        """Whether another request is loading what this one needs next, and waiting for it still pays.
+
+        It waits for one leader, once: then it finds the blocks on the device, or loads its own copy.
+        """
+        leader = self._leaders.get(keys[0])
+        if leader is None or leader is state:
+            return False
+        if state.follow_until_s is None:
+            num_tokens = self._manager.count_prefix(keys) * self._block_size
+            patience_s = self._choice.tokens_rate.estimate_s(num_tokens)
+            state.follow_until_s = state.now_s + (_FOLLOW_S if patience_s is None else patience_s)
+            state.leader = leader.sequence
+        return leader.sequence == state.leader and state.now_s < state.follow_until_s
+
+    def _lead(self, state: RequestState, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._leaders.setdefault(key, state)
+
+    def _stop_leading(self, state: RequestState) -> None:
+        first = state.device_tokens // self._block_size
+        for key in state.keys[first:]:
+            if self._leaders.get(key) is state:
+                del self._leaders[key]
 
     def _begin(self, state: RequestState, pin: Pin, num_blocks: int, now_s: float) -> None:
         first = state.device_tokens // self._block_size
@@ -180,12 +216,14 @@ class LoadSide:
         self._jobs.open(OpenJob(job, now_s, request=state, pin=pin, first_block=first))
         self._pending.append(job)
         self._device.hold(block_ids.tolist())
+        self._lead(state, state.keys[first : first + num_blocks])
         self.counts.in_flight += num_blocks
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING
         state.lost_load = None
         self.num_waiting -= 1
+        self._stop_leading(state)
 
     def _set_pin(self, state: RequestState, pin: Pin | None, *, release: bool = True) -> None:
         """Replace what a waiting request has pinned."""

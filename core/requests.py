@@ -62,6 +62,8 @@ class RequestState:
     load_wanted: bool | None = None
     decline_noted: bool = False
     lost_load: LoadOutcome | None = None
+    follow_until_s: float | None = None
+    leader: int | None = None
     now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0

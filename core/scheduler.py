@@ -115,7 +115,8 @@ class OffloadScheduler:
         """How many tokens after the first `num_computed_tokens` the host can serve.
 
         A hit is pinned until `commit`, and asking again replaces the pin. It ends before the last token of the request,
-        which has to be computed in any case. An unknown request, or one that is loading, misses.
+        which has to be computed in any case. An unknown request, or one that is loading, misses. While another request
+        loads this very prefix the answer is `Later`, for at most as long as computing it would take.
         """
         with self.manager.lock:
             state = self._requests.get(request_id)

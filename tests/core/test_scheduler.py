@@ -10,7 +10,8 @@ from core.engine import StepProgress
 from core.keys import make_keys
 from core.origins import OriginMatch
 from core.policy import Override, RequestPolicy
-from core.scheduler import Hit, Miss
+from core.rates import MIN_SAMPLES
+from core.scheduler import Hit, Later, Miss
 from core.transfers import TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
@@ -441,3 +442,65 @@ def test_views_of_requests_are_paged_from_the_latest(engine: ToyEngine) -> None:
     rest = engine.offload.list_requests(first[-1].sequence, 10, 1.0)
     assert [view.request_id for view in first + rest] == [f"r{i}" for i in reversed(range(7))]
     assert engine.offload.find_request("nobody", 1.0) is None
+
+
+def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    for _ in range(MIN_SAMPLES):
+        engine.offload.choice.tokens_rate.observe(1, 10.0)
+    for i in range(4):
+        engine.add(request(f"convoy{i}", 5, extra=1 + i))
+    plan = engine.step()
+    assert len(plan.loads) == 1
+    assert engine.offload.match("convoy2", 0, engine.now_s) == Later()
+    assert engine.offload.snapshot().requests.waiting_for_load == 1
+    engine.run()
+    assert engine.offload.snapshot().load.blocks == 5
+    served = [engine.offload.find_request(f"convoy{i}", 1.0).prompt_tokens for i in range(4)]
+    assert [(prompt.device_hit, prompt.host_hit) for prompt in served] == [(0, 20), (20, 0), (20, 0), (20, 0)]
+
+
+@pytest.mark.parametrize("how", ["too long", "failed", "gone"])
+def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine: ToyEngine, how: str) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    for name in ("leader", "follower"):
+        engine.add(request(name, 5))
+    load = engine.step().loads[0]
+    assert engine.offload.match("follower", 0, engine.now_s) == Later()
+    if how == "too long":
+        assert engine.offload.match("follower", 0, engine.now_s + 1.5) == Hit(20)
+        assert engine.offload.match("follower", 0, engine.now_s) == Later(), "the same wait, not a new one"
+    elif how == "failed":
+        engine.end_job(load.job_id, error="injected")
+        assert engine.offload.match("follower", 0, engine.now_s) == Miss()
+    else:
+        engine.finish(engine.requests["leader"])
+        assert engine.offload.match("follower", 0, engine.now_s) == Hit(20)
+    engine.run()
+    engine.check_idle()
+    assert engine.offload.find_request("follower", engine.now_s).prompt_tokens.total == 21
+
+
+def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("leader", 5))
+    engine.step()
+    follower, second = request("follower", 5), request("second", 5)
+    for one in (follower, second):
+        engine.add(one)
+        one.state = "held back"
+    assert engine.offload.match("follower", 0, engine.now_s) == Later()
+    engine.finish(engine.requests["leader"])
+    second.state = "waiting"
+    engine.step()
+    assert second.state == "loading"
+    assert engine.offload.match("follower", 0, engine.now_s) == Hit(20)
+    follower.state = "waiting"
+    engine.run()
+    engine.check_idle()

@@ -16,7 +16,7 @@ import numpy as np
 from core.engine import StepProgress
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
-from core.scheduler import Hit, OffloadScheduler
+from core.scheduler import Hit, Later, OffloadScheduler
 from core.transfers import Direction, StepPlan, TransferJob, TransferResult
 
 BLOCK_SIZE = 4
@@ -143,6 +143,8 @@ class ToyEngine:
         """Try to give a waiting request its blocks; False if the device is full."""
         prefix = self._device_prefix(request)
         answer = self.offload.match(request.request_id, len(prefix) * BLOCK_SIZE, self.now_s)
+        if isinstance(answer, Later):
+            return False
         to_load = answer.num_tokens if isinstance(answer, Hit) else 0
         assert to_load % BLOCK_SIZE == 0
         assert len(prefix) * BLOCK_SIZE + to_load <= request.num_tokens - 1
