@@ -102,7 +102,10 @@ class OffloadScheduler:
                 policy=self._policies.settle(ids, patch, now_s),
                 policy_version=self._policies.version,
             )
-            if self._requests.get(request.request_id) is not None:
+            unfinished = self._requests.get(request.request_id)
+            if unfinished is not None:
+                # Its engine forgot it, so nobody knows what its blocks hold by now: none of them is offered.
+                unfinished.num_computed_tokens = 0
                 self._finish(request.request_id, now_s)
             self._requests.add(state)
             self._counts.seen += 1

@@ -379,6 +379,19 @@ def test_the_same_id_may_come_again(engine: ToyEngine) -> None:
     engine.check_idle()
 
 
+def test_nothing_of_a_forgotten_request_is_stored_when_its_id_comes_again() -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    forgotten = request("r", 6, max_tokens=50)
+    engine.add(forgotten)
+    plan = engine.step()
+    assert len(plan.stores[0].slots) == 4, "two blocks found no space, and would be offered again at the end"
+    engine.values = [13] * len(engine.values)
+    engine.offload.on_new_request(request("r", 1, first=900), engine.now_s)
+    assert engine.offload.snapshot().store.offered == 4
+    assert not engine.offload.plan_step([], engine.now_s).stores
+    assert engine.offload.snapshot().requests.running == 1
+
+
 def test_a_request_that_was_never_scheduled_finishes_all_the_same(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     engine.finish(engine.requests["r"])
