@@ -85,7 +85,7 @@ class Process:
 
     def start(self) -> None:
         """Start the threads: history, then the engine."""
-        self.store.start(self.manager)
+        self.store.start(self.manager.inventory)
         try:
             kept = load_overrides(self.store, self.scheduler, time.time())
         except StoreUnavailable as error:
@@ -281,7 +281,7 @@ class Process:
             try:
                 if not self.store.journal.is_alive():
                     _log.error("the journal's thread died and is started again")
-                    self.store.start(self.manager)
+                    self.store.start(self.manager.inventory)
                 while self.manager.bury() and not self._stopping.is_set():
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor

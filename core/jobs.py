@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from core.manager import Pin
+from core.grants import Pin
 from core.requests import RequestState
 from core.transfers import Direction, Slots, TransferJob, TransferResult
 

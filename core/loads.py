@@ -9,9 +9,10 @@ import numpy as np
 
 from core.engine import DeviceView
 from core.events import EvictionReason
+from core.grants import Pin
 from core.jobs import JobTable, OpenJob
 from core.keys import Key
-from core.manager import OffloadManager, Pin
+from core.manager import OffloadManager
 from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts

@@ -10,9 +10,6 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +17,9 @@ from numpy.typing import NDArray
 from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows
 from core.eviction import EVICTION_POLICIES
 from core.ghosts import Ghosts
+from core.grants import NO_SLOTS, Offer, Pin, PinOutcome
 from core.index import KeyIndex
+from core.inventory import Inventory
 from core.keys import Key
 from core.slots import SlotState, SlotTable
 from core.stats import EvictionCounts, PoolCounts
@@ -29,46 +28,7 @@ from core.transfers import Slots
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
-_DIRTY_SCAN_SLOTS = 1 << 16
-
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
-_NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
-
-
-class Offer(NamedTuple):
-    """The answer to a batch of offered keys, which is given in order and may stop early.
-
-    The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, and the
-    others were there already. The keys after them found no space.
-    """
-
-    num_answered: int
-    stored_at: NDArray[np.int64]
-    slots: Slots
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """Ready slots that nobody may evict until the pin is released. It is void once its epoch is over."""
-
-    slots: Slots
-    epoch: int
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    @staticmethod
-    def empty() -> Pin:
-        """A pin of nothing."""
-        return Pin(_NO_SLOTS, 0)
-
-
-class PinOutcome(Enum):
-    """What became of an operator's wish to pin a block."""
-
-    PINNED = "pinned"
-    NOT_FOUND = "not_found"
-    LIMIT = "limit"
 
 
 class OffloadManager:
@@ -85,6 +45,7 @@ class OffloadManager:
         """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them."""
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes)
+        self.inventory = Inventory(self.table, self.lock)
         self.index = KeyIndex(num_slots)
         self.evictable = EVICTION_POLICIES[eviction_policy](self.table.classes)
         self.max_pinned_fraction = max_pinned_fraction
@@ -97,7 +58,6 @@ class OffloadManager:
         self._operator_pins: dict[Key, float] = {}
         self._pin_expiries: list[tuple[float, Key]] = []
         self._lingering: set[int] = set()
-        self._dirty_cursor = 0
         self._buried: list[KeyIndex] = []
 
     @property
@@ -135,7 +95,7 @@ class OffloadManager:
                 present = np.array([slot for slot in found if slot is not None], dtype=np.int64)
                 self._touch(present)
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-            slots = self._make_room(absent, origin, now_s) if absent else _NO_SLOTS
+            slots = self._make_room(absent, origin, now_s) if absent else NO_SLOTS
             num_answered = len(keys)
             if len(slots) < absent:
                 num_answered = int(wanted_at[len(slots)])
@@ -340,22 +300,6 @@ class OffloadManager:
                 eviction_policy=self.evictable.name,
             )
 
-    def list_blocks(self, start_slot: int, limit: int) -> SlotRows:
-        """Up to `limit` ready slots from `start_slot` on, in the order of their numbers."""
-        chosen: list[Slots] = []
-        missing = limit
-        start = start_slot
-        while missing > 0 and start < self.table.num_slots:
-            with self.lock:
-                states = self.table.current_states(start, start + BATCH_SLOTS)
-            ready = np.flatnonzero(states == SlotState.READY)[:missing] + start
-            chosen.append(ready)
-            missing -= len(ready)
-            start += BATCH_SLOTS
-        slots = np.concatenate(chosen) if chosen else _NO_SLOTS
-        with self.lock:
-            return self.table.rows(slots[self.table.is_ready(slots)])
-
     def find_block(self, key: Key) -> SlotRows | None:
         """The row of one key, or None."""
         with self.lock:
@@ -407,43 +351,6 @@ class OffloadManager:
                 expires_s, key = heapq.heappop(self._pin_expiries)
                 if self._operator_pins.get(key) == expires_s:
                     self.unpin_block(key)
-
-    def slot_states(self) -> NDArray[np.uint8]:
-        """The state of every slot, a `SlotState` a byte. Not one moment's, since it is read in batches."""
-        states = np.empty(self.table.num_slots, dtype=np.uint8)
-        for start in range(0, len(states), BATCH_SLOTS):
-            with self.lock:
-                states[start : start + BATCH_SLOTS] = self.table.current_states(start, start + BATCH_SLOTS)
-        return states
-
-    def dirty_rows(self, limit: int) -> SlotRows | None:
-        """Up to `limit` rows that changed since they were last asked for, or None; each is told once a change."""
-        slots = self._next_dirty(limit)
-        if not len(slots):
-            return None
-        with self.lock:
-            self.table.dirty[slots] = False
-            return self.table.rows(slots)
-
-    def _next_dirty(self, limit: int) -> Slots:
-        """Look once round the dirty bits from where the last look ended. Bits set meanwhile are found next time."""
-        num_slots = self.table.num_slots
-        looked = 0
-        while looked < num_slots:
-            start = self._dirty_cursor
-            end = min(start + _DIRTY_SCAN_SLOTS, num_slots)
-            found = np.flatnonzero(self.table.dirty[start:end])[:limit] + start
-            if len(found):
-                self._dirty_cursor = int(found[-1]) + 1 if len(found) == limit else end % num_slots
-                self._dirty_cursor %= num_slots
-                return found
-            looked += end - start
-            self._dirty_cursor = end % num_slots
-        return _NO_SLOTS
-
-    def mark_all_dirty(self) -> None:
-        """Have every row told again, for a store that lost its own."""
-        self.table.dirty[:] = True
 
     # --- inside -------------------------------------------------------------------------------------------------
 

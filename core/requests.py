@@ -10,8 +10,8 @@ from typing import Any
 
 from core.engine import EngineRequest
 from core.events import Origin
+from core.grants import Pin
 from core.keys import Key, make_keys
-from core.manager import Pin
 from core.policy import EffectivePolicy
 from core.stats import PromptTokens, SkipReason, StoreCounts
 from core.transfers import LoadOutcome

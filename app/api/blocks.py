@@ -19,8 +19,8 @@ from app.api.policy_models import DEFAULT_TTL_S, Ttl
 from app.api.problems import Problem
 from app.api.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
+from core.grants import PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of
-from core.manager import PinOutcome
 from core.slots import SlotState
 
 MAX_KEY_HEX = 512
@@ -145,7 +145,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         more = True
         while more and len(items) < limit:
             # Rows found may be gone a moment later, when they are read: an answer that is short is not yet the end.
-            rows = manager.list_blocks(start, limit - len(items))
+            rows = manager.inventory.list_blocks(start, limit - len(items))
             items += _rows_to_blocks(context, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
@@ -192,7 +192,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
     def slot_map() -> Response:
         """For drawing. Read in batches, so not quite of one moment."""
-        states = np.ascontiguousarray(manager.slot_states())
+        states = np.ascontiguousarray(manager.inventory.slot_states())
         answer = SlotMap(
             slots=len(states),
             legend={state.name.lower(): state.value for state in SlotState},

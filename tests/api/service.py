@@ -125,7 +125,7 @@ def start_service(
     )
     store = Store(settings.resolved_database_url(), ENGINE_NAME, settings.pool_kind.value)
     engine = LoopEngine(num_slots, sink=store.journal, max_pinned_fraction=settings.max_pinned_fraction)
-    store.start(engine.manager)
+    store.start(engine.manager.inventory)
     load_overrides(store, engine.scheduler, time.time())
     closing = ClosingFlag()
     reasons: list[list[str]] = [[]]

@@ -90,7 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin_a_block(self, data) -> None:
         manager = self.engine.manager
-        rows = manager.list_blocks(0, 100)
+        rows = manager.inventory.list_blocks(0, 100)
         if len(rows.slots):
             key = data.draw(st.sampled_from(sorted(rows.keys)))
             manager.pin_block(key, self.engine.now_s + data.draw(st.integers(1, 5)), self.engine.now_s)

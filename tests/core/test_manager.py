@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
-from core.manager import OffloadManager, PinOutcome
+from core.grants import PinOutcome
+from core.manager import OffloadManager
 from core.slots import SlotState
 
 ANYONE = Origin("r")
@@ -126,11 +127,11 @@ def test_listings_walk_the_slots_and_the_map_shows_every_one() -> None:
     manager.drop_block(keys(7, 1)[0], 1.0)
     seen: list[bytes] = []
     start = 0
-    while len((rows := manager.list_blocks(start, 400)).slots):
+    while len((rows := manager.inventory.list_blocks(start, 400)).slots):
         seen += rows.keys
         start = int(rows.slots[-1]) + 1
     assert sorted(seen) == sorted(set(keys(0, 2500)) - set(keys(7, 1)))
-    states = manager.slot_states()
+    states = manager.inventory.slot_states()
     assert np.count_nonzero(states == SlotState.READY) == 2499
     assert np.count_nonzero(states == SlotState.FREE) == 501
 
@@ -141,7 +142,7 @@ def test_every_change_is_told_once_by_the_dirty_rows() -> None:
 
     def project() -> int:
         told = 0
-        while (rows := manager.dirty_rows(700)) is not None:
+        while (rows := manager.inventory.dirty_rows(700)) is not None:
             told += len(rows.slots)
             for slot, key, live in zip(rows.slots.tolist(), rows.keys, rows.live.tolist(), strict=True):
                 if live:
@@ -157,9 +158,9 @@ def test_every_change_is_told_once_by_the_dirty_rows() -> None:
         manager.drop_block(key, 1.0)
     assert project() == 1500 + 5
     assert project() == 0
-    rows = manager.list_blocks(0, 10_000)
+    rows = manager.inventory.list_blocks(0, 10_000)
     assert known == dict(zip(rows.slots.tolist(), rows.keys, strict=True))
-    manager.mark_all_dirty()
+    manager.inventory.mark_all_dirty()
     assert project() == 5000
 
 

@@ -341,7 +341,7 @@ def test_a_reset_by_match_takes_what_matches_and_nothing_else(engine: ToyEngine)
     ticket = engine.offload.reset(engine.now_s, OriginMatch(tenant="a*", request="*"))
     assert (ticket.dropped_blocks, ticket.job_ids) == (3, (plan.stores[0].job_id,))
     engine.run()
-    left = set(engine.manager.list_blocks(0, 100).keys)
+    left = set(engine.manager.inventory.list_blocks(0, 100).keys)
     expected = [*request("", 4, first=500).block_hashes, *request("", 2, first=1300).block_hashes]
     assert left == set(make_keys(expected, 0))
     assert engine.offload.snapshot().store.skipped["reset"] == 2
@@ -421,7 +421,7 @@ def test_prefixes_die_from_their_end() -> None:
     engine.run()
     engine.add(request("other", 3, first=500))
     engine.run()
-    left = set(engine.manager.list_blocks(0, 100).keys)
+    left = set(engine.manager.inventory.list_blocks(0, 100).keys)
     assert set(make_keys(request("", 5).block_hashes, 0)) <= left
 
 

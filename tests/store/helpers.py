@@ -94,7 +94,7 @@ Projected = dict[int, tuple[Any, ...]]
 
 def in_memory(manager: OffloadManager) -> Projected:
     """What `slots` should say."""
-    rows = manager.list_blocks(0, manager.table.num_slots)
+    rows = manager.inventory.list_blocks(0, manager.table.num_slots)
     return {
         int(slot): (
             rows.keys[i].hex(),
@@ -138,7 +138,7 @@ def open_store(path: Path, slots: int = 8, engine: str = "e", **options: Any) ->
 def running(path: Path, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
     """A store on a file, with its journal behind a pool that reports to it."""
     store, manager = open_store(path, slots, engine, **options)
-    store.start(manager)
+    store.start(manager.inventory)
     try:
         yield store, manager
     finally:

@@ -83,7 +83,7 @@ def test_a_lock_is_noticed_without_traffic(path: Path) -> None:
 
 def test_closing_while_locked_is_bounded(path: Path) -> None:
     store, manager = open_store(path)
-    store.start(manager)
+    store.start(manager.inventory)
     assert store.journal.flush(DEADLINE_S)
     with held_exclusively(path):
         store.journal.evicted(eviction([1]))

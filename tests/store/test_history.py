@@ -148,7 +148,7 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(path: Path) -> N
     limits = HistoryLimits(eviction_rows=10_000, eviction_days=1)
     store, _ = open_store(path, engine="here", limits=limits)
     store.journal._clock = lambda: now_s
-    store.start(OffloadManager(4, SLOT_BYTES))
+    store.start(OffloadManager(4, SLOT_BYTES).inventory)
     store.journal.evicted(eviction(range(30), now_s - 2 * 86400))
     store.journal.evicted(eviction(range(40), now_s - 100))
     assert store.journal.flush(DEADLINE_S)
@@ -165,7 +165,7 @@ def test_expired_overrides_and_old_audit_records_go(path: Path) -> None:
     store.save_override("over", {"store": False}, START_S, START_S + 1)
     store.save_override("holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
-    store.start(OffloadManager(4, SLOT_BYTES))
+    store.start(OffloadManager(4, SLOT_BYTES).inventory)
     wait_until(lambda: count(path, "audit") == 5, "the oldest records are gone")
     assert [record.entry.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
     assert shell(path, "SELECT request FROM overrides") == [("holds",)]

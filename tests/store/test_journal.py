@@ -73,14 +73,14 @@ def test_rows_read_before_a_reset_are_not_written_after_it(path: Path) -> None:
             self.asked = 0
 
         def dirty_rows(self, limit: int) -> SlotRows | None:
-            rows = manager.dirty_rows(limit)
+            rows = manager.inventory.dirty_rows(limit)
             self.asked += 1
             if self.asked == 1:
                 manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
             return rows
 
         def mark_all_dirty(self) -> None:
-            manager.mark_all_dirty()
+            manager.inventory.mark_all_dirty()
 
     store.start(ResetsWhileAsked())
     assert store.journal.flush(DEADLINE_S)
@@ -142,7 +142,7 @@ def test_engines_that_share_a_database_do_not_see_each_other(path: Path) -> None
 
 def test_close_writes_what_is_left(path: Path) -> None:
     store, manager = open_store(path, 64)
-    store.start(manager)
+    store.start(manager.inventory)
     fill(manager, range(64))
     fill(manager, range(100, 164), START_S + 1)
     assert store.close(DEADLINE_S)
@@ -155,10 +155,10 @@ def test_close_writes_what_is_left(path: Path) -> None:
 def test_the_thread_can_be_started_again(path: Path) -> None:
     with running(path, 4) as (store, manager):
         thread = store.journal._thread
-        store.start(manager)
+        store.start(manager.inventory)
         assert store.journal._thread is thread, "one thread is enough"
         assert store.journal.close(DEADLINE_S)
-        store.start(manager)
+        store.start(manager.inventory)
         fill(manager, range(4))
         assert store.journal.flush(DEADLINE_S)
         assert count(path, "slots") == 4
@@ -199,7 +199,7 @@ def test_a_dead_thread_is_told_and_can_be_started_again(path: Path) -> None:
     store.start(Deadly())
     wait_until(lambda: any("does not run" in reason for reason in store.health()), "health says that it died")
     fill(manager, range(3))
-    store.start(manager)
+    store.start(manager.inventory)
     assert store.journal.flush(DEADLINE_S)
     assert store.health() == []
     assert in_file(path) == in_memory(manager) != {}

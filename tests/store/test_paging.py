@@ -41,7 +41,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.store, manager = open_store(Path(self.folder.name) / "kvferry.db")
-        self.store.start(manager)
+        self.store.start(manager.inventory)
 
     def teardown(self) -> None:
         self.store.close(DEADLINE_S)

@@ -163,7 +163,7 @@ def test_rows_of_an_older_copy_go_even_if_memory_tells_of_live_slots_only(path: 
 
     class TellsOfLiveSlots:
         def dirty_rows(self, limit: int) -> SlotRows | None:
-            return manager.dirty_rows(limit)
+            return manager.inventory.dirty_rows(limit)
 
         def mark_all_dirty(self) -> None:
             for slot in in_memory(manager):

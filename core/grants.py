@@ -1,0 +1,50 @@
+"""What the manager hands out: slots for offered blocks, pins on blocks that were found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.transfers import Slots
+
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+
+
+class Offer(NamedTuple):
+    """The answer to a batch of offered keys, which is given in order and may stop early.
+
+    The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, and the
+    others were there already. The keys after them found no space.
+    """
+
+    num_answered: int
+    stored_at: NDArray[np.int64]
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Ready slots that nobody may evict until the pin is released. It is void once its epoch is over."""
+
+    slots: Slots
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @staticmethod
+    def empty() -> Pin:
+        """A pin of nothing."""
+        return Pin(NO_SLOTS, 0)
+
+
+class PinOutcome(Enum):
+    """What became of an operator's wish to pin a block."""
+
+    PINNED = "pinned"
+    NOT_FOUND = "not_found"
+    LIMIT = "limit"
