@@ -27,6 +27,8 @@ from app.settings.problems import MASK, url_passwords
 QUEUE_RECORDS = 10_000
 MIN_SECRET_CHARS = 4
 OWN_LOGGERS = ("app", "core", "cuda_ops", "migrations")
+CHATTY_LOGGERS = ("alembic",)
+"""Libraries whose every step is INFO to them; only their warnings are news to an operator."""
 UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 _BARE = logging.Formatter()
@@ -144,6 +146,8 @@ class LogPipe:
         """Change the least that is logged, now."""
         for logger in self._loggers:
             logger.setLevel(level.value.upper())
+        for name in CHATTY_LOGGERS:
+            logging.getLogger(name).setLevel("DEBUG" if level is LogLevel.DEBUG else "WARNING")
 
     def close(self) -> None:
         """Write what is queued, and put logging back as it was. May be called again."""

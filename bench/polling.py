@@ -35,16 +35,25 @@ PROMPT_TOKENS = 64
 
 
 def poll(url: str, rate: float, polling: Event, stop: Event, count: Synchronized[int]) -> None:
-    """Ask for the stats at a steady rate while `polling` is set."""
-    with httpx.Client(base_url=url, timeout=10) as http:
-        while not stop.is_set():
-            if not polling.wait(0.05):
-                continue
-            due_s = time.monotonic() + 1 / rate
-            http.get("/admin/v1/stats").raise_for_status()
-            with count.get_lock():
-                count.value += 1
-            stop.wait(max(due_s - time.monotonic(), 0.0))
+    """Ask for the stats at a steady rate while `polling` is set, also when answers are slow to come."""
+
+    async def ask(http: httpx.AsyncClient) -> None:
+        (await http.get("/admin/v1/stats")).raise_for_status()
+        with count.get_lock():
+            count.value += 1
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+            asked: set[asyncio.Task[None]] = set()
+            while not stop.is_set():
+                await asyncio.sleep(1 / rate)
+                if polling.is_set():
+                    task = asyncio.create_task(ask(http))
+                    asked.add(task)
+                    task.add_done_callback(asked.discard)
+            await asyncio.gather(*asked)
+
+    asyncio.run(run())
 
 
 async def generate(engine: EmbeddedEngine, num_tokens: int, seed: int) -> None:
