@@ -93,16 +93,16 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(path: Path) ->
     store, manager = open_store(path, 20_000)
     projection, database = store.journal._projection, store.database
     fill(manager, range(20_000))
-    while projection.step(database, manager):
+    while projection.step(database, manager.inventory):
         pass
     assert count(path, "slots") == 20_000
     manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
     fill(manager, range(30_000, 30_010), START_S + 2)
-    assert projection.step(database, manager), "the sweep is not over"
+    assert projection.step(database, manager.inventory), "the sweep is not over"
     assert shell(path, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
     assert count(path, "slots") > 10
     manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
-    while projection.step(database, manager):
+    while projection.step(database, manager.inventory):
         pass
     assert in_file(path) == {} == in_memory(manager)
     assert projection.up_to_date
