@@ -9,18 +9,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.grants import Pin
+from core.keys import Key
 from core.requests import RequestState
 from core.transfers import Direction, Slots, TransferJob, TransferResult
 
 
 @dataclass(slots=True)
 class StorePart:
-    """One request's share of a store job. A reset by match may disown it while the rest of the job goes on."""
+    """One request's share of a store job. A reset by match may disown it while the rest of the job goes on.
+
+    `keys` are the request's, of which this part ends before block `end_block`.
+    """
 
     request: RequestState
     epoch: int
     slots: Slots
     block_ids: list[int]
+    keys: list[Key]
+    end_block: int
     disowned: bool = False
 
 

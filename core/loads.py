@@ -88,7 +88,7 @@ class LoadSide:
         if keys and self._follows(state, keys):
             self._set_pin(state, None)
             return _LATER
-        room = self._manager.num_slots // 2 - self._num_pinned + len(state.pin or ())
+        room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
         pin = self._manager.pin_prefix(keys[: max(room, 0)])
         self._set_pin(state, pin)
         if not state.misses_noted:
@@ -161,7 +161,9 @@ class LoadSide:
         if state is None:
             return []
         self._stop_waiting(state)
-        state.loaded_tokens = num_blocks * self._block_size if ok else 0
+        if ok:
+            state.loaded_tokens = num_blocks * self._block_size
+            state.num_computed_tokens = (ended.first_block + num_blocks) * self._block_size
         return [LoadOutcome(state.request.request_id, ok, ended.first_block, num_blocks)]
 
     def detach(self, state: RequestState) -> None:

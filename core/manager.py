@@ -7,7 +7,6 @@ and policies of requests are the scheduler's.
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows
 from core.eviction import EVICTION_POLICIES
+from core.expiry import Expiries
 from core.ghosts import Ghosts
 from core.grants import NO_SLOTS, Offer, Pin, PinOutcome
 from core.index import KeyIndex
@@ -55,8 +55,7 @@ class OffloadManager:
         self._sink = sink if sink is not None else NullSink()
         self._ghosts = Ghosts(num_slots)
         self._num_loading = 0
-        self._operator_pins: dict[Key, float] = {}
-        self._pin_expiries: list[tuple[float, Key]] = []
+        self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
         self._buried: list[KeyIndex] = []
 
@@ -78,12 +77,19 @@ class OffloadManager:
     # --- stores -------------------------------------------------------------------------------------------------
 
     def offer(
-        self, keys: Sequence[Key], origin: Origin, positions: NDArray[np.int64], priority_class: int, now_s: float
+        self,
+        keys: Sequence[Key],
+        origin: Origin,
+        positions: NDArray[np.int64],
+        priority_class: int,
+        now_s: float,
+        prefix: Sequence[Key] = (),
     ) -> Offer:
         """Reserve slots for those of `keys` that are not in the pool, evicting what must go.
 
         `keys` are blocks of one request in their order, at the indices `positions` in it. Keys that are present count
-        as used. Where room ends, the answer ends: a block behind one that is missing would never be found.
+        as used. Where room ends, the answer ends: a block behind one that is missing would never be found. For the same
+        reason nothing is evicted that stands among `keys` or in `prefix`, the keys of the request's blocks before them.
         """
         with self.lock:
             table = self.table
@@ -92,10 +98,9 @@ class OffloadManager:
             if absent == len(keys):
                 wanted_at = np.arange(absent)
             else:
-                present = np.array([slot for slot in found if slot is not None], dtype=np.int64)
-                self._touch(present)
+                self._touch(_slots_in(found))
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-            slots = self._make_room(absent, origin, now_s) if absent else NO_SLOTS
+            slots = self._make_room(absent, origin, (*prefix, *keys), now_s) if absent else NO_SLOTS
             num_answered = len(keys)
             if len(slots) < absent:
                 num_answered = int(wanted_at[len(slots)])
@@ -105,10 +110,11 @@ class OffloadManager:
                 table.begin_storing(slots, wanted[: len(slots)], origin, positions[wanted_at], priority_class)
             return Offer(num_answered, wanted_at, slots)
 
-    def publish(self, slots: Slots, now_s: float) -> int:
+    def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
         """Make stored slots findable and say how many were; one that lost a race for its key is freed instead.
 
-        `slots` are in the order of their request's blocks.
+        `slots` are in the order of their request's blocks; `chain` are the keys from its first block to the last of
+        them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.lock:
             wanted = slots.tolist()
@@ -119,8 +125,15 @@ class OffloadManager:
                 slots = slots[won]
             self.table.make_ready(slots, now_s)
             self.evictable.add(slots[::-1])
+            self.touch(chain)
             self.space_version += 1
             return len(slots)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Keys of one request, in the order of its blocks, were used: the last of them goes first."""
+        if keys:
+            with self.lock:
+                self._touch(_slots_in(self.index.find(keys)))
 
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
@@ -194,6 +207,8 @@ class OffloadManager:
             table.loads[pin.slots] = loads
             ended = pin.slots[loads == 0] if np.count_nonzero(loads) else pin.slots
             if pin.epoch != table.epoch:
+                # The pins went with their epoch; left behind, they would pass for pins of whoever gets the slot next.
+                table.pins[ended] = 0
                 self._free(ended)
                 return False
             lost = self._lost_any(pin.slots)
@@ -253,7 +268,6 @@ class OffloadManager:
             self.index = KeyIndex(self.num_slots)
             self.evictable.clear()
             self._operator_pins.clear()
-            self._pin_expiries.clear()
             self._num_loading = 0
             self.space_version += 1
             self.evictions.total += dropped
@@ -269,11 +283,12 @@ class OffloadManager:
         with self.lock:
             if not self._buried:
                 return False
-            shards = self._buried[-1].shards()
+            # The oldest: resets add behind it, so that it is still the first once it is empty.
+            shards = self._buried[0].shards()
         if not shards:
             with self.lock:
-                self._buried.pop()
-            return bool(self._buried)
+                del self._buried[0]
+                return bool(self._buried)
         shard = shards[-1]
         for _ in range(min(BATCH_SLOTS, len(shard))):
             shard.popitem()
@@ -323,36 +338,34 @@ class OffloadManager:
                 if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
                     return PinOutcome.LIMIT
                 self._pin(np.array([slot]))
-            self._operator_pins[key] = expires_s
-            heapq.heappush(self._pin_expiries, (expires_s, key))
+            self._operator_pins.set(key, expires_s)
             return PinOutcome.PINNED
 
     def unpin_block(self, key: Key) -> bool:
         """Take an operator's pin away; False if there is none."""
         with self.lock:
-            if self._operator_pins.pop(key, None) is None:
-                return False
-            slot = self.index.get(key)
-            if slot is not None:
-                self._unpin(np.array([slot]))
-            return True
+            pinned = self._operator_pins.discard(key)
+            if pinned:
+                self._unpin_key(key)
+            return pinned
 
     def pinned_until(self, key: Key) -> float | None:
         """When an operator's pin of this key ends, or None."""
         with self.lock:
-            return self._operator_pins.get(key)
+            return self._operator_pins.until_s(key)
 
     def expire_pins(self, now_s: float) -> None:
         """Let go of the operators' pins whose time is over, a bounded number a call."""
         with self.lock:
-            for _ in range(BATCH_SLOTS):
-                if not self._pin_expiries or self._pin_expiries[0][0] > now_s:
-                    return
-                expires_s, key = heapq.heappop(self._pin_expiries)
-                if self._operator_pins.get(key) == expires_s:
-                    self.unpin_block(key)
+            for key in self._operator_pins.pop_due(now_s, BATCH_SLOTS):
+                self._unpin_key(key)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _unpin_key(self, key: Key) -> None:
+        slot = self.index.get(key)
+        if slot is not None:
+            self._unpin(np.array([slot]))
 
     def _lost_any(self, pinned: Slots) -> bool:
         """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
@@ -380,11 +393,15 @@ class OffloadManager:
         self.evictable.add(freed[::-1])
         self.space_version += 1
 
-    def _make_room(self, count: int, origin: Origin, now_s: float) -> Slots:
+    def _make_room(self, count: int, origin: Origin, spared: Sequence[Key], now_s: float) -> Slots:
         slots = self.table.take_free(count)
         if len(slots) == count:
             return slots
+        own = _slots_in(self.index.find(spared))
+        own = own[self.table.pins[own] == 0]
+        self.evictable.remove(own)
         victims = self.evictable.take_victims(count - len(slots))
+        self.evictable.add(own[::-1])
         if not len(victims):
             return slots
         self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
@@ -413,3 +430,8 @@ class OffloadManager:
     def _free(self, slots: Slots) -> None:
         self.table.give_back(slots)
         self.space_version += 1
+
+
+def _slots_in(found: Sequence[int | None]) -> Slots:
+    """The slots of the keys that were found."""
+    return np.array([slot for slot in found if slot is not None], dtype=np.int64)

@@ -6,11 +6,15 @@ matching rule > runtime default > settings. `PolicyBook` holds those sources and
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
+
+from core.expiry import Expiries
+
+_EXPIRE_AT_ONCE = 100
+_SHOWN_CHARS = 80
 
 UNLIMITED = "unlimited"
 """How a lifted cap is written outside `core`; inside, it is None."""
@@ -100,13 +104,21 @@ def parse_request_fields(
             continue
         parsed = _parse_field(name, value)
         if parsed is _INVALID:
-            ignored.append(IgnoredField(name, repr(value)[:80]))
+            ignored.append(IgnoredField(name, _shown(value)))
         else:
             patch[name] = parsed
     return patch, ignored
 
 
 _INVALID = object()
+
+
+def _shown(value: object) -> str:
+    """A value as it is logged. Python refuses to print integers of several thousand digits."""
+    try:
+        return repr(value)[:_SHOWN_CHARS]
+    except ValueError:
+        return f"(a value that cannot be printed, {type(value).__name__})"
 
 
 def _parse_field(name: str, value: object) -> Any:
@@ -138,7 +150,7 @@ class PolicyBook:
     version: int = 0
     _runtime: dict[str, Any] = field(default_factory=dict)
     _overrides: dict[str, Override] = field(default_factory=dict)
-    _expiries: list[tuple[float, str]] = field(default_factory=list)
+    _expiries: Expiries[str] = field(default_factory=Expiries)
 
     def defaults(self) -> EffectivePolicy:
         """Settings with the runtime defaults over them."""
@@ -156,13 +168,14 @@ class PolicyBook:
     def set_override(self, override: Override) -> None:
         """Replace what was set for this request id."""
         self._overrides[override.request_id] = override
-        heapq.heappush(self._expiries, (override.expires_s, override.request_id))
+        self._expiries.set(override.request_id, override.expires_s)
         self.version += 1
 
     def drop_override(self, request_id: str) -> bool:
         """Take an override away; False if there was none."""
         if self._overrides.pop(request_id, None) is None:
             return False
+        self._expiries.discard(request_id)
         self.version += 1
         return True
 
@@ -179,16 +192,12 @@ class PolicyBook:
         return list(self._overrides.values())
 
     def expire(self, now_s: float) -> int:
-        """Drop the overrides whose time is over and say how many; O(1) when there are none."""
-        dropped = 0
-        while self._expiries and self._expiries[0][0] <= now_s:
-            expires_s, request_id = heapq.heappop(self._expiries)
-            found = self._overrides.get(request_id)
-            if found is not None and found.expires_s == expires_s:
-                del self._overrides[request_id]
-                self.version += 1
-                dropped += 1
-        return dropped
+        """Drop overrides whose time is over, a bounded number a call, and say how many; O(1) when there are none."""
+        due = self._expiries.pop_due(now_s, _EXPIRE_AT_ONCE)
+        for request_id in due:
+            del self._overrides[request_id]
+        self.version += bool(due)
+        return len(due)
 
     def settle(self, request_ids: Iterable[str], request_patch: PolicyPatch, now_s: float) -> EffectivePolicy:
         """The effective policy of a request that goes by these ids and sent `request_patch`."""

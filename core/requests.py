@@ -67,6 +67,7 @@ class RequestState:
     now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0
+    prefill_planned: bool = False
     prefill_counted: bool = False
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     store: StoreCounts = field(default_factory=StoreCounts)

@@ -84,6 +84,7 @@ class OffloadScheduler:
         self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens()
         self._num_resets = 0
+        self._prefilled: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
         self._last_warned_s: dict[str, float] = {}
 
@@ -149,7 +150,7 @@ class OffloadScheduler:
         with self.manager.lock:
             self._policies.expire(now_s)
             self.manager.expire_pins(now_s)
-            self._measure(now_s)
+            self._end_step(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
                 state = self._requests.get(step.request_id)
@@ -163,7 +164,8 @@ class OffloadScheduler:
                 if not state.prefill_counted:
                     num_prefill_tokens += new_tokens
                     if step.num_computed_tokens >= state.request.num_prompt_tokens:
-                        self._count_prefill(state)
+                        state.prefill_planned = True
+                        self._prefilled.append(state)
                 if self._stores.unanswered(state) > 0:
                     self._settle(state, now_s)
                     self._stores.offer_step(state)
@@ -171,16 +173,18 @@ class OffloadScheduler:
                 self._last_step = (now_s, num_tokens)
             return StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
 
-    def on_step_failed(self, request_ids: Sequence[str]) -> None:
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
         """The compute of a step failed: nothing of what its requests hold may be stored from now on.
 
         The engine reports the step's store jobs as failed besides.
         """
         with self.manager.lock:
-            for request_id in request_ids:
-                state = self._requests.get(request_id)
-                if state is not None:
-                    state.num_computed_tokens = 0
+            self._last_step = None
+            failed = [state for request_id in request_ids if (state := self._requests.get(request_id)) is not None]
+            for state in failed:
+                state.num_computed_tokens = 0
+                state.prefill_planned = False
+            self._stores.fail_decided(failed, now_s)
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
@@ -295,6 +299,7 @@ class OffloadScheduler:
             if match is None:
                 job_ids = tuple(job.job.job_id for job in self._jobs)
                 dropped = self.manager.reset(self._touched_slots(), now_s)
+                self._stores.disown_all()
             else:
                 job_ids = (*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store))
                 dropped = 0
@@ -330,8 +335,11 @@ class OffloadScheduler:
             state.policy = self._policies.settle(state.ids, state.patch, now_s)
             state.policy_version = self._policies.version
 
-    def _measure(self, now_s: float) -> None:
+    def _end_step(self, now_s: float) -> None:
         """An engine plans its next step once it has computed the last: the time between is what prefill took."""
+        for state in self._prefilled:
+            self._count_prefill(state)
+        self._prefilled.clear()
         if self._last_step is not None:
             then_s, num_tokens = self._last_step
             self.choice.tokens_rate.observe(num_tokens, now_s - then_s)
@@ -341,6 +349,7 @@ class OffloadScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
+        self._count_prefill(state)
         if state.phase is RequestPhase.RUNNING:
             self._settle(state, now_s)
             self._stores.offer_rest(state)
@@ -351,6 +360,8 @@ class OffloadScheduler:
 
     def _count_prefill(self, state: RequestState) -> None:
         """Say once where a request's prompt came from, now that all of it is there."""
+        if not state.prefill_planned or state.prefill_counted:
+            return
         state.prefill_counted = True
         total = state.request.num_prompt_tokens
         device_hit = min(state.device_tokens, total)

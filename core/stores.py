@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from core.engine import DeviceView
@@ -31,7 +33,7 @@ class StoreSide:
         self._jobs = jobs
         self._block_size = block_size
         self._parts: list[StorePart] = []
-        self._storing_blocks: set[int] = set()
+        self._storing: dict[int, StorePart] = {}
 
     def has_pending(self) -> bool:
         """Whether blocks were given slots since the last plan."""
@@ -60,12 +62,16 @@ class StoreSide:
         end, kept_back = state.split_storable(state.answered, full, self._block_size)
         stop = end if limit is None else min(end, state.answered + limit)
         state.refused_at = None
+        first = state.answered
         room = True
         while room and state.answered < stop:
             room = self._offer_batch(state, min(stop, state.answered + _OFFER_BLOCKS))
         if not room and limit is None:
             self._count_skipped(state, SkipReason.NO_SPACE, end - state.answered)
             state.answered = end
+        if state.answered > first:
+            # What was there already has moved up; the blocks before it have to stay younger still.
+            self._manager.touch(state.keys[: state.answered])
         if state.answered == end:
             for reason, count in kept_back:
                 self._count_skipped(state, reason, count)
@@ -76,14 +82,18 @@ class StoreSide:
         first = state.answered
         positions = np.arange(first, end)
         offered = state.block_ids[first:end]
-        if not self._storing_blocks.isdisjoint(offered):
-            idle = np.array([block_id not in self._storing_blocks for block_id in offered], dtype=np.bool_)
-            positions = positions[idle]
+        if not self._storing.keys().isdisjoint(offered) or len(set(offered)) < len(offered):
+            named = set(self._storing)
+            idle: list[bool] = []
+            for block_id in offered:
+                idle.append(block_id not in named)
+                named.add(block_id)
+            positions = positions[np.array(idle, dtype=np.bool_)]
         wanted = state.keys[first:end]
         if len(positions) < len(wanted):
             wanted = [state.keys[i] for i in positions.tolist()]
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        answer = self._manager.offer(wanted, state.origin, positions, priority, state.now_s)
+        answer = self._manager.offer(wanted, state.origin, positions, priority, state.now_s, state.keys[:first])
         if answer.num_answered < len(wanted):
             state.refused_at = self._manager.space_version
             end = int(positions[answer.num_answered])
@@ -91,9 +101,11 @@ class StoreSide:
         self._count_skipped(state, SkipReason.ALREADY_STORED, answer.num_answered - len(answer.slots))
         state.answered = end
         if len(answer.slots):
-            block_ids = [state.block_ids[i] for i in positions[answer.stored_at].tolist()]
-            self._parts.append(StorePart(state, self._manager.epoch, answer.slots, block_ids))
-            self._storing_blocks.update(block_ids)
+            stored = positions[answer.stored_at].tolist()
+            block_ids, last = [state.block_ids[i] for i in stored], stored[-1]
+            part = StorePart(state, self._manager.epoch, answer.slots, block_ids, state.keys, last + 1)
+            self._parts.append(part)
+            self._storing.update(dict.fromkeys(block_ids, part))
             self._device.hold(block_ids)
             for counts in (self.counts, state.store):
                 counts.offered += len(block_ids)
@@ -120,26 +132,42 @@ class StoreSide:
     def end(self, ended: OpenJob, now_s: float) -> None:
         """Publish what a job stored, or free it."""
         for part in ended.parts:
-            count = len(part.slots)
-            self._storing_blocks.difference_update(part.block_ids)
-            self._device.release(part.block_ids)
-            disowned = part.disowned or part.epoch != self._manager.epoch
-            published = 0
-            if ended.errors or disowned:
-                self._manager.abandon(part.slots)
-            else:
-                published = self._manager.publish(part.slots, now_s)
-            for counts in (self.counts, part.request.store):
-                counts.in_flight -= count
-                counts.stored += published
-                counts.bytes += published * self._manager.slot_bytes
-                if disowned:
-                    counts.skipped[SkipReason.RESET.value] += count
-                elif ended.errors:
-                    counts.failed += count
-                else:
-                    counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
+            self._end_part(part, bool(ended.errors), now_s)
         self.counts.seconds += ended.seconds
+
+    def fail_decided(self, states: Sequence[RequestState], now_s: float) -> None:
+        """What was decided for these requests and is in no job yet will never be there to store."""
+        failed = [part for part in self._parts if any(part.request is state for state in states)]
+        self._parts = [part for part in self._parts if not any(part is one for one in failed)]
+        for part in failed:
+            self._end_part(part, failed=True, now_s=now_s)
+
+    def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
+        count = len(part.slots)
+        self._forget_blocks(part)
+        self._device.release(part.block_ids)
+        disowned = part.disowned or part.epoch != self._manager.epoch
+        published = 0
+        if failed or disowned:
+            self._manager.abandon(part.slots)
+        else:
+            published = self._manager.publish(part.slots, now_s, part.keys[: part.end_block])
+        for counts in (self.counts, part.request.store):
+            counts.in_flight -= count
+            counts.stored += published
+            counts.bytes += published * self._manager.slot_bytes
+            if disowned:
+                counts.skipped[SkipReason.RESET.value] += count
+            elif failed:
+                counts.failed += count
+            else:
+                counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
+
+    def _forget_blocks(self, part: StorePart) -> None:
+        """Its device blocks are in flight no more, but for those that were offered again since a reset."""
+        for block_id in part.block_ids:
+            if self._storing.get(block_id) is part:
+                del self._storing[block_id]
 
     def touched_slots(self) -> list[Slots]:
         """The slots that were given out and are in no job yet."""
@@ -147,13 +175,16 @@ class StoreSide:
 
     def disown(self, match: OriginMatch) -> list[int]:
         """Publish nothing of what is being stored of matching requests; the jobs concerned."""
-        for part in self._parts:
-            part.disowned = part.disowned or match.matches(part.request.origin)
-        concerned: list[int] = []
-        for job in self._jobs:
-            matching = [part for part in job.parts if match.matches(part.request.origin)]
-            for part in matching:
-                part.disowned = True
-            if matching:
-                concerned.append(job.job.job_id)
-        return concerned
+        self._disown_parts(self._parts, match)
+        return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
+
+    def disown_all(self) -> None:
+        """A new epoch began: what is under way belongs to the old one, and its device blocks may be offered again."""
+        self._storing.clear()
+
+    def _disown_parts(self, parts: Sequence[StorePart], match: OriginMatch) -> bool:
+        matching = [part for part in parts if match.matches(part.request.origin)]
+        for part in matching:
+            part.disowned = True
+            self._forget_blocks(part)
+        return bool(matching)

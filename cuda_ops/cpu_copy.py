@@ -74,6 +74,8 @@ class CpuCopyEngine:
             self._closed = True
             self._jobs.put(None)
         self._thread.join()
+        if self._current is not None:
+            self._end(self._current, "the copy thread died")
         self._fail_queued("the copy engine was closed before the job started")
 
     def _start(self) -> threading.Thread:

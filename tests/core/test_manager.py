@@ -185,3 +185,112 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
     assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
     while manager.bury():
         continue
+
+
+def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinned() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    old = manager.pin_prefix(keys(0, 1))
+    assert manager.begin_load(old, 1.0)
+    manager.reset(old.slots, 2.0)
+    store(manager, keys(10, 3))
+    manager.end_load(old)
+    store(manager, keys(20, 1))
+    loading = manager.pin_prefix(keys(20, 1))
+    assert manager.begin_load(loading, 3.0)
+    answer = manager.offer(keys(40, 4), ANYONE, np.arange(4), NORMAL, 4.0)
+    assert not set(answer.slots.tolist()) & set(loading.slots.tolist())
+    assert manager.end_load(loading)
+
+
+def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
+    manager = OffloadManager(3, 64)
+    store(manager, keys(0, 3))
+    pin = manager.pin_prefix(keys(0, 2))
+    manager.drop_block(keys(0, 1)[0], 1.0)
+    manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
+    manager.release(pin)
+    assert manager.counts().storing == 3
+
+
+def test_slots_of_an_offer_are_its_own_whatever_is_given_back_meanwhile() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 4))
+    for key in keys(0, 4):
+        manager.drop_block(key, 1.0)
+    answer = manager.offer(keys(10, 2), ANYONE, np.arange(2), NORMAL, 1.0)
+    before = answer.slots.tolist()
+    other = manager.offer(keys(20, 2), ANYONE, np.arange(2), NORMAL, 1.0)
+    manager.abandon(other.slots)
+    assert answer.slots.tolist() == before
+
+
+def test_an_offer_does_not_evict_the_prefix_that_it_continues() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 2))
+    answer = manager.offer(keys(0, 6), ANYONE, np.arange(6), NORMAL, 1.0)
+    assert (answer.num_answered, len(answer.slots)) == (4, 2)
+    manager.publish(answer.slots, 1.0)
+    assert manager.count_prefix(keys(0, 6)) == 4
+    answer = manager.offer(keys(4, 2), ANYONE, np.arange(4, 6), NORMAL, 1.0, prefix=keys(0, 4))
+    assert (answer.num_answered, len(answer.slots)) == (0, 0)
+    store(manager, keys(50, 2))
+    assert manager.count_prefix(keys(0, 6)) == 2
+
+
+def test_what_was_stored_before_a_reset_is_told_as_gone() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 2))
+    manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    rows = manager.inventory.dirty_rows(10)
+    assert rows is not None
+    assert not rows.live.any()
+
+
+def test_an_operator_pin_does_not_outlive_a_reset() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    manager.pin_block(keys(0, 1)[0], 50.0, 1.0)
+    manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    store(manager, keys(0, 1))
+    manager.expire_pins(60.0)
+    assert (manager.counts().pinned, manager.counts().ready) == (0, 1)
+    assert manager.pin_block(keys(0, 1)[0], 90.0, 61.0) is PinOutcome.PINNED
+
+
+def test_a_pin_that_was_moved_ends_at_its_new_time() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    for until_s in (50.0, 200.0):
+        manager.pin_block(keys(0, 1)[0], until_s, 1.0)
+    manager.expire_pins(60.0)
+    assert manager.pinned_until(keys(0, 1)[0]) == 200.0
+    assert manager.counts().pinned == 1
+
+
+def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    for number in range(5000):
+        manager.pin_block(keys(0, 1)[0], 1000.0 + number, 1.0)
+    assert len(manager._operator_pins) < 1000
+    assert manager.pinned_until(keys(0, 1)[0]) == 5999.0
+
+
+def test_burying_an_old_index_leaves_newer_ones_alone() -> None:
+    manager = OffloadManager(100, 64)
+    store(manager, keys(0, 50))
+    manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    store(manager, keys(100, 50))
+    first = manager._buried[0]
+    while first.shards():
+        manager.bury()
+        if len(manager._buried) == 1:
+            manager.reset(np.empty(0, dtype=np.int64), 2.0)
+    second = manager._buried[-1]
+    manager.bury()
+    assert second in manager._buried
+    while manager.bury():
+        continue
+    assert not manager._buried

@@ -87,3 +87,16 @@ def test_more_fields_can_be_allowed_and_are_checked_alike() -> None:
     patch, ignored = parse_request_fields(sent, POLICY_FIELDS)
     assert patch == {"level": Level.REQUEST, "tiers": ("disk",)}
     assert {field.name for field in ignored} == {"priority", "store"}
+
+
+def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:
+    book = PolicyBook(RequestPolicy(), {})
+    for number in range(5000):
+        book.set_override(Override("id", {}, 100.0 + number))
+    assert len(book._expiries) < 1000
+    for number in range(5000):
+        book.set_override(Override(f"id{number}", {}, 100.0))
+    assert 0 < book.expire(200.0) < 5000, "a bounded number a call"
+    while book.expire(200.0):
+        continue
+    assert [override.request_id for override in book.overrides()] == ["id"]

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from core.engine import StepProgress
+from core.events import EvictionReason
 from core.keys import make_keys
 from core.origins import OriginMatch
 from core.policy import Override, RequestPolicy
@@ -259,7 +260,7 @@ def test_a_failed_step_stores_nothing_of_its_requests(engine: ToyEngine) -> None
     engine.add(victim)
     engine.admit(victim)
     plan = engine.offload.plan_step([StepProgress("r", victim.block_ids, 8)], engine.now_s)
-    engine.offload.on_step_failed(["r"])
+    engine.offload.on_step_failed(["r"], 1.0)
     engine.offload.on_transfers_finished([TransferResult(plan.stores[0].job_id, error="the step failed")], 1.0)
     engine.finish(victim)
     store = engine.offload.snapshot().store
@@ -517,3 +518,220 @@ def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
     follower.state = "waiting"
     engine.run()
     engine.check_idle()
+
+
+def run_with(engine: ToyEngine, budget: int) -> None:
+    for _ in range(500):
+        if not engine.requests and not engine.jobs and not engine.offload.has_open_work():
+            return
+        engine.step(budget, copy=True)
+    raise AssertionError("not done")
+
+
+def findable(engine: ToyEngine, one: ToyRequest) -> int:
+    return engine.manager.count_prefix(make_keys(one.block_hashes, 0))
+
+
+@pytest.mark.parametrize("budget", [8, 32])
+def test_a_prefix_that_was_stored_in_several_steps_dies_from_its_end(budget: int) -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    long = request("long", 8)
+    engine.add(long)
+    run_with(engine, budget)
+    engine.add(request("other", 3, first=5000))
+    run_with(engine, 32)
+    assert findable(engine, long) == 5
+
+
+def test_a_prompt_longer_than_the_pool_keeps_its_head() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    long = request("long", 20)
+    engine.add(long)
+    run_with(engine, 8)
+    assert findable(engine, long) == 8
+    assert engine.offload.snapshot().store.skipped["no_space"] == 12
+
+
+def test_the_second_turn_of_a_conversation_dies_from_its_end_too() -> None:
+    engine = ToyEngine(num_slots=12, num_blocks=64)
+    engine.add(request("turn1", 6))
+    run_with(engine, 64)
+    second = request("turn2", 10)
+    engine.add(second)
+    run_with(engine, 64)
+    engine.add(request("other", 3, first=7000))
+    run_with(engine, 64)
+    assert findable(engine, second) == 9
+
+
+def test_a_prompt_offered_in_several_batches_dies_from_its_end() -> None:
+    engine = ToyEngine(num_slots=1024, num_blocks=1100)
+    huge = request("huge", 1024)
+    engine.add(huge)
+    run_with(engine, 10**6)
+    engine.add(request("other", 1, first=10**6))
+    run_with(engine, 64)
+    assert findable(engine, huge) == 1023
+
+
+def test_nothing_that_a_failed_step_had_decided_is_published(engine: ToyEngine) -> None:
+    first, second = request("first", 3), request("second", 3, first=900)
+    for one in (first, second):
+        engine.add(one)
+        engine.admit(one)
+    second.block_hashes.append(None)
+    progress = [StepProgress("first", first.block_ids, 13), StepProgress("second", [*second.block_ids, 60], 17)]
+    with pytest.raises(TypeError):
+        engine.offload.plan_step(progress, engine.now_s)
+    engine.offload.on_step_failed(["first", "second"], 1.0)
+    for one in (first, second):
+        engine.finish(one)
+    assert not engine.offload.plan_step([], engine.now_s).stores
+    assert engine.offload.snapshot().pool.free == 64
+    engine.check_idle()
+
+
+def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    engine.add(request("x", 4))
+    engine.run()
+    held = make_keys(request("x", 4).block_hashes, 0)
+    engine.manager.max_pinned_fraction = 1.0
+    for key in held:
+        engine.manager.pin_block(key, 9e9, 1.0)
+    victim = request("victim", 3, first=500)
+    engine.add(victim)
+    engine.admit(victim)
+    assert not engine.offload.plan_step([StepProgress("victim", victim.block_ids, 13)], 1.0)
+    engine.offload.on_step_failed(["victim"], 1.0)
+    for key in held:
+        engine.manager.unpin_block(key)
+    engine.finish(victim)
+    assert not engine.offload.plan_step([], 2.0)
+
+
+def test_a_failed_step_is_no_measurement_and_no_prefill(engine: ToyEngine) -> None:
+    victim = request("victim", 10)
+    engine.add(victim)
+    engine.admit(victim)
+    plan = engine.offload.plan_step([StepProgress("victim", victim.block_ids, 41)], 10.0)
+    engine.offload.on_step_failed(["victim"], 1.0)
+    engine.offload.on_transfers_finished([TransferResult(job.job_id, error="x") for job in plan.stores], 10.0)
+    engine.finish(victim)
+    engine.offload.plan_step([], 10.0001)
+    assert len(engine.offload.choice.tokens_rate) == 0
+    assert engine.offload.snapshot().prompt_tokens.total == 0
+
+
+def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
+    engine.add(request("first", 40))
+    engine.run()
+    turn_over(engine)
+    engine.offload.choice.tokens_rate._samples.clear()
+    engine.add(request("second", 40))
+    engine.run()
+    assert engine.offload.find_request("second", 1.0).prompt_tokens.host_hit == 32 * BLOCK_SIZE
+    assert sum(amount for amount, _ in engine.offload.choice.tokens_rate._samples) <= 33
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: ToyEngine, whole: bool) -> None:
+    engine.add(request("first", 10, max_tokens=30, tenant="t"))
+    engine.step(budget=100)
+    engine.offload.reset(engine.now_s, None if whole else OriginMatch(tenant="t"))
+    engine.add(request("second", 10, max_tokens=30, tenant="u"))
+    engine.step(budget=100)
+    assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0
+    engine.run()
+    engine.check_idle()
+    assert findable(engine, request("", 10)) == 10
+
+
+def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyEngine) -> None:
+    victim = request("r", 3)
+    engine.add(victim)
+    engine.admit(victim)
+    (store,) = engine.offload.plan_step([StepProgress("r", [5, 5, 7, 8], 13)], 1.0).stores
+    assert store.block_ids.tolist() == [5, 7]
+
+
+def test_a_pool_of_one_slot_can_be_hit() -> None:
+    engine = ToyEngine(num_slots=1, num_blocks=64)
+    engine.add(request("first", 1))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 1))
+    assert engine.offload.match("second", 0, 1.0) == Hit(BLOCK_SIZE)
+
+
+def test_a_request_that_was_preempted_while_loading_hears_nothing_of_that_load(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    second = request("second", 5)
+    engine.add(second)
+    load = engine.step().loads[0]
+    engine.preempt(second)
+    second.state = "held back"
+    assert engine.offload.snapshot().requests.waiting_for_load == 0
+    engine.end_job(load.job_id)
+    assert second.state == "held back"
+    second.state = "waiting"
+    engine.run()
+    engine.check_idle()
+
+
+def test_a_lost_load_is_told_to_nobody_who_came_after(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+    second = request("second", 5)
+    engine.add(second)
+    assert engine.offload.match("second", 0, 1.0) == Hit(20)
+    engine.offload.reset(engine.now_s)
+    second.block_ids = engine._allocate(6)
+    engine.offload.commit("second", second.block_ids, 20, 1.0)
+    engine.finish(second)
+    engine.add(request("second", 5))
+    engine.deliver([])
+    assert engine.offload.snapshot().requests.waiting_for_load == 0
+    engine.run()
+    engine.check_idle()
+
+
+def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() -> None:
+    engine = ToyEngine(num_slots=2, num_blocks=64)
+    engine.add(request("first", 4, tenant="t"))
+    store = engine.step().stores[0]
+    engine.end_job(store.job_id)
+    engine.manager.drop(store.slots, EvictionReason.OPERATOR, 1.0)
+    engine.finish(engine.requests["first"])
+    assert engine.offload.has_open_work()
+    engine.offload.reset(engine.now_s, OriginMatch(tenant="t"))
+    plan = engine.offload.plan_step([], engine.now_s)
+    engine.jobs[plan.stores[0].job_id] = plan.stores[0]
+    engine.end_job(plan.stores[0].job_id)
+    assert engine.offload.snapshot().pool.ready == 0
+    engine.check_idle()
+
+
+def test_a_device_block_can_be_stored_again_for_another_key(engine: ToyEngine) -> None:
+    first = request("first", 3)
+    engine.add(first)
+    engine.run()
+    second = request("second", 3, first=700)
+    engine.add(second)
+    second.block_ids = [0, 1, 2, 3]
+    engine.hold(second.block_ids)
+    engine.offload.match("second", 0, 1.0)
+    engine.offload.commit("second", second.block_ids, 0, 1.0)
+    second.state = "running"
+    engine.step()
+    assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0
+    engine.run()
+
+
+def test_a_number_too_long_to_print_is_ignored_like_any_other(engine: ToyEngine) -> None:
+    engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": -(10**5000)}))
+    engine.run()
+    assert engine.offload.snapshot().store.stored == 5

@@ -17,6 +17,7 @@ from core.engine import StepProgress
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.scheduler import Hit, Later, OffloadScheduler
+from core.slots import SlotState
 from core.transfers import Direction, StepPlan, TransferJob, TransferResult
 
 BLOCK_SIZE = 4
@@ -281,10 +282,32 @@ class ToyEngine:
         assert snapshot.requests.running == len(self.requests)
         assert snapshot.requests.waiting_for_load == sum(r.state == "loading" for r in self.requests.values())
         assert not self.wrong_loads, self.wrong_loads
+        self.check_slots()
         # Everything that can be found holds the right value.
         for shard in self.manager.index.shards():
             for key, slot in shard.items():
                 assert self.host[slot] == value_of(key), "a published slot holds something else"
+
+    def check_slots(self) -> None:
+        """Every slot is in one place: free, under one kind of transfer, or ready, and a candidate unless pinned."""
+        manager, offload = self.manager, self.offload
+        table = manager.table
+        states = table.current_states(0, table.num_slots)
+        ready = states == SlotState.READY
+        assert int(ready.sum()) == table.num_ready
+        assert len(manager.evictable) == int((ready & (table.pins == 0)).sum())
+        assert not (ready & (table.pins < 0)).any()
+        assert not (table.loads < 0).any()
+        returned = table._returned[: table._num_returned].tolist()
+        untouched = [s for s in range(table._frontier, table.num_slots) if table.states[s] != SlotState.HELD]
+        assert len(set(returned) | set(untouched)) == len(returned) + len(untouched) == table.num_free
+        stores = [slot for job in offload._jobs if job.is_store for slot in job.job.slots.tolist()]
+        stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
+        loads = {slot for job in offload._jobs if not job.is_store for slot in job.job.slots.tolist()}
+        assert len(stores) == len(set(stores)), "a slot is under two stores"
+        assert not set(stores) & loads, "a slot is stored and loaded at once"
+        assert not (set(stores) | loads) & (set(returned) | set(untouched)), "a slot under a transfer is free"
+        assert offload._loads._num_pinned == sum(len(state.pin or ()) for state in offload._requests)
 
     def check_idle(self) -> None:
         snapshot = self.offload.snapshot()

@@ -137,6 +137,19 @@ def test_every_job_ends_when_the_engine_is_closed_or_its_thread_dies() -> None:
     assert ended[4] is not None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_job_in_hand_of_a_thread_that_died_ends_when_the_engine_is_closed() -> None:
+    class Deadly(HostPool):
+        def extents_of(self, slots: np.ndarray) -> object:
+            raise SystemExit
+
+    copies = CpuCopyEngine(np.zeros((4, 64), dtype=np.uint8), Deadly(4, 64), Finished())
+    copies.submit(job(1, Direction.STORE, [0], [0]))
+    copies._thread.join(30)
+    copies.close()
+    assert [result.job_id for result in copies.poll() if result.error] == [1]
+
+
 def test_a_block_that_does_not_fit_a_slot_is_refused_with_both_sizes() -> None:
     with pytest.raises(ValueError, match=r"65 bytes.*slot of 64"):
         CpuCopyEngine(np.zeros((2, 65), dtype=np.uint8), HostPool(2, 64), Finished())

@@ -64,7 +64,7 @@ class Recorder(NoOffload):
         self.preempted.append(request_id)
         self.computed[request_id] = 0
 
-    def on_step_failed(self, request_ids: Sequence[str]) -> None:
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
         self.failed += [(request_id, request_id in self.finished) for request_id in request_ids]
 
     def on_request_finished(self, request_id: str, now_s: float) -> None:

@@ -78,6 +78,7 @@ class EngineLoop:
         self._close_deadline_s = 0.0
         self._thread: threading.Thread | None = None
         self._logged_errors: set[str] = set()
+        self._planned: dict[int, TransferJob] = {}
 
     # ---- from other threads -----------------------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class EngineLoop:
                 except Exception as error:  # noqa: BLE001 - whatever it was, the engine goes on serving
                     self._complain("a step failed, and its requests end with an error", error)
                     self._fail(self._scheduler.requests(), error)
+                    self._fail_planned(error)
                     idle_s = ERROR_BACKOFF_S
                 self.thread_cpu_s = time.thread_time()
         finally:
@@ -151,6 +153,7 @@ class EngineLoop:
         self._end_transfers(self._copies.poll(), now_s)
         step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
         plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
+        self._planned = {job.job_id: job for job in (*plan.loads, *plan.stores)}
         self._submit(plan.loads, now_s)  # offload: loads go before the compute that hides them
         if step.chunks:
             self._compute(list(step.chunks.values()), plan, now_s)
@@ -164,7 +167,7 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
             self._complain("a forward pass failed, and its requests end with an error", error)
             self._fail([chunk.request for chunk in chunks], error)
-            self._end_transfers([_failed(job, "the step that fills its blocks failed") for job in plan.stores], now_s)
+            self._fail_planned(error)
             return
         self._submit(plan.stores, now_s)  # offload: stores go after the compute that fills their blocks
         for chunk, token in zip(chunks, tokens, strict=True):
@@ -180,6 +183,7 @@ class EngineLoop:
         """Hand jobs to the copy engine. One that it does not take has failed."""
         refused = []
         for job in jobs:
+            self._planned.pop(job.job_id, None)
             try:
                 self._copies.submit(job)
             except Exception as error:  # noqa: BLE001 - reported as the job's result
@@ -228,7 +232,7 @@ class EngineLoop:
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         """End requests with an error. offload: on_step_failed first, since what they were to compute is not there."""
         try:
-            self._offload.on_step_failed([request.request_id for request in requests])
+            self._offload.on_step_failed([request.request_id for request in requests], self._clock())
         except Exception as another:  # noqa: BLE001 - the requests must still be ended
             self._complain("a failed step could not be reported", another)
         for request in requests:
@@ -237,6 +241,14 @@ class EngineLoop:
             except Exception as another:  # noqa: BLE001 - the others must still be told
                 self._complain("a failed request could not be finished", another)
             request.tell(request.end(FinishReason.ERROR, _public(error)))
+
+    def _fail_planned(self, error: Exception) -> None:
+        """offload: every planned job ends, also those that a failed step never came to submit."""
+        planned, self._planned = self._planned, {}
+        try:
+            self._end_transfers([_failed(job, f"never submitted: {error}") for job in planned.values()], self._clock())
+        except Exception as another:  # noqa: BLE001 - the engine goes on serving
+            self._complain("planned jobs could not be ended", another)
 
     def _drain(self) -> None:
         """Abort what is left and wait, within `close`'s time, until no transfer touches a block."""
