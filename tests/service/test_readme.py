@@ -1,0 +1,64 @@
+"""The README runs: every command of its first look, against a service as it describes, and every link."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.process import Served, environment, serving
+from tests.service.test_replay import write_trace
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def commands(heading: str) -> list[str]:
+    """The commands in the first indented block under a heading, continued lines joined."""
+    section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    block = re.search(r"(?:^    .*\n)+", section, re.MULTILINE)
+    assert block is not None
+    text = re.sub(r"^    ", "", block[0], flags=re.MULTILINE).replace("\\\n", " ")
+    return [line.split("  #")[0].strip() for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("command", commands("A first look"))
+def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, command: str) -> None:
+    if command.startswith("curl") and shutil.which("curl") is None:
+        pytest.skip("curl is not installed on this machine")
+    write_trace(tmp_path / "TRACE.jsonl", conversations=3, turns=2)
+    command = command.replace("localhost:8787", served.url).replace("kvferry ", f"{sys.executable} -m app.cli ", 1)
+    env = environment(tmp_path, {"url": served.url}) | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip()
+
+
+def test_what_the_readme_says_it_prints_is_printed(served: Served) -> None:
+    log = served.log()
+    for line in re.findall(r"^    \.\.\. INFO  (.*)$", README, re.MULTILINE):
+        said = line.replace("http://127.0.0.1:8787", served.url)
+        assert said in log
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
+def test_a_link_leads_somewhere(target: str) -> None:
+    assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize("path", ["/ui/", "/docs", "/metrics"])
+def test_a_page_that_it_names_is_there(served: Served, path: str) -> None:
+    assert served.http.get(path).status_code == 200
