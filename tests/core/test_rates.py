@@ -7,7 +7,7 @@ import pytest
 from core.policy import RequestPolicy
 from core.rates import EXPLORE_EVERY, MIN_SAMPLES, LoadDecision, LoadOrCompute
 from core.scheduler import Hit, Miss
-from tests.core.test_scheduler import request, turn_over
+from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import SLOT_BYTES, ToyEngine
 
 
@@ -59,9 +59,7 @@ def test_a_sample_without_amount_or_duration_says_nothing(amount: float, seconds
 
 def test_a_declined_hit_is_counted_once_and_computed() -> None:
     engine = ToyEngine(64, 64, settings=RequestPolicy())
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
         engine.offload.choice.bytes_rate.observe(SLOT_BYTES, 1000.0)
         engine.offload.choice.tokens_rate.observe(10**6, 1.0)

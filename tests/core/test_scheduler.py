@@ -28,15 +28,20 @@ def turn_over(engine: ToyEngine) -> None:
     engine.hash_of.clear()
 
 
+def store_and_turn_over(engine: ToyEngine) -> None:
+    """Have a request of five blocks answered, so that the host has them and the device has not."""
+    engine.add(request("first", 5))
+    engine.run()
+    turn_over(engine)
+
+
 @pytest.fixture
 def engine() -> ToyEngine:
     return ToyEngine(num_slots=64, num_blocks=64)
 
 
 def test_a_prefix_that_left_the_device_comes_back_from_the_host(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     engine.add(request("second", 5))
     engine.run()
     prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
@@ -228,9 +233,7 @@ def test_a_failed_store_publishes_nothing(engine: ToyEngine) -> None:
 
 
 def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     engine.add(request("second", 5))
     plan = engine.step()
     engine.end_job(plan.loads[0].job_id, error="injected")
@@ -244,9 +247,7 @@ def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyE
 
 
 def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
     engine.step()
@@ -300,9 +301,7 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
 
 
 def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     engine.add(request("second", 5))
     plan = engine.step()
     engine.offload.reset(engine.now_s)
@@ -315,9 +314,7 @@ def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -
 
 
 def test_a_hit_voided_by_a_reset_before_commit_is_a_failed_load(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
     assert engine.offload.match("second", 0, 1.0) == Hit(20)
@@ -459,9 +456,7 @@ def test_views_of_requests_are_paged_from_the_latest(engine: ToyEngine) -> None:
 
 
 def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
         engine.offload.choice.tokens_rate.observe(1, 10.0)
     for i in range(4):
@@ -478,9 +473,7 @@ def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
 
 @pytest.mark.parametrize("how", ["too long", "failed", "gone"])
 def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine: ToyEngine, how: str) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     for name in ("leader", "follower"):
         engine.add(request(name, 5))
     load = engine.step().loads[0]
@@ -500,9 +493,7 @@ def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine:
 
 
 def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     engine.add(request("leader", 5))
     engine.step()
     follower, second = request("follower", 5), request("second", 5)
@@ -665,9 +656,7 @@ def test_a_pool_of_one_slot_can_be_hit() -> None:
 
 
 def test_a_request_that_was_preempted_while_loading_hears_nothing_of_that_load(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
     load = engine.step().loads[0]
@@ -682,9 +671,7 @@ def test_a_request_that_was_preempted_while_loading_hears_nothing_of_that_load(e
 
 
 def test_a_lost_load_is_told_to_nobody_who_came_after(engine: ToyEngine) -> None:
-    engine.add(request("first", 5))
-    engine.run()
-    turn_over(engine)
+    store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
     assert engine.offload.match("second", 0, 1.0) == Hit(20)
