@@ -28,6 +28,8 @@ from core.transfers import Slots
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
+_LARGE_POOL = 8
+"""A pool that holds a request so many times over does not come to evict it while it runs."""
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 
 
@@ -100,7 +102,9 @@ class OffloadManager:
             else:
                 self._touch(_slots_in(found))
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-            slots = self._make_room(absent, origin, (*prefix, *keys), now_s) if absent else NO_SLOTS
+            # In a large pool the request's own blocks are among the latest used, and safe without looking for them.
+            spared = (*prefix, *keys) if (len(prefix) + len(keys)) * _LARGE_POOL > table.num_slots else ()
+            slots = self._make_room(absent, origin, spared, now_s) if absent else NO_SLOTS
             num_answered = len(keys)
             if len(slots) < absent:
                 num_answered = int(wanted_at[len(slots)])

@@ -55,6 +55,7 @@ class RequestState:
     block_ids: Sequence[int] = ()
     num_computed_tokens: int = 0
     answered: int = 0
+    ordered: int = 0
     refused_at: int | None = None
     pin: Pin | None = None
     matched_tokens: int | None = None

@@ -11,7 +11,7 @@ from core.jobs import JobTable, OpenJob, StorePart
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
-from core.requests import RequestState
+from core.requests import RequestPhase, RequestState
 from core.stats import SkipReason, StoreCounts
 from core.transfers import Direction, Slots, TransferJob
 
@@ -21,6 +21,8 @@ _STEP_BLOCKS = 1000
 """Blocks of one request offered in one step; the rest follows in the next."""
 _RETRY_BLOCKS = 64
 """Blocks of one request that are offered again in one step after there was no space for them."""
+_REORDER_SHARE = 16
+"""A request's blocks are put in order again when a sixteenth of them is new, and at its end: so the cost is bounded."""
 
 
 class StoreSide:
@@ -54,6 +56,7 @@ class StoreSide:
     def offer_rest(self, state: RequestState) -> None:
         """Offer all that is full, since the request is over; what finds no space now never will."""
         self._offer(state, None)
+        self._put_in_order(state)
 
     def _offer(self, state: RequestState, limit: int | None) -> None:
         full = state.answered + self.unanswered(state)
@@ -62,20 +65,24 @@ class StoreSide:
         end, kept_back = state.split_storable(state.answered, full, self._block_size)
         stop = end if limit is None else min(end, state.answered + limit)
         state.refused_at = None
-        first = state.answered
         room = True
         while room and state.answered < stop:
             room = self._offer_batch(state, min(stop, state.answered + _OFFER_BLOCKS))
         if not room and limit is None:
             self._count_skipped(state, SkipReason.NO_SPACE, end - state.answered)
             state.answered = end
-        if state.answered > first:
-            # What was there already has moved up; the blocks before it have to stay younger still.
-            self._manager.touch(state.keys[: state.answered])
+        if (state.answered - state.ordered) * _REORDER_SHARE >= state.answered:
+            self._put_in_order(state)
         if state.answered == end:
             for reason, count in kept_back:
                 self._count_skipped(state, reason, count)
             state.answered = full
+
+    def _put_in_order(self, state: RequestState) -> None:
+        """What was offered last has moved up, and the blocks before it have to be younger still."""
+        if state.ordered < state.answered:
+            self._manager.touch(state.keys[: state.answered])
+            state.ordered = state.answered
 
     def _offer_batch(self, state: RequestState, end: int) -> bool:
         """Offer blocks `state.answered` to `end`, and advance over those that were answered; False if room ran out."""
@@ -151,7 +158,9 @@ class StoreSide:
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:
-            published = self._manager.publish(part.slots, now_s, part.keys[: part.end_block])
+            last = part.request.phase is RequestPhase.FINISHED
+            reorder = last or count * _REORDER_SHARE >= part.end_block
+            published = self._manager.publish(part.slots, now_s, part.keys[: part.end_block] if reorder else ())
         for counts in (self.counts, part.request.store):
             counts.in_flight -= count
             counts.stored += published

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from core.engine import StepProgress
-from core.events import EvictionReason
+from core.events import EvictionReason, Origin
+from core.index import KeyIndex
 from core.keys import make_keys
 from core.origins import OriginMatch
 from core.policy import Override, RequestPolicy
@@ -722,3 +725,35 @@ def test_a_number_too_long_to_print_is_ignored_like_any_other(engine: ToyEngine)
     engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": -(10**5000)}))
     engine.run()
     assert engine.offload.snapshot().store.stored == 5
+
+
+def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ToyEngine(num_slots=4100, num_blocks=600, settings=RequestPolicy(offload_prompt_only=False))
+    fillers = [number.to_bytes(16, "big") + b"\0" for number in range(4100)]
+    filling = engine.manager.offer(fillers, Origin("filler"), np.arange(4100), 1, 1.0)
+    engine.manager.publish(filling.slots, 1.0)
+    long = request("long", 400, max_tokens=400)
+    engine.add(long)
+    engine.step(10**6, copy=True)
+    looked_up = 0
+    find = KeyIndex.find
+
+    def counting(index: KeyIndex, keys: Sequence[bytes]) -> list[int | None]:
+        nonlocal looked_up
+        looked_up += len(keys)
+        return find(index, keys)
+
+    monkeypatch.setattr(KeyIndex, "find", counting)
+    for _ in range(320):
+        engine.step(copy=True)
+    stored = engine.offload.find_request("long", 1.0).store.stored - 400
+    assert stored >= 79
+    assert looked_up < 40 * stored
+    engine.finish(long)
+    engine.run()
+    monkeypatch.undo()
+    whole = findable(engine, long)
+    assert whole >= 479
+    others = [number.to_bytes(16, "big") + b"\0" for number in range(10_000, 13_650)]
+    engine.manager.offer(others, Origin("other"), np.arange(len(others)), 1, 1.0)
+    assert whole - 40 < findable(engine, long) < whole, "its end goes first"
