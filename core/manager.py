@@ -282,7 +282,7 @@ class OffloadManager:
     def bury(self) -> bool:
         """Free the memory of an index that a reset left behind, a batch a call; True while there is more to do.
 
-        Off the engine's path: freeing ten million keys at once would stop every thread for a second.
+        Off the engine's path: freeing all keys of a large pool at once would stop every thread meanwhile.
         """
         with self.lock:
             if not self._buried:
