@@ -14,7 +14,7 @@ import numpy as np
 from core.policy import PRIORITY_CLASS
 from core.recency import RecencyQueue
 from core.slots import PriorityClasses
-from core.transfers import Slots
+from core.transfers import NO_SLOTS, Slots
 
 
 class EvictionPolicy(Protocol):
@@ -78,7 +78,7 @@ class LruPolicy:
                 count -= len(taken[-1])
         if len(taken) == 1:
             return taken[0]
-        return np.concatenate(taken) if taken else np.empty(0, dtype=np.int64)
+        return np.concatenate(taken) if taken else NO_SLOTS
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""

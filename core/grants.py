@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import Slots
-
-NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+from core.transfers import NO_SLOTS, Slots
 
 
 class Offer(NamedTuple):

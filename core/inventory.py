@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.events import SlotRows
-from core.grants import NO_SLOTS
 from core.slots import SlotState, SlotTable
-from core.transfers import Slots
+from core.transfers import NO_SLOTS, Slots
 
 _BATCH_SLOTS = 1000
 _SCAN_SLOTS = 1 << 16

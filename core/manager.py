@@ -17,13 +17,13 @@ from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Orig
 from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
 from core.ghosts import Ghosts
-from core.grants import NO_SLOTS, Offer, Pin, PinOutcome
+from core.grants import Offer, Pin, PinOutcome
 from core.index import KeyIndex
 from core.inventory import Inventory
 from core.keys import Key
 from core.slots import SlotState, SlotTable
 from core.stats import EvictionCounts, PoolCounts
-from core.transfers import Slots
+from core.transfers import NO_SLOTS, Slots
 
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
@@ -102,9 +102,13 @@ class OffloadManager:
             else:
                 self._touch(_slots_in(found))
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-            # In a large pool the request's own blocks are among the latest used, and safe without looking for them.
-            spared = (*prefix, *keys) if (len(prefix) + len(keys)) * _LARGE_POOL > table.num_slots else ()
-            slots = self._make_room(absent, origin, spared, now_s) if absent else NO_SLOTS
+            slots = table.take_free(absent)
+            if len(slots) < absent:
+                # In a large pool the request's own blocks are among the latest used, and safe without looking for them.
+                small = (len(prefix) + len(keys)) * _LARGE_POOL > table.num_slots
+                own = _slots_in([*self.index.find(prefix), *found]) if small else NO_SLOTS
+                victims = self._evict(absent - len(slots), own, origin, now_s)
+                slots = np.concatenate((slots, victims)) if len(slots) else victims
             num_answered = len(keys)
             if len(slots) < absent:
                 num_answered = int(wanted_at[len(slots)])
@@ -397,20 +401,16 @@ class OffloadManager:
         self.evictable.add(freed[::-1])
         self.space_version += 1
 
-    def _make_room(self, count: int, origin: Origin, spared: Sequence[Key], now_s: float) -> Slots:
-        slots = self.table.take_free(count)
-        if len(slots) == count:
-            return slots
-        own = _slots_in(self.index.find(spared))
-        own = own[self.table.pins[own] == 0]
-        self.evictable.remove(own)
-        victims = self.evictable.take_victims(count - len(slots))
-        self.evictable.add(own[::-1])
-        if not len(victims):
-            return slots
-        self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
-        self.table.num_ready -= len(victims)
-        return np.concatenate((slots, victims)) if len(slots) else victims
+    def _evict(self, count: int, spared: Slots, origin: Origin, now_s: float) -> Slots:
+        """Up to `count` slots whose blocks went for those of `origin`; none of `spared`, which were used just now."""
+        spared = spared[self.table.pins[spared] == 0]
+        self.evictable.remove(spared)
+        victims = self.evictable.take_victims(count)
+        self.evictable.add(spared[::-1])
+        if len(victims):
+            self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
+            self.table.num_ready -= len(victims)
+        return victims
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Make ready slots unfindable and say so."""
@@ -426,10 +426,6 @@ class OffloadManager:
     def _count_reason(self, reason: EvictionReason, count: int) -> None:
         by_reason = self.evictions.by_reason
         by_reason[reason.value] = by_reason.get(reason.value, 0) + count
-
-    def _free_ready(self, slots: Slots) -> None:
-        self.table.num_ready -= len(slots)
-        self._free(slots)
 
     def _free(self, slots: Slots) -> None:
         self.table.give_back(slots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from core.transfers import Slots
+from core.transfers import NO_SLOTS, Slots
 
 _NOWHERE = 0
 """Position of a slot that is in no entry; positions count from 1, so that an untouched column of zeros will do."""
@@ -108,7 +108,7 @@ class RecencyQueue:
             found.append(slots)
         if len(found) == 1:
             return found[0]
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(found) if found else NO_SLOTS
 
     def _squeeze(self, appended: int) -> None:
         """Move live entries towards the head in step with what was appended; see the module's docstring."""

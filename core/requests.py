@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import Any
@@ -126,8 +126,8 @@ class RequestState:
             tenant=request.tenant,
             lora=request.lora,
             policy=self.policy,
-            prompt_tokens=replace(self.prompt_tokens, tier_hit=dict(self.prompt_tokens.tier_hit)),
-            store=replace(self.store, skipped=dict(self.store.skipped)),
+            prompt_tokens=self.prompt_tokens.copy(),
+            store=self.store.copy(),
         )
 
 

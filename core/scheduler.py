@@ -32,7 +32,7 @@ from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState, RequestTable, RequestView
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
-from core.transfers import LoadOutcome, Slots, StepPlan, TransferResult
+from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
 
 __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "ResetTicket"]
 
@@ -233,15 +233,14 @@ class OffloadScheduler:
     def snapshot(self) -> Snapshot:
         """All counters at one moment."""
         with self.manager.lock:
-            evictions = self.manager.evictions
             return Snapshot(
                 epoch=self._num_resets,
                 pool=self.manager.counts(),
                 requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
-                prompt_tokens=replace(self._prompt_tokens, tier_hit=dict(self._prompt_tokens.tier_hit)),
-                store=replace(self._stores.counts, skipped=dict(self._stores.counts.skipped)),
+                prompt_tokens=self._prompt_tokens.copy(),
+                store=self._stores.counts.copy(),
                 load=replace(self._loads.counts),
-                evictions=replace(evictions, by_reason=dict(evictions.by_reason)),
+                evictions=self.manager.evictions.copy(),
                 open_jobs=len(self._jobs),
             )
 
@@ -375,7 +374,7 @@ class OffloadScheduler:
     def _touched_slots(self) -> Slots:
         """The slots that transfers open or decided read or write, each once."""
         touched = [job.job.slots for job in self._jobs] + self._stores.touched_slots()
-        return np.unique(np.concatenate(touched)) if touched else np.empty(0, dtype=np.int64)
+        return np.unique(np.concatenate(touched)) if touched else NO_SLOTS
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Whether a minute has passed since this was last said."""

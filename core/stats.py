@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -44,6 +44,10 @@ class PromptTokens:
     tier_hit: dict[str, int] = field(default_factory=dict)
     recomputed: int = 0
 
+    def copy(self) -> PromptTokens:
+        """The counts of this moment."""
+        return replace(self, tier_hit=dict(self.tier_hit))
+
 
 @dataclass(slots=True)
 class StoreCounts:
@@ -56,6 +60,10 @@ class StoreCounts:
     in_flight: int = 0
     seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=_no_skips)
+
+    def copy(self) -> StoreCounts:
+        """The counts of this moment."""
+        return replace(self, skipped=dict(self.skipped))
 
 
 @dataclass(slots=True)
@@ -78,6 +86,10 @@ class EvictionCounts:
     total: int = 0
     by_reason: dict[str, int] = field(default_factory=dict)
     regretted: int = 0
+
+    def copy(self) -> EvictionCounts:
+        """The counts of this moment."""
+        return replace(self, by_reason=dict(self.by_reason))
 
 
 @dataclass(frozen=True, slots=True)

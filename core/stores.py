@@ -26,7 +26,7 @@ _REORDER_SHARE = 16
 
 
 class StoreSide:
-    """Called under the manager's lock, on the engine's thread but for `disown` and `touched_slots`."""
+    """Called under the manager's lock, on the engine's thread but for what a reset asks."""
 
     def __init__(self, manager: OffloadManager, device: DeviceView, jobs: JobTable, block_size: int) -> None:
         self.counts = StoreCounts()
@@ -90,10 +90,10 @@ class StoreSide:
         positions = np.arange(first, end)
         offered = state.block_ids[first:end]
         if not self._storing.keys().isdisjoint(offered) or len(set(offered)) < len(offered):
-            named = set(self._storing)
+            named: set[int] = set()
             idle: list[bool] = []
             for block_id in offered:
-                idle.append(block_id not in named)
+                idle.append(block_id not in self._storing and block_id not in named)
                 named.add(block_id)
             positions = positions[np.array(idle, dtype=np.bool_)]
         wanted = state.keys[first:end]

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Slots = NDArray[np.int64]
 BlockIds = NDArray[np.int64]
 
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+
 
 class Direction(StrEnum):
     """Which way bytes go: `store` is device to host, `load` is host to device."""

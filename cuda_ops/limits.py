@@ -1,8 +1,7 @@
-"""How much memory this process may still take: the machine's, its cgroup's, and what `/dev/shm` holds."""
+"""How much memory this process may still take: the machine's and its cgroup's."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +28,6 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     limits = [MemoryLimit("memory available on this machine", psutil.virtual_memory().available)]
     limits += _cgroup_limits(root)
     return limits
-
-
-def shm_limit(path: Path = Path("/dev/shm")) -> MemoryLimit:
-    """What is free in the shared-memory file system."""
-    usage = os.statvfs(path)
-    return MemoryLimit(f"space free in {path}", usage.f_bavail * usage.f_frsize)
 
 
 def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> None:
