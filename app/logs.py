@@ -11,9 +11,7 @@ import logging
 import queue
 import sys
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
@@ -181,39 +179,3 @@ def _secrets(settings: Settings) -> list[str]:
     """Every secret value, longest first, so that one inside another does not leave a rest. Of a URL, the password."""
     tokens = [token.get_secret_value() for token in (settings.admin_token, settings.read_token) if token is not None]
     return sorted([*tokens, *url_passwords(settings.database_url.get_secret_value())], key=len, reverse=True)
-
-
-class SeldomLogger:
-    """Logs a message once a key and interval, then says how often it happened in between. Thread-safe, bounded."""
-
-    def __init__(
-        self,
-        logger: logging.Logger,
-        *,
-        interval_s: float = 60.0,
-        max_keys: int = 1024,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._logger = logger
-        self._interval_s = interval_s
-        self._max_keys = max_keys
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[str, tuple[float, int]] = OrderedDict()
-
-    def log(self, level: int, key: str, message: str, *args: object, exc_info: BaseException | None = None) -> bool:
-        """Log unless this key was logged within the interval; says whether it was."""
-        now_s = self._clock()
-        with self._lock:
-            last_s, missed = self._seen.get(key, (-float("inf"), 0))
-            if now_s - last_s < self._interval_s:
-                self._seen[key] = (last_s, missed + 1)
-                return False
-            self._seen[key] = (now_s, 0)
-            self._seen.move_to_end(key)
-            if len(self._seen) > self._max_keys:
-                self._seen.popitem(last=False)
-        if missed:
-            message, args = message + " (%d more since the last time)", (*args, missed)
-        self._logger.log(level, message, *args, exc_info=exc_info)
-        return True

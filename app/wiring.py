@@ -273,7 +273,7 @@ class Process:
         now_s = time.time()
         for override in self.scheduler.list_overrides():
             wire = patch_to_wire(override.patch)
-            self.store.save_override(override.request_id, wire, now_s, override.expires_s)
+            self.store.intents.save_override(override.request_id, wire, now_s, override.expires_s)
 
     def _supervise(self) -> None:
         """Start dead threads again, and free what resets left behind, away from the engine."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from app.seldom import SeldomLogger
 from app.store.database import Database
 from app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
 from app.store.history import HistoryWriter
@@ -95,7 +96,7 @@ class Journal:
         self._lost = False
         self._restoring = False
         self._ailments: dict[str, _Ailment] = {}
-        self._logged: dict[tuple[str, Trouble], float] = {}
+        self._seldom = SeldomLogger(_log, interval_s=LOG_INTERVAL_S)
         self._complained: set[str] = set()
         self.failures = 0
 
@@ -290,13 +291,10 @@ class Journal:
 
     def _note(self, name: str, diagnosis: Diagnosis, error: Exception) -> None:
         self.failures += 1
-        now_s = time.monotonic()
         known = self._ailments.get(name)
-        self._ailments[name] = _Ailment(diagnosis, known.since_s if known else now_s)
-        kind = (name, diagnosis.trouble)
-        if now_s - self._logged.get(kind, float("-inf")) < LOG_INTERVAL_S:
-            return
-        self._logged[kind] = now_s
-        self._complained.add(name)
+        self._ailments[name] = _Ailment(diagnosis, known.since_s if known else time.monotonic())
         trace = error if diagnosis.trouble is Trouble.INTERNAL else None
-        _log.warning("journal: %s failed, and will be tried again: %s", name, diagnosis.text, exc_info=trace)
+        message = "journal: %s failed, and will be tried again: %s"
+        key = f"{name}: {diagnosis.trouble}"
+        if self._seldom.log(logging.WARNING, key, message, name, diagnosis.text, exc_info=trace):
+            self._complained.add(name)

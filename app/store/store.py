@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from app.store.database import Database
 from app.store.intents import Intents
 from app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
 from app.store.projection import DirtySource
 from app.store.queries import StoreReader
-from app.store.records import AuditEntry, OverrideRecord
 from app.store.trim import HistoryLimits
 
 _log = logging.getLogger(__name__)
@@ -69,25 +67,3 @@ class Store:
         clean = self.journal.close(timeout_s)
         self.database.close()
         return clean
-
-    # --- what the admin API writes; lists are read from `reader`. All may raise `StoreUnavailable`, in bounded time --
-
-    def begin_audit(self, entry: AuditEntry) -> int:
-        """Record a call that is about to change something; the number it got."""
-        return self.intents.begin_audit(entry)
-
-    def end_audit(self, audit_id: int, status: int, outcome: str) -> bool:
-        """Say how a recorded call ended; False if its record is not there any more."""
-        return self.intents.end_audit(audit_id, status, outcome)
-
-    def save_override(self, request_id: str, policy: Mapping[str, Any], now_s: float, expires_s: float) -> None:
-        """Keep what was set for a request id across restarts."""
-        self.intents.save_override(request_id, policy, now_s, expires_s)
-
-    def delete_override(self, request_id: str) -> bool:
-        """Forget what was set for a request id; False if nothing was."""
-        return self.intents.delete_override(request_id)
-
-    def load_overrides(self, now_s: float) -> list[OverrideRecord]:
-        """Overrides that still hold."""
-        return self.reader.load_overrides(now_s)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from tests import waiting
+
 DEADLINE_S = 20.0
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll a condition with a bound."""
-    event = threading.Event()
-    end = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"still not: {what}")
-        event.wait(0.01)
+wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
 
 @dataclass

@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from app.logs import QUEUE_RECORDS, LogPipe, SeldomLogger, start_logging
+from app.logs import QUEUE_RECORDS, LogPipe, start_logging
+from app.seldom import SeldomLogger
 from app.settings import Settings
 from app.settings.kinds import LogLevel
 from tests.api.serving import wait_until

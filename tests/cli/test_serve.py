@@ -67,7 +67,11 @@ def start_serving(folder: Path) -> Iterator[Serving]:
     reader.start()
     serving = Serving(process, lines)
     try:
-        wait_until(lambda: serving.url is not None or process.poll() is not None, f"serving: {lines}", START_DEADLINE_S)
+        wait_until(
+            lambda: serving.url is not None or process.poll() is not None,
+            f"serving: {lines}",
+            deadline_s=START_DEADLINE_S,
+        )
         assert serving.url is not None, lines
         yield serving
     finally:

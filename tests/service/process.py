@@ -7,28 +7,24 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests import waiting
+
 START_S = 120.0
+WAIT_S = 60.0
 _URL = re.compile(r"serving on (http://\S+?):? ")
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Ask again and again, at a modest pace, until it holds."""
-    deadline_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not holds():
-        if time.monotonic() > deadline_s:
-            raise AssertionError(f"after {timeout_s:.0f} s still not: {what}")
-        pause.wait(0.02)
+wait_until = partial(waiting.wait_until, deadline_s=WAIT_S)
 
 
 def environment(folder: Path, settings: dict[str, object]) -> dict[str, str]:
@@ -97,7 +93,9 @@ def serving(folder: Path, **settings: object) -> Iterator[Served]:
         )
     try:
         wait_until(
-            lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None, "serving", START_S
+            lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None,
+            "serving",
+            deadline_s=START_S,
         )
         match = _URL.search(log_path.read_text())
         assert match is not None, f"exit code {process.poll()}:\n{log_path.read_text()}"

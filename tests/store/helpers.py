@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from app.store import Store
 from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
 from core.keys import Key
 from core.manager import OffloadManager
+from tests import waiting
 
 DEADLINE_S = 30.0
 SLOT_BYTES = 4096
@@ -24,13 +26,7 @@ START_S = float(int(time.time()))
 """Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll a condition with a bound."""
-    pause = threading.Event()
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, f"still not: {what}"
-        pause.wait(0.01)
+wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
 
 def key_of(number: int, group: int = 0) -> Key:

@@ -56,9 +56,9 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
             assert stats.dropped >= 3300
             wait_until(lambda: store.journal_stats().lag_s > 0, "lag grows")
             for call in (
-                lambda: store.save_override("r", {"store": False}, START_S, START_S + 60),
-                lambda: store.delete_override("r"),
-                lambda: store.begin_audit(ENTRY),
+                lambda: store.intents.save_override("r", {"store": False}, START_S, START_S + 60),
+                lambda: store.intents.delete_override("r"),
+                lambda: store.intents.begin_audit(ENTRY),
             ):
                 with pytest.raises(StoreUnavailable, match="locked"):
                     call()
@@ -69,8 +69,8 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
         after = store.journal_stats()
         assert (after.queued, after.dropped, after.lag_s) == (0, stats.dropped, 0.0)
         assert count(path, "evictions") == after.written == 3800 - stats.dropped
-        assert store.begin_audit(ENTRY) == 1
-        assert store.load_overrides(START_S) == [], "what was answered with 503 was not done"
+        assert store.intents.begin_audit(ENTRY) == 1
+        assert store.reader.load_overrides(START_S) == [], "what was answered with 503 was not done"
 
 
 def test_a_lock_is_noticed_without_traffic(path: Path) -> None:

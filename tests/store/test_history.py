@@ -161,9 +161,9 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(path: Path) -> N
 def test_expired_overrides_and_old_audit_records_go(path: Path) -> None:
     store, _ = open_store(path, limits=HistoryLimits(audit_rows=5, audit_days=1))
     for number in range(12):
-        store.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
-    store.save_override("over", {"store": False}, START_S, START_S + 1)
-    store.save_override("holds", {"store": False}, START_S, START_S + 5000)
+        store.intents.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
+    store.intents.save_override("over", {"store": False}, START_S, START_S + 1)
+    store.intents.save_override("holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
     store.start(OffloadManager(4, SLOT_BYTES).inventory)
     wait_until(lambda: count(path, "audit") == 5, "the oldest records are gone")

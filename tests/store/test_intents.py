@@ -19,16 +19,16 @@ LATER_S = START_S + 3600
 def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> None:
     # Later than now, since the journal deletes what is over by the real clock.
     with running(path) as (store, _):
-        store.save_override(
+        store.intents.save_override(
             "a", {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"}, LATER_S, LATER_S + 60
         )
-        store.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
-        store.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
-        store.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
-        assert store.delete_override("c")
-        assert not store.delete_override("c")
+        store.intents.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
+        store.intents.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
+        store.intents.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
+        assert store.intents.delete_override("c")
+        assert not store.intents.delete_override("c")
     with running(path) as (store, _):
-        assert store.load_overrides(LATER_S + 10) == [
+        assert store.reader.load_overrides(LATER_S + 10) == [
             OverrideRecord("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
         ]
         found = store.reader.find_override("b", LATER_S + 5)
@@ -38,7 +38,7 @@ def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> Non
         assert store.intents.purge_expired_overrides(LATER_S + 10) == 1
         assert shell(path, "SELECT request FROM overrides") == [("a",)]
     with running(path, engine="another") as (store, _):
-        assert store.load_overrides(LATER_S) == []
+        assert store.reader.load_overrides(LATER_S) == []
 
 
 def test_all_overrides_are_loaded_however_many(path: Path) -> None:
@@ -47,7 +47,9 @@ def test_all_overrides_are_loaded_however_many(path: Path) -> None:
         OverrideRecord(f"{number:05}", {"store": False}, START_S, START_S + 60) for number in range(2500)
     )
     store.intents.save_overrides([])
-    assert [found.request for found in store.load_overrides(START_S)] == [f"{number:05}" for number in range(2500)]
+    assert [found.request for found in store.reader.load_overrides(START_S)] == [
+        f"{number:05}" for number in range(2500)
+    ]
     store.database.close()
 
 
@@ -77,12 +79,14 @@ def test_a_call_is_recorded_before_and_after(path: Path) -> None:
         entry = AuditEntry(
             START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
         )
-        number = store.begin_audit(entry)
+        number = store.intents.begin_audit(entry)
         (record,) = store.reader.audit().items
         assert (record.id, record.entry) == (number, entry)
-        assert store.end_audit(number, 200, "applied")
-        assert not store.end_audit(number + 1, 200, "applied")
-        second = store.begin_audit(AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused"))
+        assert store.intents.end_audit(number, 200, "applied")
+        assert not store.intents.end_audit(number + 1, 200, "applied")
+        second = store.intents.begin_audit(
+            AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused")
+        )
         assert second > number
     with running(path) as (store, _):
         last, first = store.reader.audit().items
@@ -110,7 +114,7 @@ def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(path: Path) -
         def save_another() -> bool:
             nonlocal saved
             try:
-                store.save_override(f"{saved}", {"store": False}, START_S, START_S + 3600)
+                store.intents.save_override(f"{saved}", {"store": False}, START_S, START_S + 3600)
             except StoreUnavailable:
                 return False
             saved += 1
@@ -121,7 +125,7 @@ def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(path: Path) -
         finally:
             stop.set()
             thread.join(DEADLINE_S)
-        assert len(store.load_overrides(START_S)) == saved
+        assert len(store.reader.load_overrides(START_S)) == saved
 
 
 def test_people_who_keep_coming_delay_the_journal_and_do_not_stop_it() -> None:
@@ -180,7 +184,7 @@ def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
 def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with running(path) as (store, _):
-        store.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
+        store.intents.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
         store.journal.evicted(eviction([1], request="private-request-id"))
         assert store.journal.flush(DEADLINE_S)
         store.database.limit_bytes(4096)

@@ -148,8 +148,8 @@ TestPagingWhileRowsComeAndGo.settings = settings(
 def test_other_lists_are_paged_too(path: Path) -> None:
     with running(path) as (store, _):
         for number in range(7):
-            store.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
-            store.save_override(f"request {number}", {"store": False}, START_S, START_S + 3600 + number)
+            store.intents.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
+            store.intents.save_override(f"request {number}", {"store": False}, START_S, START_S + 3600 + number)
             store.intents.add_rule(Rule(f"rule {number}", number // 2, {"request": "*"}, {"store": False}))
         audit = all_pages(lambda cursor: store.reader.audit(cursor, 2))
         assert [record.entry.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]

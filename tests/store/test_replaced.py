@@ -95,7 +95,7 @@ def test_a_database_replaced_under_it_is_told_and_filled_anew(path: Path, sabota
     with running(path, 100, on_replaced=restored.set) as (store, manager):
         fill(manager, range(100))
         fill(manager, range(200, 250), START_S + 1)
-        store.save_override("r", {"store": False}, START_S, START_S + 600)
+        store.intents.save_override("r", {"store": False}, START_S, START_S + 600)
         assert store.journal.flush(DEADLINE_S)
         sabotage(path)  # type: ignore[operator]
         fill(manager, range(300, 310), START_S + 2)
@@ -111,7 +111,7 @@ def test_a_database_replaced_under_it_is_told_and_filled_anew(path: Path, sabota
         assert shell(path, "SELECT name FROM engines") == [("e",)]
         assert path.parent.stat().st_mode & 0o777 == 0o700
         store.intents.save_overrides([OverrideRecord("r", {"store": False}, START_S, START_S + 600)])
-        assert [o.request for o in store.load_overrides(START_S)] == ["r"]
+        assert [o.request for o in store.reader.load_overrides(START_S)] == ["r"]
         fill(manager, range(500, 510), START_S + 4)
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
@@ -152,7 +152,7 @@ def test_an_older_copy_that_cannot_be_opened_at_first_is_still_brought_up_to_dat
             os.replace(copy, path)
             wait_until(lambda: told(store, "locked"), "the copy could not be opened")
             with pytest.raises(StoreUnavailable):
-                store.begin_audit(ENTRY)
+                store.intents.begin_audit(ENTRY)
         wait_until(lambda: store.health() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
@@ -213,7 +213,7 @@ def test_rubbish_in_place_is_told_until_somebody_moves_it_away(path: Path) -> No
         rubbish.replace(path)
         wait_until(lambda: told(store, "not a database"), "health says what lies there")
         with pytest.raises(StoreUnavailable):
-            store.begin_audit(ENTRY)
+            store.intents.begin_audit(ENTRY)
         within_deadline(lambda: fill(manager, range(100, 110), START_S + 1))
         assert path.read_bytes().startswith(b"not a database"), "what is not ours is not overwritten"
         path.unlink()
