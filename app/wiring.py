@@ -22,6 +22,7 @@ from app.logs import LogPipe
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
@@ -36,8 +37,8 @@ CLOSE_S = 10.0
 OVERDUE_S = 60.0
 """A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
 SUPERVISE_S = 1.0
-BARE_SLOT_BYTES = 64 << 10
-"""Size of a slot where there is no engine whose blocks would give it."""
+BARE_BLOCK_BYTES = 64 << 10
+"""Size of a block where there is no engine that would give it."""
 
 
 class StartRefused(Exception):
@@ -59,9 +60,13 @@ class _Host:
     """What the engine side has to offer, whichever it is. `fingerprint` is whatever changes what bytes mean."""
 
     info: EngineInfo
-    slot_bytes: int
+    layout: GroupLayout
     device_bytes: int
     fingerprint: dict[str, object]
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layout.slot_bytes
 
 
 class Process:
@@ -192,7 +197,7 @@ class Process:
             self.manager,
             PolicyBook(settings.request_policy(), settings.request_policy_sources()),
             NoDevice() if self.engine is None else self.engine.pool,
-            settings.block_size,
+            self._host.layout,
             choice=LoadOrCompute(settings.load_decision),
             request_fields=settings.request_fields,
         )
@@ -206,7 +211,9 @@ class Process:
         engine = self.engine
         if engine is None:
             return
-        copies = CpuCopyEngine(engine.cache.block_bytes.numpy(), pool, engine.wake)
+        copies = CpuCopyEngine(
+            [engine.cache.block_bytes.numpy()], pool, engine.wake, blocks_per_slot=self._host.layout.blocks_per_slot
+        )
         self.copies = copies
         self._closers.append(copies.close)
         engine.attach(self.scheduler, copies)
@@ -215,7 +222,8 @@ class Process:
     def _describe(self, settings: Settings) -> _Host:
         if self.engine is None:
             info = EngineInfo("none", "none", "none", settings.block_size, groups=1, workers=1)
-            return _Host(info, BARE_SLOT_BYTES, 0, {"engine": "none", "block_size": settings.block_size})
+            layout = GroupLayout([GroupSpec(settings.block_size, BARE_BLOCK_BYTES)], settings.blocks_per_slot)
+            return _Host(info, layout, 0, {"engine": "none", "block_size": settings.block_size})
         from app.engines.embedded.hashing import HASH_SEED
 
         about = self.engine.info
@@ -234,7 +242,8 @@ class Process:
             "num_layers": about.num_layers,
             "hash_seed": HASH_SEED.hex(),
         }
-        return _Host(info, about.block_bytes, about.kv_bytes, fingerprint)
+        layout = GroupLayout([GroupSpec(about.block_size, about.block_bytes)], settings.blocks_per_slot)
+        return _Host(info, layout, about.kv_bytes, fingerprint)
 
     def _count_slots(self, settings: Settings) -> int:
         """How many slots the pool gets, said before anything is allocated."""

@@ -82,7 +82,7 @@ def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
         manager.publish(answer.slots, 2.0)
 
     def load(keys: list[bytes]) -> None:
-        pin = manager.pin_prefix(keys)
+        pin = manager.pin(manager.find_prefix(keys))
         manager.begin_load(pin, 3.0)
         manager.end_load(pin)
 

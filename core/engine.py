@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+BlockTables = Sequence[Sequence[int]]
+"""A request's device blocks by group: `tables[g][i]` holds its `i`-th block of group `g`, or the null block.
+
+A device block belongs to one group at a time, and its number is not used in another group meanwhile.
+"""
+
 
 class EngineRequest(Protocol):
     """A request as its engine holds it; core keeps the reference from announcement to finish and only reads it.
 
     `aliases` are the other ids that a client may know it by, most exact first. `tenant` is already a digest.
-    `block_hashes` is a live list with one chained hash a full block, and grows while decode fills blocks.
+    `block_hashes` is a live list with one chained hash for each full `hash_block_size` tokens, and grows with decode.
     """
 
     @property
@@ -46,10 +52,10 @@ class DeviceView(Protocol):
 class StepProgress:
     """One scheduled request in one engine step.
 
-    `block_ids` is the request's whole block table, `num_computed_tokens` counts the tokens computed once this step
-    has run.
+    `block_ids` are the request's whole tables, `num_computed_tokens` counts the tokens computed once this step has run.
+    Tokens that may be taken back (drafts of speculative decoding) are not counted.
     """
 
     request_id: str
-    block_ids: Sequence[int]
+    block_ids: BlockTables
     num_computed_tokens: int

@@ -9,24 +9,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from core.grants import Pin
-from core.keys import Key
-from core.requests import RequestState
+from core.groups import Group
+from core.hits import PrefixHit
+from core.requests import GroupProgress, RequestState
 from core.transfers import Direction, Slots, TransferJob, TransferResult
 
 
 @dataclass(slots=True)
 class StorePart:
-    """One request's share of a store job. A reset by match may disown it while the rest of the job goes on.
+    """One request's share of a store job, in one group. A reset by match may disown it while the job goes on.
 
-    `keys` are the request's, of which this part ends before block `end_block`.
+    `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
+    `groups` are the request's, which are needed for as long as the job is open.
     """
 
     request: RequestState
+    groups: tuple[GroupProgress, ...]
+    group: Group
     epoch: int
     slots: Slots
     block_ids: list[int]
-    keys: list[Key]
-    end_block: int
+    end_token: int
     disowned: bool = False
 
 
@@ -34,16 +37,17 @@ class StorePart:
 class OpenJob:
     """A job from the moment it is decided until its last worker has reported.
 
-    A store has `parts`; a load has a `pin`, the `first_block` it fills in the request's table, and its `request`, which
-    is None once the request went away or was preempted.
+    A store has `parts`; a load has a `pin`, what it reads (`hit`), and its `request`, which is None once the request
+    went away or was preempted.
     """
 
     job: TransferJob
     opened_s: float
+    slots: Slots
     parts: list[StorePart] = field(default_factory=list)
     request: RequestState | None = None
     pin: Pin | None = None
-    first_block: int = 0
+    hit: PrefixHit | None = None
     reported: set[int] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
     num_bytes: int = 0

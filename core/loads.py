@@ -10,16 +10,17 @@ import numpy as np
 from core.engine import DeviceView
 from core.events import EvictionReason
 from core.grants import Pin
+from core.groups import Group, GroupKind, GroupLayout
+from core.hits import PrefixHit, find_hit
 from core.jobs import JobTable, OpenJob
-from core.keys import Key
 from core.manager import OffloadManager
 from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
-from core.transfers import Direction, LoadOutcome, TransferJob
+from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
-_REGRET_BLOCKS = 1000
-"""Missing blocks of one request that are looked up among the evicted ones."""
+_REGRET_SLOTS = 1000
+"""Missing slots of one request that are looked up among the evicted ones."""
 _FOLLOW_S = 1.0
 """How long to wait for another's load while nobody knows how long recomputing takes."""
 
@@ -54,7 +55,8 @@ class LoadSide:
         manager: OffloadManager,
         device: DeviceView,
         jobs: JobTable,
-        block_size: int,
+        layout: GroupLayout,
+        null_block: int,
         choice: LoadOrCompute,
     ) -> None:
         self.counts = LoadCounts()
@@ -62,12 +64,14 @@ class LoadSide:
         self._manager = manager
         self._device = device
         self._jobs = jobs
-        self._block_size = block_size
+        self._layout = layout
+        self._null_block = null_block
         self._choice = choice
         self._pending: list[TransferJob] = []
         self._lost: list[tuple[RequestState, LoadOutcome]] = []
         self._num_pinned = 0
-        self._leaders: dict[Key, RequestState] = {}
+        self._bytes_in_flight = 0
+        self._leaders: dict[bytes, RequestState] = {}
 
     def has_lost(self) -> bool:
         """Whether outcomes wait to be told of loads that could not even begin."""
@@ -76,37 +80,35 @@ class LoadSide:
     def match(self, state: RequestState, num_computed_tokens: int) -> MatchResult:
         """Find, pin and decide; see `OffloadScheduler.match`."""
         state.matched_tokens = num_computed_tokens
-        first, partial = divmod(num_computed_tokens, self._block_size)
-        end = max((state.request.num_tokens - 1) // self._block_size, first)
-        keys = [] if partial else state.keys[first : state.extend_keys(end)]
         if not state.policy.policy.load:
-            self._set_pin(state, None)
+            self._set_hit(state, None)
             if not state.decline_noted:
                 state.decline_noted = True
-                self.counts.declined += self._manager.count_prefix(keys)
+                self.counts.declined += self._find(state, num_computed_tokens).num_blocks
             return _MISS
-        if keys and self._follows(state, keys):
-            self._set_pin(state, None)
+        if self._follows(state, num_computed_tokens):
+            self._set_hit(state, None)
             return _LATER
         room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
-        pin = self._manager.pin_prefix(keys[: max(room, 0)])
-        self._set_pin(state, pin)
+        hit = self._find(state, num_computed_tokens)
+        while hit.num_tokens and len(hit.slots) > room:
+            # Windows make the slots of a hit grow by less than its tokens: it takes a few rounds to fit.
+            fitting = hit.num_tokens * max(room, 0) // len(hit.slots)
+            hit = self._find(state, num_computed_tokens, num_computed_tokens + fitting)
+        self._set_hit(state, hit)
         if not state.misses_noted:
             state.misses_noted = True
-            self._manager.note_misses(keys[len(pin) :][:_REGRET_BLOCKS], state.now_s)
-        if not len(pin):
+            self._note_misses(state, hit.end_token)
+        if not hit.num_tokens:
             return _MISS
         if state.load_wanted is None:
             # Decided once until `commit`, however often the engine asks: the pin must not flicker.
-            num_bytes = len(pin) * self._manager.slot_bytes
-            queued_bytes = self.counts.in_flight * self._manager.slot_bytes
-            num_tokens = len(pin) * self._block_size
-            state.load_wanted = self._choice.should_load(num_bytes, queued_bytes, num_tokens)
-            self.counts.declined += 0 if state.load_wanted else len(pin)
+            state.load_wanted = self._choice.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
+            self.counts.declined += 0 if state.load_wanted else hit.num_blocks
         if not state.load_wanted:
-            self._set_pin(state, None)
+            self._set_hit(state, None)
             return _MISS
-        return Hit(len(pin) * self._block_size)
+        return Hit(hit.num_tokens)
 
     def commit(self, state: RequestState, num_loaded_tokens: int, now_s: float) -> None:
         """Begin the load that the engine agreed to, or let the pin go; see `OffloadScheduler.commit`."""
@@ -117,14 +119,14 @@ class LoadSide:
         state.matched_tokens = None
         state.load_wanted = None
         state.follow_until_s = None
-        pin = state.pin if state.pin is not None else Pin.empty()
-        self._set_pin(state, None, release=False)
-        num_blocks = num_loaded_tokens // self._block_size
-        pin = self._manager.split_pin(pin, num_blocks)
-        if num_blocks:
-            self._begin(state, pin, num_blocks, now_s)
-        else:
-            state.phase = RequestPhase.RUNNING
+        hit, pin = state.hit, state.pin
+        self._set_hit(state, None, release=False)
+        if num_loaded_tokens > 0:
+            self._begin(state, hit, pin or Pin.empty(), num_loaded_tokens, now_s)
+            return
+        state.phase = RequestPhase.RUNNING
+        if pin is not None:
+            self._manager.release(pin)
 
     def take_jobs(self) -> list[TransferJob]:
         """The loads that were committed since the last step."""
@@ -143,32 +145,35 @@ class LoadSide:
 
     def end(self, ended: OpenJob, now_s: float) -> list[LoadOutcome]:
         """Let go of what a load touched; its outcome, if its request still waits for it."""
-        job, pin, state = ended.job, ended.pin or Pin.empty(), ended.request
-        num_blocks = len(job.slots)
+        job, pin, hit, state = ended.job, ended.pin or Pin.empty(), ended.hit, ended.request
         intact = self._manager.end_load(pin)
-        self._device.release(job.block_ids.tolist())
-        self.counts.in_flight -= num_blocks
+        for run in job.runs:
+            self._device.release(run.block_ids.tolist())
+        self.counts.in_flight -= job.num_blocks
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
             self._manager.drop(pin.slots, EvictionReason.LOAD_FAILED, now_s)
         ok = intact and not ended.errors
         if ok:
-            self.counts.blocks += num_blocks
+            self.counts.blocks += job.num_blocks
             self.counts.bytes += ended.num_bytes
             self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
         else:
-            self.counts.failed += num_blocks
+            self.counts.failed += job.num_blocks
+        if hit is None:
+            return []
+        self._bytes_in_flight -= hit.num_bytes
         if state is None:
             return []
         self._stop_waiting(state)
         if ok:
-            state.loaded_tokens = num_blocks * self._block_size
-            state.num_computed_tokens = (ended.first_block + num_blocks) * self._block_size
-        return [LoadOutcome(state.request.request_id, ok, ended.first_block, num_blocks)]
+            state.loaded_tokens = hit.num_tokens
+            state.num_computed_tokens = hit.end_token
+        return [LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens)]
 
     def detach(self, state: RequestState) -> None:
         """Let go of the pin and of the load of a request that goes away or starts again."""
-        self._set_pin(state, None)
+        self._set_hit(state, None)
         state.matched_tokens = None
         state.load_wanted = None
         state.follow_until_s = None
@@ -179,48 +184,95 @@ class LoadSide:
                 job.request = None
         self._stop_waiting(state)
 
-    def _follows(self, state: RequestState, keys: Sequence[Key]) -> bool:
+    def _find(self, state: RequestState, first_token: int, limit_token: int | None = None) -> PrefixHit:
+        """What the pool has behind the first `first_token` tokens. The last token is computed in any case."""
+        limit = state.request.num_tokens - 1 if limit_token is None else limit_token
+
+        def find_prefix(group: Group, first: int, end: int) -> Slots:
+            return self._manager.find_prefix(self._keys(state, group, first, end))
+
+        def find_each(group: Group, first: int, end: int) -> Slots:
+            keys = self._keys(state, group, first, end)
+            missing = np.full(end - first - len(keys), -1, dtype=np.int64)
+            return np.concatenate((self._manager.find_each(keys), missing))
+
+        return find_hit(self._layout, first_token, limit, find_prefix, find_each)
+
+    def _keys(self, state: RequestState, group: Group, first: int, end: int) -> Sequence[bytes]:
+        progress = state.groups[group.index]
+        return progress.keys[first : progress.extend_keys(state.request.block_hashes, end)]
+
+    def _note_misses(self, state: RequestState, end_token: int) -> None:
+        """Tell the manager which keys were asked for and not found behind a hit."""
+        for group in self._layout.groups:
+            if group.spec.kind is GroupKind.FULL:
+                first = end_token // group.slot_tokens
+                end = min((state.request.num_tokens - 1) // group.slot_tokens, first + _REGRET_SLOTS)
+                self._manager.note_misses(self._keys(state, group, first, end), state.now_s)
+
+    def _follows(self, state: RequestState, first_token: int) -> bool:
         """Whether another request is loading what this one needs next, and waiting for it still pays.
 
         It waits for one leader, once: then it finds the blocks on the device, or loads its own copy.
         """
-        leader = self._leaders.get(keys[0])
+        marks = self._marks(state, first_token, first_token + self._layout.alignment_tokens)
+        leader = self._leaders.get(marks[0]) if marks else None
         if leader is None or leader is state:
             return False
         if state.follow_until_s is None:
-            num_tokens = self._manager.count_prefix(keys) * self._block_size
+            num_tokens = self._find(state, first_token).num_tokens
             patience_s = self._choice.tokens_rate.estimate_s(num_tokens)
             state.follow_until_s = state.now_s + (_FOLLOW_S if patience_s is None else patience_s)
             state.leader = leader.sequence
         return leader.sequence == state.leader and state.now_s < state.follow_until_s
 
-    def _lead(self, state: RequestState, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._leaders.setdefault(key, state)
+    def _marks(self, state: RequestState, first_token: int, end_token: int) -> Sequence[bytes]:
+        """The hashes of a request's prefixes that end behind `first_token`, up to `end_token`, where hits may end."""
+        if end_token > state.request.num_tokens - 1:
+            return ()
+        step = self._layout.alignment_tokens // self._layout.hash_block_size
+        first = first_token // self._layout.hash_block_size + step - 1
+        return state.request.block_hashes[first : end_token // self._layout.hash_block_size : step]
+
+    def _lead(self, state: RequestState, hit: PrefixHit) -> None:
+        state.leads = self._marks(state, hit.first_token, hit.end_token)
+        for mark in state.leads:
+            self._leaders.setdefault(mark, state)
 
     def _stop_leading(self, state: RequestState) -> None:
-        first = state.device_tokens // self._block_size
-        for key in state.keys[first:]:
-            if self._leaders.get(key) is state:
-                del self._leaders[key]
+        for mark in state.leads:
+            if self._leaders.get(mark) is state:
+                del self._leaders[mark]
+        state.leads = ()
 
-    def _begin(self, state: RequestState, pin: Pin, num_blocks: int, now_s: float) -> None:
-        first = state.device_tokens // self._block_size
+    def _begin(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
+        first = state.device_tokens
         state.phase = RequestPhase.LOADING
         self.num_waiting += 1
-        if len(pin) < num_blocks or not self._manager.begin_load(pin, now_s):
-            self._manager.release(pin)
-            self.counts.failed += num_blocks
-            state.lost_load = LoadOutcome(state.request.request_id, False, first, num_blocks)
-            self._lost.append((state, state.lost_load))
-            return
-        block_ids = np.array(state.block_ids[first : first + num_blocks], dtype=np.int64)
-        job = TransferJob(self._jobs.new_id(), Direction.LOAD, block_ids, pin.slots)
-        self._jobs.open(OpenJob(job, now_s, request=state, pin=pin, first_block=first))
+        wanted = None if hit is None or num_tokens > hit.num_tokens else hit.shorten(num_tokens)
+        runs = None if wanted is None else wanted.runs(state.block_ids, self._null_block)
+        if wanted is not None and runs is not None:
+            if wanted is not hit:
+                kept = wanted.slots
+                self._manager.release(Pin(np.setdiff1d(pin.slots, kept), pin.epoch))
+                pin = Pin(kept, pin.epoch)
+            if self._manager.begin_load(pin, now_s):
+                self._open(state, wanted, pin, runs, now_s)
+                return
+        self._manager.release(pin)
+        self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
+        state.lost_load = LoadOutcome(state.request.request_id, False, first, num_tokens)
+        self._lost.append((state, state.lost_load))
+
+    def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
+        job = TransferJob(self._jobs.new_id(), Direction.LOAD, runs)
+        self._jobs.open(OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit))
         self._pending.append(job)
-        self._device.hold(block_ids.tolist())
-        self._lead(state, state.keys[first : first + num_blocks])
-        self.counts.in_flight += num_blocks
+        for run in runs:
+            self._device.hold(run.block_ids.tolist())
+        self._lead(state, hit)
+        self.counts.in_flight += job.num_blocks
+        self._bytes_in_flight += hit.num_bytes
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING
@@ -228,9 +280,10 @@ class LoadSide:
         self.num_waiting -= 1
         self._stop_leading(state)
 
-    def _set_pin(self, state: RequestState, pin: Pin | None, *, release: bool = True) -> None:
-        """Replace what a waiting request has pinned."""
-        old, state.pin = state.pin, pin
-        self._num_pinned += len(pin or ()) - len(old or ())
+    def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
+        """Pin what a waiting request has found, instead of what it had."""
+        old, state.hit = state.pin, hit
+        state.pin = None if hit is None else self._manager.pin(hit.slots)
+        self._num_pinned += len(state.pin or ()) - len(old or ())
         if old is not None and release:
             self._manager.release(old)

@@ -150,18 +150,22 @@ class OffloadManager:
 
     # --- loads --------------------------------------------------------------------------------------------------
 
-    def pin_prefix(self, keys: Sequence[Key]) -> Pin:
-        """Pin the leading keys that are ready, as a hit; the pin may be empty."""
+    def find_prefix(self, keys: Sequence[Key]) -> Slots:
+        """The slots of the leading keys that are ready."""
         with self.lock:
-            slots = np.array(self.index.find_prefix(keys), dtype=np.int64)
+            return np.array(self.index.find_prefix(keys), dtype=np.int64)
+
+    def find_each(self, keys: Sequence[Key]) -> Slots:
+        """The slot of each key, -1 where it is not ready."""
+        with self.lock:
+            return np.array([-1 if slot is None else slot for slot in self.index.find(keys)], dtype=np.int64)
+
+    def pin(self, slots: Slots) -> Pin:
+        """Pin slots that were found under this same hold of the lock; the pin may be empty."""
+        with self.lock:
             if len(slots):
                 self._pin(slots)
             return Pin(slots, self.table.epoch)
-
-    def count_prefix(self, keys: Sequence[Key]) -> int:
-        """How many of the leading keys are ready."""
-        with self.lock:
-            return len(self.index.find_prefix(keys))
 
     def note_misses(self, keys: Sequence[Key], now_s: float) -> int:
         """Count those of the missing `keys` that had been evicted: the evictions we regret. Each is counted once."""
@@ -174,13 +178,6 @@ class OffloadManager:
                 self.evictions.regretted += count
                 self._sink.regretted([keys[i] for i in np.flatnonzero(known).tolist()], now_s)
             return count
-
-    def split_pin(self, pin: Pin, count: int) -> Pin:
-        """Keep the first `count` slots of a pin and release the rest."""
-        if count >= len(pin):
-            return pin
-        self.release(Pin(pin.slots[count:], pin.epoch))
-        return Pin(pin.slots[:count], pin.epoch)
 
     def release(self, pin: Pin) -> None:
         """Undo a pin. Its slots were used just now. Void once a reset has come in between."""

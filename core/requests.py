@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
+from heapq import merge
 from typing import Any
 
-from core.engine import EngineRequest
+from core.engine import BlockTables, EngineRequest
 from core.events import Origin
 from core.grants import Pin
+from core.groups import Group
+from core.hits import PrefixHit
 from core.keys import Key, make_keys
 from core.policy import EffectivePolicy
 from core.stats import PromptTokens, SkipReason, StoreCounts
@@ -41,22 +43,52 @@ class FinishedRequest:
 
 
 @dataclass(slots=True)
+class GroupProgress:
+    """A request's slots in one group: their keys, and how many from the start have their answer, which stands."""
+
+    group: Group
+    keys: list[Key] = field(default_factory=list)
+    answered: int = 0
+    refused_at: int | None = None
+
+    def extend_keys(self, block_hashes: Sequence[bytes], num_slots: int) -> int:
+        """Make the keys of the first `num_slots` slots, or of as many as have a hash, and say how many there are."""
+        known = len(self.keys)
+        if known < num_slots:
+            # A slot goes by its last block, whose chained hash covers all before it.
+            step = self.group.hashes_per_slot
+            self.keys += make_keys(block_hashes[(known + 1) * step - 1 : num_slots * step : step], self.group.index)
+        return min(len(self.keys), num_slots)
+
+
+def chain(groups: Sequence[GroupProgress], end_token: int) -> list[Key]:
+    """The keys of all groups' slots that end at or before a token, in the order of the tokens they end with."""
+    parts = [progress.keys[: end_token // progress.group.slot_tokens] for progress in groups]
+    if len(parts) == 1:
+        return parts[0]
+    ends = (
+        [(number * progress.group.slot_tokens, key) for number, key in enumerate(keys, 1)]
+        for keys, progress in zip(parts, groups, strict=True)
+    )
+    return [key for _, key in merge(*ends)]
+
+
+@dataclass(slots=True)
 class RequestState:
-    """One announced request. `answered` blocks from its start have been offered and their answer stands."""
+    """One announced request."""
 
     sequence: int
     request: EngineRequest
+    groups: tuple[GroupProgress, ...]
     origin: Origin
     patch: Mapping[str, Any]
     policy: EffectivePolicy
     policy_version: int
     phase: RequestPhase = RequestPhase.WAITING
-    keys: list[Key] = field(default_factory=list)
-    block_ids: Sequence[int] = ()
+    block_ids: BlockTables = ()
     num_computed_tokens: int = 0
-    answered: int = 0
-    ordered: int = 0
-    refused_at: int | None = None
+    ordered_tokens: int = 0
+    hit: PrefixHit | None = None
     pin: Pin | None = None
     matched_tokens: int | None = None
     misses_noted: bool = False
@@ -65,6 +97,7 @@ class RequestState:
     lost_load: LoadOutcome | None = None
     follow_until_s: float | None = None
     leader: int | None = None
+    leads: Sequence[bytes] = ()
     now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0
@@ -78,25 +111,23 @@ class RequestState:
         """The ids that an operator may know this request by, the exact one first."""
         return (self.request.request_id, *self.request.aliases)
 
-    def extend_keys(self, num_blocks: int) -> int:
-        """Make the keys of the first `num_blocks` blocks, or of as many as have a hash, and say how many there are."""
-        known = len(self.keys)
-        if known < num_blocks:
-            self.keys += make_keys(islice(self.request.block_hashes, known, num_blocks), group=0)
-        return min(len(self.keys), num_blocks)
-
-    def split_storable(self, first: int, end: int, block_size: int) -> tuple[int, list[tuple[SkipReason, int]]]:
-        """Of full blocks `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""
+    def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
+        """Of full slots `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""
         policy = self.policy.policy
         if not policy.store:
             return first, [(SkipReason.DISABLED, end - first)]
-        prompt_end = self.request.num_prompt_tokens // block_size if policy.offload_prompt_only else end
-        cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // block_size
+        prompt_end = self.request.num_prompt_tokens // group.slot_tokens if policy.offload_prompt_only else end
+        cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // group.slot_tokens
         storable_end = max(first, min(end, prompt_end, cap_end))
         decode = end - max(storable_end, min(prompt_end, end))
         capped = end - storable_end - decode
         kept_back = [(SkipReason.PROMPT_ONLY, decode), (SkipReason.TOKEN_CAP, capped)]
         return storable_end, [(reason, count) for reason, count in kept_back if count]
+
+    @property
+    def answered_tokens(self) -> int:
+        """The tokens from the start whose slots have their answer in some group."""
+        return max(progress.answered * progress.group.slot_tokens for progress in self.groups)
 
     def retire(self) -> None:
         """Let go of the engine's own object and of the keys. Counts go on while stores of this request are open."""
@@ -110,7 +141,7 @@ class RequestState:
             request.lora,
         )
         self.phase = RequestPhase.FINISHED
-        self.keys = []
+        self.groups = ()
         self.block_ids = ()
 
     def view(self) -> RequestView:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.engine import DeviceView, EngineRequest, StepProgress
+from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress
 from core.events import Origin
+from core.groups import GroupLayout
 from core.jobs import JobTable
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
@@ -29,7 +30,7 @@ from core.policy import (
     parse_request_fields,
 )
 from core.rates import LoadOrCompute
-from core.requests import RequestPhase, RequestState, RequestTable, RequestView
+from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
 from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
@@ -64,23 +65,32 @@ class OffloadScheduler:
         manager: OffloadManager,
         policies: PolicyBook,
         device: DeviceView,
-        block_size: int,
+        layout: GroupLayout,
         *,
         choice: LoadOrCompute | None = None,
         request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
         num_workers: int = 1,
         num_recent_requests: int = 1000,
+        null_block: int = -1,
     ) -> None:
-        """`block_size` is in tokens; `request_fields` are the policy fields that `kv_transfer_params` may set."""
+        """`request_fields` are the policy fields that `kv_transfer_params` may set.
+
+        `null_block` is what stands in a block table where there is no block. Raises `ValueError` if the manager's slots
+        are too small for the layout's.
+        """
+        if layout.slot_bytes > manager.slot_bytes:
+            raise ValueError(
+                f"a slot of this layout takes {layout.slot_bytes:,} bytes, the pool's {manager.slot_bytes:,}"
+            )
         self.manager = manager
-        self.block_size = block_size
+        self.layout = layout
         self.choice = choice if choice is not None else LoadOrCompute()
         self._policies = policies
         self._request_fields = tuple(request_fields)
         self._requests = RequestTable(num_recent_requests)
         self._jobs = JobTable(num_workers)
-        self._stores = StoreSide(manager, device, self._jobs, block_size)
-        self._loads = LoadSide(manager, device, self._jobs, block_size, self.choice)
+        self._stores = StoreSide(manager, device, self._jobs, layout, null_block)
+        self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice)
         self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens()
         self._num_resets = 0
@@ -98,6 +108,7 @@ class OffloadScheduler:
             state = RequestState(
                 sequence=self._requests.next_sequence(),
                 request=request,
+                groups=tuple(GroupProgress(group) for group in self.layout.groups),
                 origin=Origin(request.request_id, request.tenant, request.lora, tuple(request.aliases)),
                 patch=patch,
                 policy=self._policies.settle(ids, patch, now_s),
@@ -129,8 +140,8 @@ class OffloadScheduler:
             self._settle(state, now_s)
             return self._loads.match(state, num_computed_tokens)
 
-    def commit(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int, now_s: float) -> None:
-        """The engine has allocated: `block_ids` is the request's whole table; it took `num_loaded_tokens` of the hit.
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
+        """The engine has allocated: `block_ids` are the request's whole tables; it took `num_loaded_tokens` of the hit.
 
         With tokens to load the request has to wait for its `LoadOutcome`. What turns out not to be loadable any more is
         a failed load, not an error. A second call for the same match only brings the table up to date.
@@ -166,7 +177,7 @@ class OffloadScheduler:
                     if step.num_computed_tokens >= state.request.num_prompt_tokens:
                         state.prefill_planned = True
                         self._prefilled.append(state)
-                if self._stores.unanswered(state) > 0:
+                if self._stores.has_unanswered(state):
                     self._settle(state, now_s)
                     self._stores.offer_step(state)
             if num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
@@ -373,7 +384,7 @@ class OffloadScheduler:
 
     def _touched_slots(self) -> Slots:
         """The slots that transfers open or decided read or write, each once."""
-        touched = [job.job.slots for job in self._jobs] + self._stores.touched_slots()
+        touched = [job.slots for job in self._jobs] + self._stores.touched_slots()
         return np.unique(np.concatenate(touched)) if touched else NO_SLOTS
 
     def _may_warn(self, subject: str, now_s: float) -> bool:

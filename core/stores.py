@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.engine import DeviceView
+from core.groups import Group, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
-from core.requests import RequestPhase, RequestState
+from core.requests import GroupProgress, RequestPhase, RequestState, chain
 from core.stats import SkipReason, StoreCounts
-from core.transfers import Direction, Slots, TransferJob
+from core.transfers import BlockRun, Direction, Slots, TransferJob
 
-_OFFER_BLOCKS = 512
-"""Blocks in one offer to the manager."""
-_STEP_BLOCKS = 1000
-"""Blocks of one request offered in one step; the rest follows in the next."""
+_OFFER_SLOTS = 512
+"""Slots in one offer to the manager."""
+_STEP_SLOTS = 1000
+"""Slots of one request offered in one step, of each group; the rest follows in the next."""
 _RETRY_BLOCKS = 64
 """Blocks of one request that are offered again in one step after there was no space for them."""
 _REORDER_SHARE = 16
@@ -28,12 +31,15 @@ _REORDER_SHARE = 16
 class StoreSide:
     """Called under the manager's lock, on the engine's thread but for what a reset asks."""
 
-    def __init__(self, manager: OffloadManager, device: DeviceView, jobs: JobTable, block_size: int) -> None:
+    def __init__(
+        self, manager: OffloadManager, device: DeviceView, jobs: JobTable, layout: GroupLayout, null_block: int
+    ) -> None:
         self.counts = StoreCounts()
         self._manager = manager
         self._device = device
         self._jobs = jobs
-        self._block_size = block_size
+        self._layout = layout
+        self._null_block = null_block
         self._parts: list[StorePart] = []
         self._storing: dict[int, StorePart] = {}
 
@@ -41,83 +47,120 @@ class StoreSide:
         """Whether blocks were given slots since the last plan."""
         return bool(self._parts)
 
-    def unanswered(self, state: RequestState) -> int:
-        """How many full blocks of a request have no answer yet."""
-        full = min(state.num_computed_tokens // self._block_size, len(state.block_ids))
-        return state.extend_keys(full) - state.answered
+    def has_unanswered(self, state: RequestState) -> bool:
+        """Whether full slots of a request have no answer yet."""
+        return any(self._count_full(state, progress) > progress.answered for progress in state.groups)
 
     def offer_step(self, state: RequestState) -> None:
         """Offer what has filled, in bounds. What found no space waits until some was freed."""
-        if state.refused_at is None:
-            self._offer(state, _STEP_BLOCKS)
-        elif state.refused_at != self._manager.space_version:
-            self._offer(state, _RETRY_BLOCKS)
+        for progress in state.groups:
+            if progress.refused_at is None:
+                self._offer(state, progress, _STEP_SLOTS)
+            elif progress.refused_at != self._manager.space_version:
+                self._offer(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(state.groups)), 1))
+        answered = state.answered_tokens
+        if (answered - state.ordered_tokens) * _REORDER_SHARE >= answered:
+            self._put_in_order(state)
 
     def offer_rest(self, state: RequestState) -> None:
         """Offer all that is full, since the request is over; what finds no space now never will."""
-        self._offer(state, None)
+        for progress in state.groups:
+            self._offer(state, progress, None)
         self._put_in_order(state)
 
-    def _offer(self, state: RequestState, limit: int | None) -> None:
-        full = state.answered + self.unanswered(state)
-        if full <= state.answered:
+    def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
+        """How many slots of a group are whole: computed, on the device, and hashed."""
+        group = progress.group
+        table = state.block_ids[group.index] if state.block_ids else ()
+        full = min(state.num_computed_tokens // group.slot_tokens, len(table) // group.slot_blocks)
+        return progress.extend_keys(state.request.block_hashes, full) if full > progress.answered else full
+
+    def _offer(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
+        full = self._count_full(state, progress)
+        if full <= progress.answered:
             return
-        end, kept_back = state.split_storable(state.answered, full, self._block_size)
-        stop = end if limit is None else min(end, state.answered + limit)
-        state.refused_at = None
+        # What the group's layers will not look at any more is neither offered nor counted.
+        outside = progress.group.spec.needed_from(state.num_computed_tokens) // progress.group.slot_tokens
+        progress.answered = max(progress.answered, min(outside, full))
+        end, kept_back = state.split_storable(progress.group, progress.answered, full)
+        stop = end if limit is None else min(end, progress.answered + limit)
+        progress.refused_at = None
         room = True
-        while room and state.answered < stop:
-            room = self._offer_batch(state, min(stop, state.answered + _OFFER_BLOCKS))
+        while room and progress.answered < stop:
+            room = self._offer_batch(state, progress, min(stop, progress.answered + _OFFER_SLOTS))
         if not room and limit is None:
-            self._count_skipped(state, SkipReason.NO_SPACE, end - state.answered)
-            state.answered = end
-        if (state.answered - state.ordered) * _REORDER_SHARE >= state.answered:
-            self._put_in_order(state)
-        if state.answered == end:
+            self._count_skipped(state, SkipReason.NO_SPACE, (end - progress.answered) * progress.group.slot_blocks)
+            progress.answered = end
+        if progress.answered == end:
             for reason, count in kept_back:
-                self._count_skipped(state, reason, count)
-            state.answered = full
+                self._count_skipped(state, reason, count * progress.group.slot_blocks)
+            progress.answered = full
 
     def _put_in_order(self, state: RequestState) -> None:
         """What was offered last has moved up, and the blocks before it have to be younger still."""
-        if state.ordered < state.answered:
-            self._manager.touch(state.keys[: state.answered])
-            state.ordered = state.answered
+        answered = state.answered_tokens
+        if state.ordered_tokens < answered:
+            self._manager.touch(chain(state.groups, answered))
+            state.ordered_tokens = answered
 
-    def _offer_batch(self, state: RequestState, end: int) -> bool:
-        """Offer blocks `state.answered` to `end`, and advance over those that were answered; False if room ran out."""
-        first = state.answered
-        positions = np.arange(first, end)
-        offered = state.block_ids[first:end]
-        if not self._storing.keys().isdisjoint(offered) or len(set(offered)) < len(offered):
-            named: set[int] = set()
-            idle: list[bool] = []
-            for block_id in offered:
-                idle.append(block_id not in self._storing and block_id not in named)
-                named.add(block_id)
-            positions = positions[np.array(idle, dtype=np.bool_)]
-        wanted = state.keys[first:end]
+    def _offer_batch(self, state: RequestState, progress: GroupProgress, end: int) -> bool:
+        """Offer slots `answered` to `end` of a group, and advance over those that were answered; False without room."""
+        group, first = progress.group, progress.answered
+        table = state.block_ids[group.index][first * group.slot_blocks : end * group.slot_blocks]
+        positions, num_busy = self._offerable(group, first, table)
+        wanted = progress.keys[first:end]
         if len(positions) < len(wanted):
-            wanted = [state.keys[i] for i in positions.tolist()]
+            wanted = [progress.keys[i] for i in positions.tolist()]
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        answer = self._manager.offer(wanted, state.origin, positions, priority, state.now_s, state.keys[:first])
+        answered = [each.keys[: each.answered] for each in state.groups]
+        own = answered[0] if len(answered) == 1 else list(itertools.chain.from_iterable(answered))
+        answer = self._manager.offer(wanted, state.origin, positions, priority, state.now_s, own)
         if answer.num_answered < len(wanted):
-            state.refused_at = self._manager.space_version
+            progress.refused_at = self._manager.space_version
             end = int(positions[answer.num_answered])
-        self._count_skipped(state, SkipReason.IN_FLIGHT, end - first - answer.num_answered)
-        self._count_skipped(state, SkipReason.ALREADY_STORED, answer.num_answered - len(answer.slots))
-        state.answered = end
+            num_busy = self._offerable(group, first, table[: (end - first) * group.slot_blocks])[1]
+        self._count_skipped(state, SkipReason.IN_FLIGHT, num_busy * group.slot_blocks)
+        num_known = answer.num_answered - len(answer.slots)
+        self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
+        progress.answered = end
         if len(answer.slots):
-            stored = positions[answer.stored_at].tolist()
-            block_ids, last = [state.block_ids[i] for i in stored], stored[-1]
-            part = StorePart(state, self._manager.epoch, answer.slots, block_ids, state.keys, last + 1)
-            self._parts.append(part)
-            self._storing.update(dict.fromkeys(block_ids, part))
-            self._device.hold(block_ids)
-            for counts in (self.counts, state.store):
-                counts.offered += len(block_ids)
-                counts.in_flight += len(block_ids)
-        return state.refused_at is None
+            self._begin_storing(state, group, answer.slots, positions[answer.stored_at])
+        return progress.refused_at is None
+
+    def _offerable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+        """Of the slots from `first` on whose blocks are in `table`, which can be read now; how many others are busy.
+
+        Busy ones have a block under a store already, or one that was named before. The rest has lost a block.
+        """
+        count = len(table) // group.slot_blocks
+        every = np.arange(first, first + count)
+        if self._null_block not in table and self._storing.keys().isdisjoint(table) and len(set(table)) == len(table):
+            return every, 0
+        named: set[int] = set()
+        idle: list[bool] = []
+        num_busy = 0
+        for start in range(0, count * group.slot_blocks, group.slot_blocks):
+            blocks = table[start : start + group.slot_blocks]
+            whole = self._null_block not in blocks
+            busy = not (named.isdisjoint(blocks) and self._storing.keys().isdisjoint(blocks))
+            idle.append(whole and not busy)
+            num_busy += whole and busy
+            named.update(blocks)
+        return every[np.array(idle, dtype=np.bool_)], num_busy
+
+    def _begin_storing(self, state: RequestState, group: Group, slots: Slots, numbers: NDArray[np.int64]) -> None:
+        """Hold the device blocks of slots that were given out, until their job has ended."""
+        table, size = state.block_ids[group.index], group.slot_blocks
+        stored = numbers.tolist()
+        block_ids = [block for i in stored for block in table[i * size : (i + 1) * size]]
+        end_token = (stored[-1] + 1) * group.slot_tokens
+        part = StorePart(state, state.groups, group, self._manager.epoch, slots, block_ids, end_token)
+        self._parts.append(part)
+        self._storing.update(dict.fromkeys(block_ids, part))
+        self._device.hold(block_ids)
+        for counts in (self.counts, state.store):
+            counts.offered += len(block_ids)
+            counts.in_flight += len(block_ids)
 
     def _count_skipped(self, state: RequestState, reason: SkipReason, count: int) -> None:
         if count:
@@ -130,10 +173,10 @@ class StoreSide:
         parts, self._parts = self._parts, []
         if not parts:
             return []
+        runs = [run for group in self._layout.groups if (run := _run_of(group, parts)) is not None]
+        job = TransferJob(self._jobs.new_id(), Direction.STORE, tuple(runs))
         slots = parts[0].slots if len(parts) == 1 else np.concatenate([part.slots for part in parts])
-        block_ids = np.array([block_id for part in parts for block_id in part.block_ids], dtype=np.int64)
-        job = TransferJob(self._jobs.new_id(), Direction.STORE, block_ids, slots)
-        self._jobs.open(OpenJob(job, now_s, parts=parts))
+        self._jobs.open(OpenJob(job, now_s, slots, parts=parts))
         return [job]
 
     def end(self, ended: OpenJob, now_s: float) -> None:
@@ -150,7 +193,7 @@ class StoreSide:
             self._end_part(part, failed=True, now_s=now_s)
 
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
-        count = len(part.slots)
+        group, count = part.group, len(part.block_ids)
         self._forget_blocks(part)
         self._device.release(part.block_ids)
         disowned = part.disowned or part.epoch != self._manager.epoch
@@ -159,12 +202,13 @@ class StoreSide:
             self._manager.abandon(part.slots)
         else:
             last = part.request.phase is RequestPhase.FINISHED
-            reorder = last or count * _REORDER_SHARE >= part.end_block
-            published = self._manager.publish(part.slots, now_s, part.keys[: part.end_block] if reorder else ())
+            reorder = last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
+            used = chain(part.groups, part.end_token) if reorder else ()
+            published = self._manager.publish(part.slots, now_s, used) * group.slot_blocks
         for counts in (self.counts, part.request.store):
             counts.in_flight -= count
             counts.stored += published
-            counts.bytes += published * self._manager.slot_bytes
+            counts.bytes += published * group.spec.block_bytes
             if disowned:
                 counts.skipped[SkipReason.RESET.value] += count
             elif failed:
@@ -197,3 +241,16 @@ class StoreSide:
             part.disowned = True
             self._forget_blocks(part)
         return bool(matching)
+
+
+def _run_of(group: Group, parts: Sequence[StorePart]) -> BlockRun | None:
+    """What these parts store of one group."""
+    mine = [part for part in parts if part.group is group]
+    if not mine:
+        return None
+    slots = mine[0].slots if len(mine) == 1 else np.concatenate([part.slots for part in mine])
+    block_ids = np.array([block_id for part in mine for block_id in part.block_ids], dtype=np.int64)
+    if group.slot_blocks == 1:
+        return BlockRun(group.index, block_ids, slots, np.zeros(len(slots), dtype=np.int64))
+    parts_of_slots = np.tile(np.arange(group.slot_blocks), len(slots))
+    return BlockRun(group.index, block_ids, np.repeat(slots, group.slot_blocks), parts_of_slots)

@@ -26,13 +26,33 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks of one group: for every i, device block `block_ids[i]` and block number `parts[i]` within `slots[i]`.
+
+    Three int64 arrays of one length. A block of a group lies `parts[i]` times the group's block bytes into its slot.
+    """
+
+    group: int
+    block_ids: BlockIds
+    slots: Slots
+    parts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Copy `block_ids[i]` to or from `slots[i]`, for every i. Both are int64 arrays of one length."""
+    """Copy what the runs name, all in one direction. A device block and a place in a slot are named at most once."""
 
     job_id: int
     direction: Direction
-    block_ids: BlockIds
-    slots: Slots
+    runs: tuple[BlockRun, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to copy."""
+        return sum(map(len, self.runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +82,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """The end of a request's load. When it failed, none of its blocks may be read and the request recomputes them.
+    """The end of a request's load: of `num_tokens` tokens, behind the first `first_token` that the device had.
 
-    `first_block` and `num_blocks` name the part of the request's block table that was loaded.
+    When it failed, no block that holds one of these tokens may be read, and the request recomputes them.
     """
 
     request_id: str
     ok: bool
-    first_block: int
-    num_blocks: int
+    first_token: int
+    num_tokens: int

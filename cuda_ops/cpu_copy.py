@@ -11,12 +11,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import Direction, TransferJob, TransferResult
+from core.transfers import BlockIds, Direction, Slots, TransferJob, TransferResult
 from cuda_ops.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
@@ -25,21 +25,32 @@ _STAGE_BYTES = 256 << 10
 
 
 class CpuCopyEngine:
-    """A `CopyEngine` for device blocks in host memory, `[num_blocks, block_bytes]` of bytes, contiguous by row."""
+    """A `CopyEngine` for device blocks in host memory."""
 
     def __init__(
-        self, blocks: NDArray[np.uint8], pool: HostPool, on_finished: Callable[[], None], worker: int = 0
+        self,
+        groups: Sequence[NDArray[np.uint8]],
+        pool: HostPool,
+        on_finished: Callable[[], None],
+        worker: int = 0,
+        blocks_per_slot: int = 1,
     ) -> None:
-        """`on_finished` is called on the copy thread after each job; it may only notify."""
-        block_bytes = blocks.shape[1]
-        if block_bytes > pool.slot_bytes:
-            raise ValueError(f"a block has {block_bytes} bytes, which does not fit a slot of {pool.slot_bytes}")
-        self._block_bytes = block_bytes
-        self._blocks = _as_rows(blocks, block_bytes)
+        """`groups` has the blocks of each, `[num_blocks, block_bytes]` of bytes, contiguous by row.
+
+        `on_finished` is called on the copy thread after each job; it may only notify.
+        """
+        for group, blocks in enumerate(groups):
+            if blocks.shape[1] * blocks_per_slot > pool.slot_bytes:
+                raise ValueError(
+                    f"{blocks_per_slot} blocks of group {group} have {blocks.shape[1] * blocks_per_slot:,} bytes, "
+                    f"which do not fit a slot of {pool.slot_bytes:,}"
+                )
+        self._blocks_per_slot = blocks_per_slot
+        self._groups = [_as_rows(blocks, blocks.shape[1]) for blocks in groups]
         self._pool = pool
         self._on_finished = on_finished
         self._worker = worker
-        self._stage = np.empty(max(_STAGE_BYTES // block_bytes, 1), dtype=self._blocks.dtype)
+        self._stage = np.empty(max(_STAGE_BYTES, *(rows.dtype.itemsize for rows in self._groups)), dtype=np.uint8)
         self._jobs: queue.SimpleQueue[TransferJob | None] = queue.SimpleQueue()
         self._results: deque[TransferResult] = deque()
         self._lock = threading.Lock()
@@ -115,20 +126,31 @@ class CpuCopyEngine:
 
     def _end(self, job: TransferJob, error: str | None, seconds: float = 0.0) -> None:
         self._current = None
-        num_bytes = 0 if error else len(job.slots) * self._block_bytes
+        num_bytes = 0 if error else sum(len(run) * self._groups[run.group].dtype.itemsize for run in job.runs)
         self._results.append(TransferResult(job.job_id, self._worker, error, num_bytes, seconds))
         self._on_finished()
 
     def _copy(self, job: TransferJob) -> None:
-        if len(job.block_ids) != len(job.slots):
-            raise ValueError(f"{len(job.block_ids)} blocks for {len(job.slots)} slots")
-        for extent, rows, chosen in self._pool.extents_of(job.slots):
-            host = _as_rows(extent[:, : self._block_bytes], self._block_bytes)
-            block_ids = job.block_ids[chosen]
-            if job.direction is Direction.STORE:
-                self._move(self._blocks, block_ids, host, rows)
+        for run in job.runs:
+            if not len(run.block_ids) == len(run.slots) == len(run.parts):
+                raise ValueError(f"{len(run.block_ids)} blocks for {len(run.slots)} slots and {len(run.parts)} parts")
+            if len(run) and not 0 <= run.parts.min() <= run.parts.max() < self._blocks_per_slot:
+                raise IndexError(f"parts {run.parts} are not all among the {self._blocks_per_slot} of a slot")
+            for part in range(self._blocks_per_slot):
+                here = slice(None) if self._blocks_per_slot == 1 else np.flatnonzero(run.parts == part)
+                self._copy_part(job.direction, self._groups[run.group], part, run.block_ids[here], run.slots[here])
+
+    def _copy_part(
+        self, direction: Direction, blocks: NDArray[np.void], part: int, block_ids: BlockIds, slots: Slots
+    ) -> None:
+        """Copy blocks that lie at one place in each of their slots."""
+        start, row_bytes = part * blocks.dtype.itemsize, blocks.dtype.itemsize
+        for extent, rows, chosen in self._pool.extents_of(slots):
+            host = _as_rows(extent[:, start : start + row_bytes], row_bytes)
+            if direction is Direction.STORE:
+                self._move(blocks, block_ids[chosen], host, rows)
             else:
-                self._move(host, rows, self._blocks, block_ids)
+                self._move(host, rows, blocks, block_ids[chosen])
 
     def _move(
         self,
@@ -141,10 +163,12 @@ class CpuCopyEngine:
         for rows, table in ((source_rows, source), (target_rows, target)):
             if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
                 raise IndexError(f"rows {rows.min()} to {rows.max()} are not all among the {len(table)} there are")
-        step = len(self._stage)
+        row_bytes = source.dtype.itemsize
+        step = len(self._stage) // row_bytes
+        stage = self._stage[: step * row_bytes].view(source.dtype)
         for start in range(0, len(source_rows), step):
             part = source_rows[start : start + step]
-            staged = self._stage[: len(part)]
+            staged = stage[: len(part)]
             # Checked above; "raise" would make NumPy copy through one more buffer.
             np.take(source, part, out=staged, mode="clip")
             target[target_rows[start : start + step]] = staged

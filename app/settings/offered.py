@@ -10,7 +10,6 @@ OFFERED: Mapping[str, tuple[object, ...]] = {
     "pool_kind": ("pinned",),
     "store_mode": ("eager",),
     "eviction_policy": tuple(EVICTION_POLICIES),
-    "blocks_per_slot": (1,),
     "store_threshold": (1,),
     "tiers": ((),),
     "offload_level": ("block",),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from core.engine import StepProgress
+from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.scheduler import Hit, Later, OffloadScheduler
@@ -105,11 +106,12 @@ class LoopEngine:
     def __init__(self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25) -> None:
         self.manager = OffloadManager(num_slots, BLOCK_BYTES, sink=sink, max_pinned_fraction=max_pinned_fraction)
         sources = {"offload_prompt_only": "env"}
-        self.scheduler = OffloadScheduler(self.manager, PolicyBook(RequestPolicy(), sources), self, BLOCK_TOKENS)
+        layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
+        self.scheduler = OffloadScheduler(self.manager, PolicyBook(RequestPolicy(), sources), self, layout)
         self._pool = HostPool(num_slots, BLOCK_BYTES)
         self._device = np.zeros((DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._wake = threading.Event()
-        self.copies = GatedCopies(CpuCopyEngine(self._device, self._pool, self._wake.set))
+        self.copies = GatedCopies(CpuCopyEngine([self._device], self._pool, self._wake.set))
         self._free = list(range(DEVICE_BLOCKS))
         self._held: Counter[int] = Counter()
         self._zombies: set[int] = set()
@@ -187,7 +189,7 @@ class LoopEngine:
                 if request.request_id == outcome.request_id:
                     request.ready = True
                     if outcome.ok:
-                        request.num_computed += outcome.num_blocks * BLOCK_TOKENS
+                        request.num_computed += outcome.num_tokens
         with self._lock:
             arriving, self._arriving = self._arriving, []
         for request in arriving:
@@ -197,7 +199,7 @@ class LoopEngine:
         for request in self._running:
             if request.may_run:
                 self._compute(request)
-                progress.append(StepProgress(request.request_id, request.block_ids, request.num_computed))
+                progress.append(StepProgress(request.request_id, (request.block_ids,), request.num_computed))
         plan = self.scheduler.plan_step(progress, now_s)
         for job in (*plan.loads, *plan.stores):
             self.copies.submit(job)
@@ -216,7 +218,7 @@ class LoopEngine:
         num_blocks = -(-(request.num_prompt_tokens + request.num_output_tokens) // BLOCK_TOKENS)
         request.block_ids = [self._free.pop() for _ in range(num_blocks)]
         loaded = found.num_tokens if isinstance(found, Hit) else 0
-        self.scheduler.commit(request.request_id, request.block_ids, loaded, now_s)
+        self.scheduler.commit(request.request_id, (request.block_ids,), loaded, now_s)
         request.ready = loaded == 0
         self._running.append(request)
         return True

@@ -58,7 +58,7 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
     sink = Recorder()
     manager = OffloadManager(2, 64, sink=sink)
     store(manager, keys(0, 2), origin=Origin("first", "tenant", "lora"), now_s=10.0)
-    pin = manager.pin_prefix(keys(0, 1))
+    pin = manager.pin(manager.find_prefix(keys(0, 1)))
     manager.begin_load(pin, 11.0)
     manager.end_load(pin)
     store(manager, keys(5, 2), origin=Origin("second"), now_s=20.0)
@@ -74,7 +74,7 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
 def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 2))
-    pin = manager.pin_prefix(keys(0, 2))
+    pin = manager.pin(manager.find_prefix(keys(0, 2)))
     answer = manager.offer([*keys(0, 1), *keys(10, 5)], Origin("r"), np.arange(6), NORMAL, 1.0)
     assert (answer.num_answered, answer.stored_at.tolist(), len(answer.slots)) == (3, [1, 2], 2)
     manager.abandon(answer.slots)
@@ -106,7 +106,7 @@ def test_operator_pins_hold_are_limited_and_end() -> None:
 def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_go() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 4))
-    waiting, loading = manager.pin_prefix(keys(0, 1)), manager.pin_prefix(keys(0, 2))
+    waiting, loading = manager.pin(manager.find_prefix(keys(0, 1))), manager.pin(manager.find_prefix(keys(0, 2)))
     assert manager.begin_load(loading, 1.0)
     manager.pin_block(keys(0, 1)[0], 99.0, 1.0)
     assert manager.drop_block(keys(0, 1)[0], 1.0)
@@ -190,13 +190,13 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
 def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinned() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
-    old = manager.pin_prefix(keys(0, 1))
+    old = manager.pin(manager.find_prefix(keys(0, 1)))
     assert manager.begin_load(old, 1.0)
     manager.reset(old.slots, 2.0)
     store(manager, keys(10, 3))
     manager.end_load(old)
     store(manager, keys(20, 1))
-    loading = manager.pin_prefix(keys(20, 1))
+    loading = manager.pin(manager.find_prefix(keys(20, 1)))
     assert manager.begin_load(loading, 3.0)
     answer = manager.offer(keys(40, 4), ANYONE, np.arange(4), NORMAL, 4.0)
     assert not set(answer.slots.tolist()) & set(loading.slots.tolist())
@@ -206,7 +206,7 @@ def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinne
 def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 3))
-    pin = manager.pin_prefix(keys(0, 2))
+    pin = manager.pin(manager.find_prefix(keys(0, 2)))
     manager.drop_block(keys(0, 1)[0], 1.0)
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
@@ -232,11 +232,11 @@ def test_an_offer_does_not_evict_the_prefix_that_it_continues() -> None:
     answer = manager.offer(keys(0, 6), ANYONE, np.arange(6), NORMAL, 1.0)
     assert (answer.num_answered, len(answer.slots)) == (4, 2)
     manager.publish(answer.slots, 1.0)
-    assert manager.count_prefix(keys(0, 6)) == 4
+    assert len(manager.find_prefix(keys(0, 6))) == 4
     answer = manager.offer(keys(4, 2), ANYONE, np.arange(4, 6), NORMAL, 1.0, prefix=keys(0, 4))
     assert (answer.num_answered, len(answer.slots)) == (0, 0)
     store(manager, keys(50, 2))
-    assert manager.count_prefix(keys(0, 6)) == 2
+    assert len(manager.find_prefix(keys(0, 6))) == 2
 
 
 def test_what_was_stored_before_a_reset_is_told_as_gone() -> None:

@@ -17,7 +17,7 @@ from core.policy import Override, RequestPolicy
 from core.rates import MIN_SAMPLES
 from core.scheduler import Hit, Later, Miss
 from core.transfers import TransferResult
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
 
 
 def request(name: str, blocks: int, *, extra: int = 1, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
@@ -255,7 +255,7 @@ def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> N
     engine.add(second)
     engine.step()
     assert second.state == "loading"
-    plan = engine.offload.plan_step([StepProgress("second", second.block_ids, second.num_tokens)], engine.now_s)
+    plan = engine.offload.plan_step([StepProgress("second", (second.block_ids,), second.num_tokens)], engine.now_s)
     assert not plan
 
 
@@ -263,7 +263,7 @@ def test_a_failed_step_stores_nothing_of_its_requests(engine: ToyEngine) -> None
     victim = request("r", 5)
     engine.add(victim)
     engine.admit(victim)
-    plan = engine.offload.plan_step([StepProgress("r", victim.block_ids, 8)], engine.now_s)
+    plan = engine.offload.plan_step([StepProgress("r", (victim.block_ids,), 8)], engine.now_s)
     engine.offload.on_step_failed(["r"], 1.0)
     engine.offload.on_transfers_finished([TransferResult(plan.stores[0].job_id, error="the step failed")], 1.0)
     engine.finish(victim)
@@ -283,7 +283,7 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
     else:
         # Offered by the final offers of a request that has finished, and not yet part of any plan.
         engine.admit(victim)
-        engine.offload.commit("r", victim.block_ids, 0, 1.0)
+        engine.offload.commit("r", (victim.block_ids,), 0, 1.0)
         engine.offload.plan_step([], 1.0)
         state = engine.offload._requests.get("r")
         state.num_computed_tokens, state.phase = 20, type(state.phase)("running")
@@ -323,7 +323,7 @@ def test_a_hit_voided_by_a_reset_before_commit_is_a_failed_load(engine: ToyEngin
     assert engine.offload.match("second", 0, 1.0) == Hit(20)
     engine.offload.reset(engine.now_s)
     second.block_ids = engine._allocate(6)
-    engine.offload.commit("second", second.block_ids, 20, 1.0)
+    engine.offload.commit("second", (second.block_ids,), 20, 1.0)
     second.state = "loading"
     assert engine.offload.has_open_work()
     engine.deliver([])
@@ -352,7 +352,7 @@ def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
     engine = ToyEngine(64, 64, num_workers=3)
     engine.add(request("r", 5))
     job = engine.step().stores[0]
-    for slot, block_id in zip(job.slots.tolist(), job.block_ids.tolist(), strict=True):
+    for slot, block_id in zip(slots_of(job), blocks_of(job), strict=True):
         engine.host[slot] = engine.values[block_id]
     for result in (TransferResult(job.job_id, 0), TransferResult(job.job_id, 0), TransferResult(job.job_id, 7)):
         engine.deliver([result])
@@ -385,7 +385,7 @@ def test_nothing_of_a_forgotten_request_is_stored_when_its_id_comes_again() -> N
     forgotten = request("r", 6, max_tokens=50)
     engine.add(forgotten)
     plan = engine.step()
-    assert len(plan.stores[0].slots) == 4, "two blocks found no space, and would be offered again at the end"
+    assert plan.stores[0].num_blocks == 4, "two blocks found no space, and would be offered again at the end"
     engine.values = [13] * len(engine.values)
     engine.offload.on_new_request(request("r", 1, first=900), engine.now_s)
     assert engine.offload.snapshot().store.offered == 4
@@ -441,7 +441,7 @@ def test_two_device_blocks_of_one_key_race_and_one_wins(engine: ToyEngine) -> No
     for name in ("first", "second"):
         engine.add(request(name, 3))
     plan = engine.step(budget=100)
-    assert len(plan.stores[0].slots) == 6
+    assert plan.stores[0].num_blocks == 6
     engine.run()
     store = engine.offload.snapshot().store
     assert (store.stored, store.skipped["already_stored"]) == (3, 3)
@@ -523,7 +523,7 @@ def run_with(engine: ToyEngine, budget: int) -> None:
 
 
 def findable(engine: ToyEngine, one: ToyRequest) -> int:
-    return engine.manager.count_prefix(make_keys(one.block_hashes, 0))
+    return len(engine.manager.find_prefix(make_keys(one.block_hashes, 0)))
 
 
 @pytest.mark.parametrize("budget", [8, 32])
@@ -574,7 +574,7 @@ def test_nothing_that_a_failed_step_had_decided_is_published(engine: ToyEngine) 
         engine.add(one)
         engine.admit(one)
     second.block_hashes.append(None)
-    progress = [StepProgress("first", first.block_ids, 13), StepProgress("second", [*second.block_ids, 60], 17)]
+    progress = [StepProgress("first", (first.block_ids,), 13), StepProgress("second", ([*second.block_ids, 60],), 17)]
     with pytest.raises(TypeError):
         engine.offload.plan_step(progress, engine.now_s)
     engine.offload.on_step_failed(["first", "second"], 1.0)
@@ -596,7 +596,7 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
     victim = request("victim", 3, first=500)
     engine.add(victim)
     engine.admit(victim)
-    assert not engine.offload.plan_step([StepProgress("victim", victim.block_ids, 13)], 1.0)
+    assert not engine.offload.plan_step([StepProgress("victim", (victim.block_ids,), 13)], 1.0)
     engine.offload.on_step_failed(["victim"], 1.0)
     for key in held:
         engine.manager.unpin_block(key)
@@ -608,7 +608,7 @@ def test_a_failed_step_is_no_measurement_and_no_prefill(engine: ToyEngine) -> No
     victim = request("victim", 10)
     engine.add(victim)
     engine.admit(victim)
-    plan = engine.offload.plan_step([StepProgress("victim", victim.block_ids, 41)], 10.0)
+    plan = engine.offload.plan_step([StepProgress("victim", (victim.block_ids,), 41)], 10.0)
     engine.offload.on_step_failed(["victim"], 1.0)
     engine.offload.on_transfers_finished([TransferResult(job.job_id, error="x") for job in plan.stores], 10.0)
     engine.finish(victim)
@@ -645,8 +645,8 @@ def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyE
     victim = request("r", 3)
     engine.add(victim)
     engine.admit(victim)
-    (store,) = engine.offload.plan_step([StepProgress("r", [5, 5, 7, 8], 13)], 1.0).stores
-    assert store.block_ids.tolist() == [5, 7]
+    (store,) = engine.offload.plan_step([StepProgress("r", ([5, 5, 7, 8],), 13)], 1.0).stores
+    assert blocks_of(store) == [5, 7]
 
 
 def test_a_pool_of_one_slot_can_be_hit() -> None:
@@ -680,7 +680,7 @@ def test_a_lost_load_is_told_to_nobody_who_came_after(engine: ToyEngine) -> None
     assert engine.offload.match("second", 0, 1.0) == Hit(20)
     engine.offload.reset(engine.now_s)
     second.block_ids = engine._allocate(6)
-    engine.offload.commit("second", second.block_ids, 20, 1.0)
+    engine.offload.commit("second", (second.block_ids,), 20, 1.0)
     engine.finish(second)
     engine.add(request("second", 5))
     engine.deliver([])
@@ -694,7 +694,7 @@ def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() 
     engine.add(request("first", 4, tenant="t"))
     store = engine.step().stores[0]
     engine.end_job(store.job_id)
-    engine.manager.drop(store.slots, EvictionReason.OPERATOR, 1.0)
+    engine.manager.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
     engine.offload.reset(engine.now_s, OriginMatch(tenant="t"))
@@ -714,7 +714,7 @@ def test_a_device_block_can_be_stored_again_for_another_key(engine: ToyEngine) -
     second.block_ids = [0, 1, 2, 3]
     engine.hold(second.block_ids)
     engine.offload.match("second", 0, 1.0)
-    engine.offload.commit("second", second.block_ids, 0, 1.0)
+    engine.offload.commit("second", (second.block_ids,), 0, 1.0)
     second.state = "running"
     engine.step()
     assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from core.engine import StepProgress
+from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.scheduler import Hit, Later, OffloadScheduler
@@ -65,6 +66,14 @@ class ToyRequest:
         self.block_hashes += hashes_of(self.tokens)[len(self.block_hashes) :]
 
 
+def blocks_of(job: TransferJob) -> list[int]:
+    return [block_id for run in job.runs for block_id in run.block_ids.tolist()]
+
+
+def slots_of(job: TransferJob) -> list[int]:
+    return [slot for run in job.runs for slot in run.slots.tolist()]
+
+
 class ToyEngine:
     """Device blocks with reference counts, a prefix cache over free blocks, chunked prefill and preemption."""
 
@@ -73,7 +82,8 @@ class ToyEngine:
     ) -> None:
         self.manager = OffloadManager(num_slots, SLOT_BYTES, sink=sink)
         self.policies = PolicyBook(settings or RequestPolicy(), {})
-        self.offload = OffloadScheduler(self.manager, self.policies, self, BLOCK_SIZE, num_workers=num_workers)
+        layout = GroupLayout([GroupSpec(BLOCK_SIZE, SLOT_BYTES)])
+        self.offload = OffloadScheduler(self.manager, self.policies, self, layout, num_workers=num_workers)
         self.num_workers = num_workers
         self.values = [GARBAGE] * num_blocks
         self.refs = [0] * num_blocks
@@ -155,7 +165,7 @@ class ToyEngine:
         self.hold(prefix)
         request.block_ids = prefix + self._allocate(needed)
         request.num_computed = len(prefix) * BLOCK_SIZE
-        self.offload.commit(request.request_id, request.block_ids, to_load, self.now_s)
+        self.offload.commit(request.request_id, (request.block_ids,), to_load, self.now_s)
         request.state = "loading" if to_load else "running"
         return True
 
@@ -197,7 +207,7 @@ class ToyEngine:
                 request.block_ids += self._allocate(1)
             budget -= target - request.num_computed
             upto[request.request_id] = target
-            progress.append(StepProgress(request.request_id, list(request.block_ids), target))
+            progress.append(StepProgress(request.request_id, (list(request.block_ids),), target))
         plan = self.offload.plan_step(progress, self.now_s)
         self._check_plan(plan)
         for request_id, target in upto.items():
@@ -206,7 +216,7 @@ class ToyEngine:
             self.jobs[job.job_id] = job
             if job.direction is Direction.STORE:
                 # What a job reads is settled when the step's compute is done, whenever it is copied.
-                for block_id in job.block_ids.tolist():
+                for block_id in blocks_of(job):
                     assert self.refs[block_id] > 0, "a block of a job is not held"
         for request_id, target in upto.items():
             request = self.requests[request_id]
@@ -221,13 +231,13 @@ class ToyEngine:
         return plan
 
     def _check_plan(self, plan: StepPlan) -> None:
-        named = [block_id for job in [*plan.loads, *plan.stores] for block_id in job.block_ids.tolist()]
+        named = [block_id for job in [*plan.loads, *plan.stores] for block_id in blocks_of(job)]
         assert len(named) == len(set(named)), "a plan names a device block twice"
 
     def end_job(self, job_id: int, *, error: str | None = None, worker: int | None = None) -> None:
         """Let workers report a job; with an error nothing can be relied on in what it wrote."""
         job = self.jobs[job_id]
-        pairs = list(zip(job.block_ids.tolist(), job.slots.tolist(), strict=True))
+        pairs = list(zip(blocks_of(job), slots_of(job), strict=True))
         for block_id, slot in pairs:
             assert self.refs[block_id] > 0, "a block was freed under a copy"
             if job.direction is Direction.STORE:
@@ -248,12 +258,13 @@ class ToyEngine:
                 self._drop_blocks(request)
                 request.state = "waiting"
                 continue
-            for index in range(outcome.first_block, outcome.first_block + outcome.num_blocks):
+            end = outcome.first_token + outcome.num_tokens
+            for index in range(outcome.first_token // BLOCK_SIZE, end // BLOCK_SIZE):
                 block_id, block_hash = request.block_ids[index], request.block_hashes[index]
                 if self.values[block_id] != value_of(block_hash):
                     self.wrong_loads.append(f"{request.request_id} block {index}")
                 self._cache(block_hash, block_id)
-            request.num_computed = (outcome.first_block + outcome.num_blocks) * BLOCK_SIZE
+            request.num_computed = end
             request.state = "running"
 
     def run(self, max_steps: int = 2000) -> None:
@@ -301,9 +312,9 @@ class ToyEngine:
         returned = table._returned[: table._num_returned].tolist()
         untouched = [s for s in range(table._frontier, table.num_slots) if table.states[s] != SlotState.HELD]
         assert len(set(returned) | set(untouched)) == len(returned) + len(untouched) == table.num_free
-        stores = [slot for job in offload._jobs if job.is_store for slot in job.job.slots.tolist()]
+        stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
         stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
-        loads = {slot for job in offload._jobs if not job.is_store for slot in job.job.slots.tolist()}
+        loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
         assert len(stores) == len(set(stores)), "a slot is under two stores"
         assert not set(stores) & loads, "a slot is stored and loaded at once"
         assert not (set(stores) | loads) & (set(returned) | set(untouched)), "a slot under a transfer is free"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.transfers import Direction, TransferJob, TransferResult
+from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory, check_fits, memory_limits
@@ -34,7 +34,8 @@ class Finished:
 
 
 def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
-    return TransferJob(number, direction, np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64))
+    block_ids, rows = np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64)
+    return TransferJob(number, direction, (BlockRun(0, block_ids, rows, np.zeros_like(rows)),))
 
 
 def run(copies: CpuCopyEngine, finished: Finished, jobs: list[TransferJob]) -> dict[int, TransferResult]:
@@ -66,7 +67,7 @@ def test_what_was_stored_is_loaded_back_and_nothing_else_is_touched(block_bytes,
     for slot in range(num_slots):
         pool.slot(slot)[:] = host_before[slot]
     finished = Finished()
-    copies = CpuCopyEngine(device, pool, finished)
+    copies = CpuCopyEngine([device], pool, finished)
     try:
         results = run(copies, finished, [job(1, Direction.STORE, blocks, slots)])
         assert results[1].error is None
@@ -90,7 +91,7 @@ def test_what_was_stored_is_loaded_back_and_nothing_else_is_touched(block_bytes,
 def test_a_job_that_cannot_be_copied_fails_and_the_next_one_is_carried_out() -> None:
     device, finished = np.zeros((4, 64), dtype=np.uint8), Finished()
     pool = HostPool(4, 64)
-    copies = CpuCopyEngine(device, pool, finished)
+    copies = CpuCopyEngine([device], pool, finished)
     results = run(
         copies,
         finished,
@@ -118,7 +119,7 @@ def test_every_job_ends_when_the_engine_is_closed_or_its_thread_dies() -> None:
             died.set()
             raise SystemExit
 
-    copies = CpuCopyEngine(device, pool, die_once)
+    copies = CpuCopyEngine([device], pool, die_once)
     first = copies._thread
     copies.submit(job(1, Direction.STORE, [0], [0]))
     first.join(30)
@@ -143,7 +144,7 @@ def test_the_job_in_hand_of_a_thread_that_died_ends_when_the_engine_is_closed() 
         def extents_of(self, slots: np.ndarray) -> object:
             raise SystemExit
 
-    copies = CpuCopyEngine(np.zeros((4, 64), dtype=np.uint8), Deadly(4, 64), Finished())
+    copies = CpuCopyEngine([np.zeros((4, 64), dtype=np.uint8)], Deadly(4, 64), Finished())
     copies.submit(job(1, Direction.STORE, [0], [0]))
     copies._thread.join(30)
     copies.close()
@@ -152,7 +153,7 @@ def test_the_job_in_hand_of_a_thread_that_died_ends_when_the_engine_is_closed() 
 
 def test_a_block_that_does_not_fit_a_slot_is_refused_with_both_sizes() -> None:
     with pytest.raises(ValueError, match=r"65 bytes.*slot of 64"):
-        CpuCopyEngine(np.zeros((2, 65), dtype=np.uint8), HostPool(2, 64), Finished())
+        CpuCopyEngine([np.zeros((2, 65), dtype=np.uint8)], HostPool(2, 64), Finished())
 
 
 def test_a_pool_larger_than_memory_is_refused_with_both_numbers() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from app.engines.embedded import EmbeddedEngine
+from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.rates import LoadDecision, LoadOrCompute
@@ -25,7 +26,7 @@ class GatedCopies:
 
     def __init__(self, engine: EmbeddedEngine, pool: HostPool) -> None:
         self._engine = engine
-        self._inner = CpuCopyEngine(engine.cache.block_bytes.numpy(), pool, engine.wake)
+        self._inner = CpuCopyEngine([engine.cache.block_bytes.numpy()], pool, engine.wake)
         self._open = threading.Event()
         self._open.set()
         self._kept: list[TransferJob] = []
@@ -73,7 +74,8 @@ class GatedCopies:
             return result
         if self._directions[result.job_id] is Direction.LOAD:
             job = next(job for job in self.submitted if job.job_id == result.job_id)
-            self._engine.cache.block_bytes[job.block_ids] = 77
+            for run in job.runs:
+                self._engine.cache.block_bytes[run.block_ids] = 77
         return replace(result, error="spoilt by the test")
 
 
@@ -86,7 +88,8 @@ class Offloaded:
         self.manager = OffloadManager(num_slots, engine.info.block_bytes)
         policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {})
         always = LoadOrCompute(LoadDecision.ALWAYS)
-        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, engine.info.block_size, choice=always)
+        layout = GroupLayout([GroupSpec(engine.info.block_size, engine.info.block_bytes)])
+        self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)
         self.copies = GatedCopies(engine, self.pool)
         engine.attach(self.scheduler, self.copies)
         engine.start()

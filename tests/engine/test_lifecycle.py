@@ -52,11 +52,8 @@ class Recorder(NoOffload):
             self.fail_plans -= 1
             raise ZeroDivisionError("a bug, says the test")
         for step in progress:
-            assert (
-                len(step.block_ids) * self.block_size
-                >= step.num_computed_tokens
-                > self.computed.get(step.request_id, 0)
-            )
+            (table,) = step.block_ids
+            assert len(table) * self.block_size >= step.num_computed_tokens > self.computed.get(step.request_id, 0)
             self.computed[step.request_id] = step.num_computed_tokens
         return StepPlan()
 

@@ -114,7 +114,6 @@ def test_values_that_do_not_validate(
         ("pool_kind", "shm", "pinned"),
         ("store_mode", "lazy", "eager"),
         ("eviction_policy", "fifo", "lru"),
-        ("blocks_per_slot", 2, "1"),
         ("store_threshold", 2, "1"),
         ("offload_level", "request", "block"),
         ("tiers", [{"type": "fs", "password": "hunter2"}], "[]"),

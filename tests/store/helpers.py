@@ -74,7 +74,7 @@ def fill(manager: OffloadManager, numbers: Sequence[int], now_s: float = START_S
 
 def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
     """Load blocks from the pool as an engine does."""
-    pin = manager.pin_prefix(keys_of(numbers))
+    pin = manager.pin(manager.find_prefix(keys_of(numbers)))
     assert manager.begin_load(pin, now_s)
     manager.end_load(pin)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from core.engine import EngineRequest, StepProgress
+from core.engine import BlockTables, EngineRequest, StepProgress
 from core.scheduler import Hit, Later, Miss
 from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 
@@ -20,7 +20,7 @@ class Offload(Protocol):
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None: ...
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later: ...
-    def commit(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int, now_s: float) -> None: ...
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None: ...
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan: ...
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None: ...
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]: ...
@@ -39,7 +39,7 @@ class NoOffload:
         """Always a miss."""
         return Miss()
 
-    def commit(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int, now_s: float) -> None:
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
         """Nothing to load."""
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:

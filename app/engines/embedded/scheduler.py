@@ -52,8 +52,12 @@ class Step:
     def progress(self) -> list[StepProgress]:
         """Each scheduled request as it will be once the step has run."""
         return [
-            StepProgress(c.request.request_id, c.request.block_table, c.request.num_computed_tokens + c.num_new_tokens)
-            for c in self.chunks.values()
+            StepProgress(
+                chunk.request.request_id,
+                (chunk.request.block_table,),
+                chunk.request.num_computed_tokens + chunk.num_new_tokens,
+            )
+            for chunk in self.chunks.values()
         ]
 
 
@@ -125,7 +129,8 @@ class StepScheduler:
             request.note_cached(request.num_computed_tokens)
             request.state = RequestState.RUNNING
             self.running[request.request_id] = request
-            self._register(request, outcome.first_block, outcome.first_block + outcome.num_blocks)
+            first = outcome.first_token // self.block_size
+            self._register(request, first, first + outcome.num_tokens // self.block_size)
         else:
             self._give_back(request)
             self._queue_first(request)
@@ -178,7 +183,7 @@ class StepScheduler:
                 request.state = RequestState.RUNNING
                 self.running[request.request_id] = request
                 step.add(request, num_new)
-            self.offload.commit(request.request_id, table, num_load, now_s)
+            self.offload.commit(request.request_id, (table,), num_load, now_s)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         more = self._blocks_for(num_tokens) - len(request.block_table)

@@ -1,0 +1,111 @@
+"""Groups: layers of a model that share a block table, and which of a prefix's blocks each of them needs.
+
+To go on behind the first `n` tokens, a full-attention group needs the blocks of all of them, a sliding-window group
+those of the window before `n`, and a recurrent group (Mamba and its like) the one state at `n`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class GroupKind(StrEnum):
+    """What a group's layers keep of the past."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    RECURRENT = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group: `block_size` tokens and `block_bytes` bytes a block; `window_tokens` for sliding windows only.
+
+    A token of a sliding window sees itself and the `window_tokens - 1` before it.
+    """
+
+    block_size: int
+    block_bytes: int
+    kind: GroupKind = GroupKind.FULL
+    window_tokens: int | None = None
+
+    @property
+    def reach_tokens(self) -> int | None:
+        """How many of the latest tokens' blocks are needed to go on behind them; None for all of them."""
+        if self.window_tokens is not None:
+            return self.window_tokens - 1
+        return 1 if self.kind is GroupKind.RECURRENT else None
+
+    def needed_from(self, num_tokens: int) -> int:
+        """The first token whose block is needed to go on behind `num_tokens` tokens."""
+        reach = self.reach_tokens
+        return 0 if reach is None else max(num_tokens - reach, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group and how its blocks lie in slots. A slot is `slot_blocks` consecutive blocks, of `slot_tokens` tokens."""
+
+    index: int
+    spec: GroupSpec
+    slot_blocks: int
+    slot_tokens: int
+    slot_bytes: int
+    hashes_per_slot: int
+
+
+class GroupLayout:
+    """All groups of a model. Raises `ValueError` for sizes that do not fit together, with the numbers."""
+
+    def __init__(
+        self, specs: Sequence[GroupSpec], blocks_per_slot: int = 1, hash_block_size: int | None = None
+    ) -> None:
+        """The engine hashes every `hash_block_size` tokens; by default that is what divides all groups' block sizes.
+
+        A slot of a recurrent group holds one block whatever `blocks_per_slot` says: its states stand alone.
+        """
+        if not specs:
+            raise ValueError("a model has at least one group of layers, and none was given")
+        if blocks_per_slot < 1:
+            raise ValueError(f"blocks_per_slot={blocks_per_slot}: a slot holds at least one block")
+        for index, spec in enumerate(specs):
+            _check(index, spec)
+        common = math.gcd(*(spec.block_size for spec in specs))
+        self.hash_block_size = common if hash_block_size is None else hash_block_size
+        if self.hash_block_size < 1 or common % self.hash_block_size:
+            raise ValueError(f"hash_block_size={self.hash_block_size} does not divide block sizes of {common} tokens")
+        self.blocks_per_slot = blocks_per_slot
+        self.groups = tuple(self._lay_out(index, spec) for index, spec in enumerate(specs))
+        self.alignment_tokens = math.lcm(*(spec.block_size for spec in specs))
+        """Hits end at multiples of this: whole blocks of every group."""
+        self.slot_bytes = max(group.slot_bytes for group in self.groups)
+        """What a slot of the pool has to hold: all slots have one size."""
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def waste(self) -> float:
+        """The share of slot bytes that stays unused when every group stores as many slots."""
+        return 1 - sum(group.slot_bytes for group in self.groups) / (self.slot_bytes * len(self.groups))
+
+    def _lay_out(self, index: int, spec: GroupSpec) -> Group:
+        slot_blocks = 1 if spec.kind is GroupKind.RECURRENT else self.blocks_per_slot
+        slot_tokens = slot_blocks * spec.block_size
+        hashes = slot_tokens // self.hash_block_size
+        return Group(index, spec, slot_blocks, slot_tokens, slot_blocks * spec.block_bytes, hashes)
+
+
+def _check(index: int, spec: GroupSpec) -> None:
+    if spec.block_size < 1 or spec.block_bytes < 1:
+        raise ValueError(
+            f"group {index}: a block has at least one token and one byte, not {spec.block_size} and {spec.block_bytes}"
+        )
+    windowed = spec.kind is GroupKind.SLIDING
+    if windowed != (spec.window_tokens is not None) or (spec.window_tokens or 1) < 1:
+        raise ValueError(
+            f"group {index}: window_tokens={spec.window_tokens}; a sliding group has a window of at least one token, "
+            "and no other group has one"
+        )

@@ -1,0 +1,135 @@
+"""Hits over several groups: the longest length that all agree on, against the rule written out block by block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.groups import Group, GroupKind, GroupLayout, GroupSpec
+from core.hits import PrefixHit, find_hit
+
+SPECS = st.builds(
+    lambda kind, size, window: GroupSpec(size, 64, kind, window if kind is GroupKind.SLIDING else None),
+    st.sampled_from(GroupKind),
+    st.sampled_from([2, 4, 6]),
+    st.integers(2, 15),
+)
+
+
+class Pool:
+    """Which slots of one request a pool has: slot `i` of group `g` lies at `1000 * g + i`."""
+
+    def __init__(self, held: dict[int, set[int]]) -> None:
+        self.held = held
+
+    def prefix(self, group: Group, first: int, end: int) -> np.ndarray:
+        found = []
+        for i in range(first, end):
+            if i not in self.held[group.index]:
+                break
+            found.append(1000 * group.index + i)
+        return np.array(found, dtype=np.int64)
+
+    def each(self, group: Group, first: int, end: int) -> np.ndarray:
+        held = self.held[group.index]
+        return np.array([1000 * group.index + i if i in held else -1 for i in range(first, end)], dtype=np.int64)
+
+    def find(self, layout: GroupLayout, first_token: int, limit_token: int) -> PrefixHit:
+        return find_hit(layout, first_token, limit_token, self.prefix, self.each)
+
+
+def blocks_needed(spec: GroupSpec, first_token: int, end_token: int) -> list[int]:
+    """The blocks with a token that the first one behind `end_token` looks at, but for those the device has."""
+    if spec.kind is GroupKind.RECURRENT:
+        return [end_token // spec.block_size - 1]
+    seen = range(end_token)
+    if spec.kind is GroupKind.SLIDING:
+        seen = range(max(end_token - spec.window_tokens + 1, 0), end_token)
+    return sorted({token // spec.block_size for token in seen if token >= first_token})
+
+
+def obvious_end(layout: GroupLayout, pool: Pool, first_token: int, limit_token: int) -> int:
+    for end in range(limit_token, first_token, -1):
+        if all(end % group.spec.block_size == 0 for group in layout.groups) and all(
+            block // group.slot_blocks in pool.held[group.index]
+            for group in layout.groups
+            for block in blocks_needed(group.spec, first_token, end)
+        ):
+            return end
+    return first_token
+
+
+@given(specs=st.lists(SPECS, min_size=1, max_size=3), blocks_per_slot=st.sampled_from([1, 2, 3, 8]), data=st.data())
+def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_slot, data) -> None:
+    layout = GroupLayout(specs, blocks_per_slot)
+    num_tokens = data.draw(st.integers(1, 90))
+    held = {}
+    for group in layout.groups:
+        whole = range(-(-num_tokens // group.slot_tokens))
+        missing = data.draw(st.sets(st.sampled_from([*whole]), max_size=2))
+        held[group.index] = set(whole) - missing
+    pool = Pool(held)
+    first = data.draw(st.integers(0, num_tokens // layout.alignment_tokens)) * layout.alignment_tokens
+    hit = pool.find(layout, first, num_tokens - 1)
+    assert hit.end_token == max(obvious_end(layout, pool, first, num_tokens - 1), first)
+    for one in hit.groups:
+        first_block, end_block = hit.blocks_of(one.group)
+        assert list(range(first_block, end_block)) == blocks_needed(one.group.spec, first, hit.end_token)
+        needed_slots = sorted({block // one.group.slot_blocks for block in range(first_block, end_block)})
+        assert one.slots.tolist() == [1000 * one.group.index + i for i in needed_slots]
+    if not hit.num_tokens:
+        return
+    tables = [[10_000 * g.index + i for i in range(num_tokens)] for g in layout.groups]
+    runs = hit.runs(tables, -1)
+    assert runs is not None
+    for run in runs:
+        group = layout.groups[run.group]
+        blocks = [block_id - 10_000 * run.group for block_id in run.block_ids.tolist()]
+        assert blocks == blocks_needed(group.spec, first, hit.end_token)
+        assert run.slots.tolist() == [1000 * run.group + block // group.slot_blocks for block in blocks]
+        assert run.parts.tolist() == [block % group.slot_blocks for block in blocks]
+
+
+def test_a_load_takes_part_of_a_slot_where_the_device_has_its_head_or_its_tail_is_computed() -> None:
+    layout = GroupLayout([GroupSpec(4, 64)], blocks_per_slot=3)
+    pool = Pool({0: {0, 1, 2}})
+    hit = pool.find(layout, first_token=16, limit_token=31)
+    assert (hit.first_token, hit.num_tokens) == (16, 12)
+    (run,) = hit.runs([list(range(9))], -1) or ()
+    assert run.block_ids.tolist() == [4, 5, 6]
+    assert run.slots.tolist() == [1, 1, 2]
+    assert run.parts.tolist() == [1, 2, 0]
+
+
+def test_a_shorter_hit_is_the_same_blocks_or_none_where_a_window_would_need_others() -> None:
+    full = Pool({0: set(range(8))}).find(GroupLayout([GroupSpec(4, 64)]), 0, 32)
+    assert full.shorten(20).groups[0].slots.tolist() == [0, 1, 2, 3, 4]
+    window = GroupLayout([GroupSpec(4, 64), GroupSpec(4, 64, GroupKind.SLIDING, 9)])
+    hit = Pool({0: set(range(8)), 1: {6, 7}}).find(window, 0, 32)
+    assert hit.end_token == 32
+    assert hit.shorten(28) is None
+
+
+def test_placeholders_in_a_table_are_not_copied_to_and_a_table_too_short_is_told() -> None:
+    hit = Pool({0: set(range(4))}).find(GroupLayout([GroupSpec(4, 64)]), 0, 16)
+    (run,) = hit.runs([[7, 0, 8, 9]], 0) or ()
+    assert (run.block_ids.tolist(), run.slots.tolist()) == ([7, 8, 9], [0, 2, 3])
+    assert hit.runs([[7, 8, 9]], 0) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "said"),
+    [
+        ([], {}, "at least one group"),
+        ([GroupSpec(0, 64)], {}, "group 0: a block has at least one token"),
+        ([GroupSpec(16, 64)], {"blocks_per_slot": 0}, "blocks_per_slot=0"),
+        ([GroupSpec(16, 64)], {"hash_block_size": 12}, "hash_block_size=12 does not divide"),
+        ([GroupSpec(16, 64), GroupSpec(16, 64, GroupKind.SLIDING)], {}, "group 1: window_tokens=None"),
+        ([GroupSpec(16, 64, GroupKind.FULL, 8)], {}, "group 0: window_tokens=8"),
+    ],
+)
+def test_vllm_28950_sizes_that_do_not_fit_together_are_refused_with_the_numbers(specs, options, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        GroupLayout(specs, **options)
