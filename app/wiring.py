@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from app.api.auth import Tokens
@@ -51,8 +51,20 @@ class NoDevice:
     def hold(self, block_ids: Sequence[int]) -> None:
         """Nothing to hold."""
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """Nothing to release."""
+
+    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+        """None are free."""
+        return None
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
+        """Nothing is held."""
+        return [None] * len(block_ids)
+
+    def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Nothing is held."""
+        return [False] * len(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +212,8 @@ class Process:
             self._host.layout,
             choice=LoadOrCompute(settings.load_decision),
             request_fields=settings.request_fields,
+            store_mode=settings.store_mode,
+            watermark_blocks=_watermark_blocks(settings),
         )
         if self.engine is not None:
             self._attach(pool)
@@ -275,6 +289,7 @@ class Process:
         self._logs.set_level(settings.log_level)
         self.manager.max_pinned_fraction = settings.max_pinned_fraction
         self.scheduler.choice.decision = settings.load_decision
+        self.scheduler.set_store_mode(settings.store_mode)
         self.store.set_limits(_history_limits(settings))
 
     def _write_overrides(self) -> None:
@@ -295,6 +310,12 @@ class Process:
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
+
+
+def _watermark_blocks(settings: Settings) -> int:
+    """What one step may take from the device's free queue, but no more of the device than a quarter."""
+    step_blocks = -(-settings.max_batched_tokens // settings.block_size) + settings.max_running
+    return max(min(step_blocks, settings.device_blocks // 4), 1)
 
 
 def _history_limits(settings: Settings) -> HistoryLimits:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
+
+from core.keys import Key
 
 BlockTables = Sequence[Sequence[int]]
 """A request's device blocks by group: `tables[g][i]` holds its `i`-th block of group `g`, or the null block.
@@ -38,14 +41,36 @@ class EngineRequest(Protocol):
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
 
 
+class StoreMode(StrEnum):
+    """When blocks are offered: `eager` as they fill, `lazy` when they are about to leave the device."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+
+
 class DeviceView(Protocol):
-    """The engine's device blocks, as far as a transfer needs them. Called on the engine's thread only."""
+    """The engine's device blocks, as far as offloading needs them. Called on the engine's thread only.
+
+    Only lazy mode looks at what is free and what blocks hold.
+    """
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keep these blocks from being freed or reused until as many `release` calls name them."""
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Undo one `hold` of each of these blocks."""
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
+        """Undo one `hold` of each of these blocks. With `reuse_first` those that are free now are given out next."""
+
+    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+        """Free blocks in the order in which they will be given out, behind block `after` or from the head for None.
+
+        None when `after` is not free any more.
+        """
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
+        """The hash that each of these blocks can be found by, None where there is none."""
+
+    def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """Which of these keys the device holds in some block, free ones among them."""
 
 
 @dataclass(frozen=True, slots=True)

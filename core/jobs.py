@@ -20,7 +20,8 @@ class StorePart:
     """One request's share of a store job, in one group. A reset by match may disown it while the job goes on.
 
     `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
-    `groups` are the request's, which are needed for as long as the job is open.
+    `groups` are the request's, which are needed for as long as the job is open. `leaving`
+    blocks are about to be reused.
     """
 
     request: RequestState
@@ -30,6 +31,7 @@ class StorePart:
     slots: Slots
     block_ids: list[int]
     end_token: int
+    leaving: bool = False
     disowned: bool = False
 
 

@@ -21,6 +21,11 @@ def make_keys(block_hashes: Iterable[bytes], group: int) -> list[Key]:
     return [block_hash + suffix for block_hash in block_hashes]
 
 
+def hash_of(key: Key) -> bytes:
+    """The block hash in a key."""
+    return key[:-GROUP_BYTES]
+
+
 def group_of(key: Key) -> int:
     """Index of the group that a key belongs to."""
     return key[-1]

@@ -86,6 +86,7 @@ class RequestState:
     policy_version: int
     phase: RequestPhase = RequestPhase.WAITING
     block_ids: BlockTables = ()
+    num_blocks: int = 0
     num_computed_tokens: int = 0
     ordered_tokens: int = 0
     hit: PrefixHit | None = None

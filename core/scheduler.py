@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress
+from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from core.events import Origin
 from core.groups import GroupLayout
 from core.jobs import JobTable
+from core.lazy import LazySide
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
 from core.origins import OriginMatch
@@ -72,11 +73,14 @@ class OffloadScheduler:
         num_workers: int = 1,
         num_recent_requests: int = 1000,
         null_block: int = -1,
+        store_mode: StoreMode = StoreMode.EAGER,
+        watermark_blocks: int = 64,
     ) -> None:
         """`request_fields` are the policy fields that `kv_transfer_params` may set.
 
-        `null_block` is what stands in a block table where there is no block. Raises `ValueError` if the manager's slots
-        are too small for the layout's.
+        `null_block` is what stands in a block table where there is no block. In lazy mode `watermark_blocks` at the
+        head of the device's free queue are kept stored: as many as a step may take. Raises
+        `ValueError` if the manager's slots are too small for the layout's.
         """
         if layout.slot_bytes > manager.slot_bytes:
             raise ValueError(
@@ -90,6 +94,7 @@ class OffloadScheduler:
         self._requests = RequestTable(num_recent_requests)
         self._jobs = JobTable(num_workers)
         self._stores = StoreSide(manager, device, self._jobs, layout, null_block)
+        self._lazy = LazySide(manager, device, self._stores, layout, null_block, watermark_blocks)
         self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice)
         self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens()
@@ -97,6 +102,8 @@ class OffloadScheduler:
         self._prefilled: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
         self._last_warned_s: dict[str, float] = {}
+        self._num_taken_blocks = 0
+        self.set_store_mode(store_mode)
 
     # --- the engine's hooks -------------------------------------------------------------------------------------
 
@@ -150,7 +157,10 @@ class OffloadScheduler:
             state = self._requests.get(request_id)
             if state is None:
                 return
-            state.block_ids = block_ids
+            if state.matched_tokens is not None:
+                on_device = sum(state.matched_tokens // group.spec.block_size for group in self.layout.groups)
+                state.num_blocks = on_device
+            self._note_tables(state, block_ids)
             self._loads.commit(state, num_loaded_tokens, now_s)
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
@@ -170,7 +180,7 @@ class OffloadScheduler:
                 new_tokens = step.num_computed_tokens - state.num_computed_tokens
                 num_tokens += new_tokens
                 state.phase = RequestPhase.RUNNING
-                state.block_ids = step.block_ids
+                self._note_tables(state, step.block_ids)
                 state.num_computed_tokens = step.num_computed_tokens
                 if not state.prefill_counted:
                     num_prefill_tokens += new_tokens
@@ -182,6 +192,8 @@ class OffloadScheduler:
                     self._stores.offer_step(state)
             if num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
                 self._last_step = (now_s, num_tokens)
+            self._lazy.walk(self._num_taken_blocks, now_s)
+            self._num_taken_blocks = 0
             return StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
 
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
@@ -226,6 +238,7 @@ class OffloadScheduler:
             self._loads.detach(state)
             state.phase = RequestPhase.WAITING
             state.block_ids = ()
+            state.num_blocks = 0
             state.num_computed_tokens = 0
             state.misses_noted = False
 
@@ -310,6 +323,7 @@ class OffloadScheduler:
                 job_ids = tuple(job.job.job_id for job in self._jobs)
                 dropped = self.manager.reset(self._touched_slots(), now_s)
                 self._stores.disown_all()
+                self._lazy.forget_leaving()
             else:
                 job_ids = (*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store))
                 dropped = 0
@@ -330,6 +344,16 @@ class OffloadScheduler:
         with self.manager.lock:
             return self._jobs.count_open(job_ids)
 
+    @property
+    def store_mode(self) -> StoreMode:
+        """When blocks are offered."""
+        return StoreMode.EAGER if self._stores.keep is None else StoreMode.LAZY
+
+    def set_store_mode(self, mode: StoreMode) -> None:
+        """Offer blocks as they fill, or when they leave the device. What was kept for later is still offered then."""
+        with self.manager.lock:
+            self._stores.keep = self._lazy.record if mode is StoreMode.LAZY else None
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _view(self, found: RequestState, now_s: float) -> RequestView:
@@ -337,6 +361,12 @@ class OffloadScheduler:
         if found.phase is not RequestPhase.FINISHED:
             self._settle(found, now_s)
         return found.view()
+
+    def _note_tables(self, state: RequestState, block_ids: BlockTables) -> None:
+        """Take over a request's tables, and count the device blocks that they have grown by."""
+        num_blocks = sum(map(len, block_ids))
+        self._num_taken_blocks += max(num_blocks - state.num_blocks, 0)
+        state.block_ids, state.num_blocks = block_ids, num_blocks
 
     def _settle(self, state: RequestState, now_s: float) -> None:
         """Bring a request's policy up to date, and note the time for what is done under it."""

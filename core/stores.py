@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from core.engine import DeviceView
 from core.groups import Group, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
+from core.keys import Key
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
@@ -28,6 +30,26 @@ _REORDER_SHARE = 16
 """A request's blocks are put in order again when a sixteenth of them is new, and at its end: so the cost is bounded."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """Slots of one request and group that can be read now, in their order: `numbers` within it, and their keys.
+
+    `block_ids` has the device blocks of each, one after the other.
+    """
+
+    request: RequestState
+    groups: tuple[GroupProgress, ...]
+    group: Group
+    numbers: NDArray[np.int64]
+    keys: Sequence[Key]
+    block_ids: Sequence[int]
+    priority_class: int
+    leaving: bool = False
+
+
+Keeper = Callable[[RequestState, GroupProgress, int, int], None]
+
+
 class StoreSide:
     """Called under the manager's lock, on the engine's thread but for what a reset asks."""
 
@@ -35,6 +57,10 @@ class StoreSide:
         self, manager: OffloadManager, device: DeviceView, jobs: JobTable, layout: GroupLayout, null_block: int
     ) -> None:
         self.counts = StoreCounts()
+        self.num_leaving = 0
+        """Device blocks in flight that were stored because they are about to leave the device."""
+        self.keep: Keeper | None = None
+        """Told of whole slots that may be stored, instead of storing them now; None in eager mode."""
         self._manager = manager
         self._device = device
         self._jobs = jobs
@@ -85,6 +111,9 @@ class StoreSide:
         end, kept_back = state.split_storable(progress.group, progress.answered, full)
         stop = end if limit is None else min(end, progress.answered + limit)
         progress.refused_at = None
+        if self.keep is not None:
+            self.keep(state, progress, progress.answered, stop)
+            progress.answered = stop
         room = True
         while room and progress.answered < stop:
             room = self._offer_batch(state, progress, min(stop, progress.answered + _OFFER_SLOTS))
@@ -107,58 +136,84 @@ class StoreSide:
         """Offer slots `answered` to `end` of a group, and advance over those that were answered; False without room."""
         group, first = progress.group, progress.answered
         table = state.block_ids[group.index][first * group.slot_blocks : end * group.slot_blocks]
-        positions, num_busy = self._offerable(group, first, table)
-        wanted = progress.keys[first:end]
-        if len(positions) < len(wanted):
-            wanted = [progress.keys[i] for i in positions.tolist()]
+        numbers, busy = self._offerable(group, first, table)
+        keys, block_ids = progress.keys[first:end], table
+        if len(numbers) < len(keys):
+            chosen = (numbers - first).tolist()
+            keys = [keys[i] for i in chosen]
+            block_ids = _blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        answered = [each.keys[: each.answered] for each in state.groups]
-        own = answered[0] if len(answered) == 1 else list(itertools.chain.from_iterable(answered))
-        answer = self._manager.offer(wanted, state.origin, positions, priority, state.now_s, own)
-        if answer.num_answered < len(wanted):
+        offering = Offering(state, state.groups, group, numbers, keys, block_ids, priority)
+        answered = self.offer_slots(offering, state.now_s)
+        if answered < len(keys):
             progress.refused_at = self._manager.space_version
-            end = int(positions[answer.num_answered])
-            num_busy = self._offerable(group, first, table[: (end - first) * group.slot_blocks])[1]
-        self._count_skipped(state, SkipReason.IN_FLIGHT, num_busy * group.slot_blocks)
-        num_known = answer.num_answered - len(answer.slots)
-        self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
+            end = int(numbers[answered])
+        self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
         progress.answered = end
-        if len(answer.slots):
-            self._begin_storing(state, group, answer.slots, positions[answer.stored_at])
         return progress.refused_at is None
 
-    def _offerable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-        """Of the slots from `first` on whose blocks are in `table`, which can be read now; how many others are busy.
+    def offer_slots(self, offering: Offering, now_s: float) -> int:
+        """Offer slots whose blocks can be read to the manager; how many have their answer, for the rest is no room."""
+        state, group = offering.request, offering.group
+        known = [each.keys[: each.answered] for each in offering.groups]
+        own = known[0] if len(known) == 1 else list(itertools.chain.from_iterable(known))
+        keys, numbers = offering.keys, offering.numbers
+        answer = self._manager.offer(keys, state.origin, numbers, offering.priority_class, now_s, own)
+        num_known = answer.num_answered - len(answer.slots)
+        self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
+        if len(answer.slots):
+            self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
+        return answer.num_answered
+
+    def is_storing(self, block_id: int) -> bool:
+        """Whether a device block is being stored."""
+        return block_id in self._storing
+
+    def count_no_space(self, state: RequestState, count: int) -> None:
+        """Blocks of a request left the device, and there never was room for them."""
+        self._count_skipped(state, SkipReason.NO_SPACE, count)
+
+    def _offerable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], Sequence[bool]]:
+        """Of the slots from `first` on whose blocks are in `table`, which can be read now, and which are busy.
 
         Busy ones have a block under a store already, or one that was named before. The rest has lost a block.
         """
         count = len(table) // group.slot_blocks
         every = np.arange(first, first + count)
         if self._null_block not in table and self._storing.keys().isdisjoint(table) and len(set(table)) == len(table):
-            return every, 0
+            return every, ()
         named: set[int] = set()
         idle: list[bool] = []
-        num_busy = 0
+        taken: list[bool] = []
         for start in range(0, count * group.slot_blocks, group.slot_blocks):
             blocks = table[start : start + group.slot_blocks]
             whole = self._null_block not in blocks
             busy = not (named.isdisjoint(blocks) and self._storing.keys().isdisjoint(blocks))
             idle.append(whole and not busy)
-            num_busy += whole and busy
+            taken.append(whole and busy)
             named.update(blocks)
-        return every[np.array(idle, dtype=np.bool_)], num_busy
+        return every[np.array(idle, dtype=np.bool_)], taken
 
-    def _begin_storing(self, state: RequestState, group: Group, slots: Slots, numbers: NDArray[np.int64]) -> None:
+    def _begin_storing(self, offering: Offering, stored_at: list[int], slots: Slots) -> None:
         """Hold the device blocks of slots that were given out, until their job has ended."""
-        table, size = state.block_ids[group.index], group.slot_blocks
-        stored = numbers.tolist()
-        block_ids = [block for i in stored for block in table[i * size : (i + 1) * size]]
-        end_token = (stored[-1] + 1) * group.slot_tokens
-        part = StorePart(state, state.groups, group, self._manager.epoch, slots, block_ids, end_token)
+        group = offering.group
+        block_ids = _blocks_at(offering.block_ids, stored_at, group.slot_blocks)
+        end_token = (int(offering.numbers[stored_at[-1]]) + 1) * group.slot_tokens
+        part = StorePart(
+            request=offering.request,
+            groups=offering.groups,
+            group=group,
+            epoch=self._manager.epoch,
+            slots=slots,
+            block_ids=block_ids,
+            end_token=end_token,
+            leaving=offering.leaving,
+        )
         self._parts.append(part)
         self._storing.update(dict.fromkeys(block_ids, part))
         self._device.hold(block_ids)
-        for counts in (self.counts, state.store):
+        self.num_leaving += len(block_ids) if part.leaving else 0
+        for counts in (self.counts, offering.request.store):
             counts.offered += len(block_ids)
             counts.in_flight += len(block_ids)
 
@@ -195,7 +250,8 @@ class StoreSide:
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
         group, count = part.group, len(part.block_ids)
         self._forget_blocks(part)
-        self._device.release(part.block_ids)
+        self._device.release(part.block_ids, reuse_first=part.leaving)
+        self.num_leaving -= count if part.leaving else 0
         disowned = part.disowned or part.epoch != self._manager.epoch
         published = 0
         if failed or disowned:
@@ -241,6 +297,13 @@ class StoreSide:
             part.disowned = True
             self._forget_blocks(part)
         return bool(matching)
+
+
+def _blocks_at(block_ids: Sequence[int], chosen: Sequence[int], slot_blocks: int) -> list[int]:
+    """The blocks of the slots at these places."""
+    if slot_blocks == 1:
+        return [block_ids[i] for i in chosen]
+    return [block for i in chosen for block in block_ids[i * slot_blocks : (i + 1) * slot_blocks]]
 
 
 def _run_of(group: Group, parts: Sequence[StorePart]) -> BlockRun | None:

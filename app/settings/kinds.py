@@ -30,13 +30,6 @@ class PoolKind(StrEnum):
     FILE = "file"
 
 
-class StoreMode(StrEnum):
-    """When blocks are offered: as they fill, or before they leave the device."""
-
-    EAGER = "eager"
-    LAZY = "lazy"
-
-
 class LogLevel(StrEnum):
     """The least that is logged."""
 

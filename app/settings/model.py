@@ -17,11 +17,12 @@ from pydantic_settings import (
 )
 
 from app.settings import review, values
-from app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind, StoreMode
+from app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
 from app.settings.layers import Layer, LayerSource, Names, read_layers
 from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
 from app.settings.view import SettingView, place_words, plain
+from core.engine import StoreMode
 from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
 from core.rates import LoadDecision
 
@@ -102,7 +103,7 @@ class Settings(BaseSettings):
     blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(
         default=1, description="Blocks that one slot holds."
     )
-    store_mode: Annotated[StoreMode, _read(values.choice(StoreMode))] = Field(
+    store_mode: Annotated[StoreMode, _read(values.choice(StoreMode)), MUTABLE] = Field(
         default=StoreMode.EAGER,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
     )

@@ -8,7 +8,6 @@ from core.eviction import EVICTION_POLICIES
 
 OFFERED: Mapping[str, tuple[object, ...]] = {
     "pool_kind": ("pinned",),
-    "store_mode": ("eager",),
     "eviction_policy": tuple(EVICTION_POLICIES),
     "store_threshold": (1,),
     "tiers": ((),),

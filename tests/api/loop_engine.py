@@ -130,7 +130,16 @@ class LoopEngine:
     def hold(self, block_ids: Sequence[int]) -> None:
         self._held.update(block_ids)
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def free_blocks(self, after: int | None) -> None:
+        return None
+
+    def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
+        return [None] * len(block_ids)
+
+    def resident(self, keys: Sequence[bytes]) -> list[bool]:
+        return [False] * len(keys)
+
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         for block in block_ids:
             self._held[block] -= 1
             if self._held[block] == 0:

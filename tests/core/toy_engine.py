@@ -7,13 +7,13 @@ the right bytes is seen at once, by comparing values. Transfers end when the tes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from core.engine import StepProgress
+from core.engine import StepProgress, StoreMode
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
@@ -78,12 +78,28 @@ class ToyEngine:
     """Device blocks with reference counts, a prefix cache over free blocks, chunked prefill and preemption."""
 
     def __init__(
-        self, num_slots: int, num_blocks: int, *, settings: RequestPolicy | None = None, num_workers: int = 1, sink=None
+        self,
+        num_slots: int,
+        num_blocks: int,
+        *,
+        settings: RequestPolicy | None = None,
+        num_workers: int = 1,
+        sink=None,
+        store_mode: StoreMode = StoreMode.EAGER,
+        watermark_blocks: int = 64,
     ) -> None:
         self.manager = OffloadManager(num_slots, SLOT_BYTES, sink=sink)
         self.policies = PolicyBook(settings or RequestPolicy(), {})
         layout = GroupLayout([GroupSpec(BLOCK_SIZE, SLOT_BYTES)])
-        self.offload = OffloadScheduler(self.manager, self.policies, self, layout, num_workers=num_workers)
+        self.offload = OffloadScheduler(
+            self.manager,
+            self.policies,
+            self,
+            layout,
+            num_workers=num_workers,
+            store_mode=store_mode,
+            watermark_blocks=watermark_blocks,
+        )
         self.num_workers = num_workers
         self.values = [GARBAGE] * num_blocks
         self.refs = [0] * num_blocks
@@ -103,12 +119,28 @@ class ToyEngine:
             self.refs[block_id] += 1
             self.free.pop(block_id, None)
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         for block_id in block_ids:
             self.refs[block_id] -= 1
             assert self.refs[block_id] >= 0, "released more often than held"
             if self.refs[block_id] == 0:
                 self.free[block_id] = None
+                if reuse_first:
+                    self.free.move_to_end(block_id, last=False)
+
+    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+        if after is None:
+            return iter(list(self.free))
+        if after not in self.free:
+            return None
+        queue = list(self.free)
+        return iter(queue[queue.index(after) + 1 :])
+
+    def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
+        return [self.hash_of.get(block_id) for block_id in block_ids]
+
+    def resident(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key[:-1] in self.cached for key in keys]
 
     # requests
     def add(self, request: ToyRequest) -> None:

@@ -29,10 +29,10 @@ class PoolMachine(RuleBasedStateMachine):
     def in_use(self, block: int) -> bool:
         return any(block in blocks for blocks in (*self.tables, *self.holds))
 
-    def let_go(self, blocks: list[int]) -> None:
+    def let_go(self, blocks: list[int], *, reuse_first: bool = False) -> None:
         for block in reversed(blocks):
             if not self.in_use(block) and block not in self.queue:
-                if block in self.content:
+                if block in self.content and not reuse_first:
                     self.queue.append(block)
                 else:
                     self.queue.insert(0, block)
@@ -88,16 +88,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds.append(blocks)
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), reuse_first=st.booleans())
+    def release(self, data: st.DataObject, reuse_first: bool) -> None:
         blocks = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
-        self.pool.release(blocks)
-        self.let_go(blocks)
+        self.pool.release(blocks, reuse_first=reuse_first)
+        self.let_go(blocks, reuse_first=reuse_first)
 
     @invariant()
     def agrees(self) -> None:
         if hasattr(self, "pool"):
             assert self.pool.num_free == len(self.queue)
+            assert list(self.pool.free_blocks(None)) == self.queue
+            for place, block in enumerate(self.queue):
+                assert list(self.pool.free_blocks(block)) == self.queue[place + 1 :]
+            for block in set(range(NUM_BLOCKS)) - set(self.queue):
+                assert self.pool.free_blocks(block) is None
+            assert self.pool.contents(range(NUM_BLOCKS)) == [self.content.get(block) for block in range(NUM_BLOCKS)]
+            held = [bytes([name]) in self.content.values() for name in range(10)]
+            assert self.pool.resident([bytes([name, 0]) for name in range(10)]) == held
             assert self.pool.num_held == len({block for blocks in self.holds for block in blocks})
             for name in range(10):
                 found = self.pool.find_prefix([bytes([name])])

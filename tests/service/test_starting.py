@@ -36,7 +36,7 @@ def refused(folder: Path, **settings: object) -> str:
         ({"pool_bytes": 1000}, ["POOL_BYTES=1000", "32,768"]),
         ({"host": "0.0.0.0"}, ["KVFERRY_HOST", "ADMIN_TOKEN"]),
         ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
-        ({"store_mode": "lazy"}, ["KVFERRY_STORE_MODE", "eager"]),
+        ({"store_mode": "lasy"}, ["KVFERRY_STORE_MODE", "lazy"]),
     ],
 )
 def test_a_bad_setting_is_named(tmp_path: Path, settings: dict[str, object], words: list[str]) -> None:

@@ -10,7 +10,14 @@ from pydantic import ValidationError
 from app.settings import BadSettings, NeedsRestart, Settings, Source
 from app.settings.kinds import LogLevel
 
-MUTABLE = {"log_level", "load_decision", "max_pinned_fraction", "eviction_history_rows", "eviction_history_days"}
+MUTABLE = {
+    "log_level",
+    "load_decision",
+    "store_mode",
+    "max_pinned_fraction",
+    "eviction_history_rows",
+    "eviction_history_days",
+}
 
 
 def test_exactly_these_may_change() -> None:

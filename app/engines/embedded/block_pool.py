@@ -7,8 +7,10 @@ hash, until they are given out again, least recently used first. Every operation
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from app.engines.embedded.free_queue import FreeQueue
+from core.keys import Key, hash_of
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +18,7 @@ log = logging.getLogger(__name__)
 class BlockPool:
     """Reference counts, the prefix cache and the free queue of blocks 0 to `num_blocks - 1`.
 
-    Implements `core.engine.DeviceView` (`hold`, `release`). Used on the engine's thread only.
+    Implements `core.engine.DeviceView`. Used on the engine's thread only.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,7 +27,7 @@ class BlockPool:
         self._holds = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = FreeQueue(num_blocks)
         self._num_held = 0
         self._complained = False
 
@@ -56,7 +58,7 @@ class BlockPool:
             return None
         for block in shared:
             self._references[block] += 1
-            self._free.pop(block, None)
+            self._free.discard(block)
         return [*shared, *(self._take_oldest() for _ in range(num_new))]
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -76,20 +78,34 @@ class BlockPool:
         for block in block_ids:
             self._num_held += self._holds[block] == 0
             self._holds[block] += 1
-            self._free.pop(block, None)
+            self._free.discard(block)
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Undo one `hold` of each block; the tail is reused first."""
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
+        """Undo one `hold` of each block (`core.engine.DeviceView`); the tail is reused first."""
         for block in reversed(block_ids):
             if self._holds[block] == 0:
                 self._complain(block)
                 continue
             self._holds[block] -= 1
             self._num_held -= self._holds[block] == 0
-            self._queue_if_free(block)
+            self._queue_if_free(block, reuse_first=reuse_first)
+
+    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+        """Free blocks in the order of their reuse (`core.engine.DeviceView`)."""
+        if after is None:
+            return iter(self._free)
+        return self._free.behind(after) if after in self._free else None
+
+    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
+        """What each block can be found by (`core.engine.DeviceView`)."""
+        return [self._hash_of[block] for block in block_ids]
+
+    def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """Which keys some block holds (`core.engine.DeviceView`)."""
+        return [hash_of(key) in self._block_of for key in keys]
 
     def _take_oldest(self) -> int:
-        block, _ = self._free.popitem(last=False)
+        block = self._free.take_first()
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]
@@ -97,12 +113,13 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def _queue_if_free(self, block: int) -> None:
-        if self._references[block] or self._holds[block]:
+    def _queue_if_free(self, block: int, *, reuse_first: bool = False) -> None:
+        if self._references[block] or self._holds[block] or block in self._free:
             return
-        self._free[block] = None
-        if self._hash_of[block] is None:
-            self._free.move_to_end(block, last=False)
+        if reuse_first or self._hash_of[block] is None:
+            self._free.prepend(block)
+        else:
+            self._free.append(block)
 
     def _complain(self, block: int) -> None:
         if not self._complained:

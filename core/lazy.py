@@ -1,0 +1,186 @@
+"""Lazy mode: a block is offered when it is about to leave the device, not when it fills.
+
+What filled a device block is kept as a verdict by the block's number, since the request may be over by then. Each step
+walks the device's free queue from a cursor on, so that as many blocks as a step can take are stored, or need not be,
+before they are given out again. Host copies of what the device still holds are the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from core.engine import DeviceView
+from core.groups import Group, GroupLayout
+from core.keys import Key, hash_of
+from core.manager import OffloadManager
+from core.policy import PRIORITY_CLASS
+from core.requests import GroupProgress, RequestState
+from core.stores import Offering, StoreSide
+
+_LEAVING_FACTOR = 4
+"""Keys remembered as leaving the device, in watermarks: a bound, since nobody says when they have left."""
+
+
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """A slot's worth of device blocks that may be stored: `hashes` are what its `block_ids` hold while it stands."""
+
+    request: RequestState
+    groups: tuple[GroupProgress, ...]
+    group: Group
+    number: int
+    key: Key
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    priority_class: int
+    refused: bool = False
+
+
+class LazySide:
+    """Called under the manager's lock, on the engine's thread."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        device: DeviceView,
+        stores: StoreSide,
+        layout: GroupLayout,
+        null_block: int,
+        watermark_blocks: int,
+    ) -> None:
+        """`watermark_blocks` is how many blocks at the head of the free queue shall be stored ahead of their reuse."""
+        self._manager = manager
+        self._device = device
+        self._stores = stores
+        self._layout = layout
+        self._null_block = null_block
+        self._watermark = watermark_blocks
+        self._verdicts: dict[int, Verdict] = {}
+        self._leaving: dict[Key, None] = {}
+        self._cursor: int | None = None
+        self._ahead = 0
+        self._refused_at: int | None = None
+
+    def record(self, state: RequestState, progress: GroupProgress, first: int, end: int) -> None:
+        """Slots `first` to `end` of a request are whole and may be stored: remember it until they leave the device.
+
+        Where a block carries another request's verdict for the same contents, the more permissive one stands.
+        """
+        group, table = progress.group, state.block_ids[progress.group.index]
+        priority = PRIORITY_CLASS[state.policy.policy.priority]
+        for number, key in enumerate(progress.keys[first:end], first):
+            blocks = tuple(table[number * group.slot_blocks : (number + 1) * group.slot_blocks])
+            if self._null_block in blocks:
+                continue
+            old = self._verdicts.get(blocks[0])
+            if old is not None and old.key == key and old.block_ids == blocks and old.priority_class >= priority:
+                continue
+            hashes = self._hashes_of(state, group, number, key)
+            verdict = Verdict(state, state.groups, group, number, key, blocks, hashes, priority)
+            for block in blocks:
+                self._drop(block)
+                self._verdicts[block] = verdict
+
+    def walk(self, num_taken_blocks: int, now_s: float) -> None:
+        """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
+        self._ahead = max(self._ahead - num_taken_blocks, 0)
+        if not self._verdicts or self._refused_at == self._manager.space_version:
+            return
+        blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
+        if blocks is None:
+            self._cursor = None
+            self._ahead = 0
+            blocks = self._device.free_blocks(None) or iter(())
+        wanted = self._watermark - self._ahead - self._stores.num_leaving
+        walked = list(islice(blocks, max(wanted, 0)))
+        self._refused_at = None
+        if walked and self._offer(walked, now_s):
+            left = [block for block in walked if not self._stores.is_storing(block)]
+            self._ahead += len(left)
+            if left:
+                self._cursor = left[-1]
+
+    def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """Which of these keys the device holds and is not about to lose: their host copies can go first."""
+        resident = self._device.resident(keys)
+        return [held and key not in self._leaving for held, key in zip(resident, keys, strict=True)]
+
+    def forget_leaving(self) -> None:
+        """The pool was emptied: look at the head of the free queue again."""
+        self._leaving.clear()
+        self._cursor = None
+        self._ahead = 0
+
+    def _offer(self, walked: Sequence[int], now_s: float) -> bool:
+        """Offer what these free blocks hold, as far as it is not in the pool; False where the pool had no room."""
+        standing = self._standing(walked)
+        for verdict in standing:
+            self._leaving[verdict.key] = None
+        while len(self._leaving) > _LEAVING_FACTOR * self._watermark:
+            del self._leaving[next(iter(self._leaving))]
+        found = self._manager.find_each([verdict.key for verdict in standing])
+        missing = [standing[i] for i in np.flatnonzero(found < 0).tolist()]
+        by_origin: dict[tuple[int, int, int], list[Verdict]] = {}
+        for verdict in missing:
+            place = (id(verdict.request), verdict.group.index, verdict.priority_class)
+            by_origin.setdefault(place, []).append(verdict)
+        for verdicts in by_origin.values():
+            verdicts.sort(key=lambda verdict: verdict.number)
+            if not self._offer_batch(verdicts, now_s):
+                return False
+        return True
+
+    def _standing(self, walked: Sequence[int]) -> list[Verdict]:
+        """The verdicts on these blocks that still hold, each once; the others are forgotten."""
+        verdicts = list(dict.fromkeys(found for block in walked if (found := self._verdicts.get(block)) is not None))
+        contents = iter(self._device.contents([block for verdict in verdicts for block in verdict.block_ids]))
+        standing: list[Verdict] = []
+        for verdict in verdicts:
+            if tuple(islice(contents, len(verdict.block_ids))) != verdict.hashes:
+                for block in verdict.block_ids:
+                    self._drop(block)
+            elif not any(self._stores.is_storing(block) for block in verdict.block_ids):
+                standing.append(verdict)
+        return standing
+
+    def _offer_batch(self, verdicts: Sequence[Verdict], now_s: float) -> bool:
+        first = verdicts[0]
+        answered = self._stores.offer_slots(
+            Offering(
+                request=first.request,
+                groups=first.groups,
+                group=first.group,
+                numbers=np.array([verdict.number for verdict in verdicts]),
+                keys=[verdict.key for verdict in verdicts],
+                block_ids=[block for verdict in verdicts for block in verdict.block_ids],
+                priority_class=first.priority_class,
+                leaving=True,
+            ),
+            now_s,
+        )
+        for verdict in verdicts[:answered]:
+            verdict.refused = False
+        if answered == len(verdicts):
+            return True
+        self._refused_at = self._manager.space_version
+        for verdict in verdicts[answered:]:
+            verdict.refused = True
+        return False
+
+    def _drop(self, block: int) -> None:
+        """Forget what a block held. If there never was room for it, this is when that becomes final."""
+        verdict = self._verdicts.pop(block, None)
+        if verdict is not None and verdict.refused:
+            verdict.refused = False
+            self._stores.count_no_space(verdict.request, verdict.group.slot_blocks)
+
+    def _hashes_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[bytes, ...]:
+        if group.slot_blocks == 1:
+            return (hash_of(key),)
+        step = group.spec.block_size // self._layout.hash_block_size
+        first = (number * group.slot_blocks + 1) * step - 1
+        return tuple(state.request.block_hashes[first : (number + 1) * group.slot_blocks * step : step])

@@ -1,0 +1,142 @@
+"""Lazy mode: what leaves the device is in the host first, and what the device holds is the first to leave the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.engine import StoreMode
+from core.policy import RequestPolicy
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+
+
+def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
+    tokens = list(range(first, first + blocks * BLOCK_SIZE + 1))
+    return ToyRequest(name, tokens, len(tokens), max_tokens, **fields)
+
+
+def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **options) -> ToyEngine:
+    return ToyEngine(num_slots, num_blocks, store_mode=StoreMode.LAZY, watermark_blocks=watermark, **options)
+
+
+def answer(engine: ToyEngine, name: str, blocks: int, **fields) -> None:
+    engine.add(request(name, blocks, **fields))
+    engine.run()
+    engine.check()
+
+
+def test_nothing_is_stored_while_the_device_has_room_for_it() -> None:
+    engine = lazy_engine(64, 64)
+    answer(engine, "r", 5)
+    assert engine.offload.snapshot().store.offered == 0
+    assert engine.offload.find_request("r", engine.now_s).store.stored == 0
+
+
+def test_what_is_about_to_leave_the_device_is_stored_and_comes_back() -> None:
+    engine = lazy_engine(64, 16)
+    for number in range(8):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    stored = engine.offload.snapshot().store.stored
+    assert stored >= 5 * 8 - 16
+    answer(engine, "again", 5)
+    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    engine.check_idle()
+
+
+def test_a_request_that_never_ends_does_not_keep_others_from_being_stored() -> None:
+    engine = lazy_engine(64, 24)
+    engine.add(request("endless", 4, first=90_000, max_tokens=10_000))
+    for number in range(6):
+        engine.add(request(f"r{number}", 4, first=1000 * number))
+        for _ in range(4):
+            engine.step(copy=True)
+    assert "endless" in engine.requests
+    assert engine.offload.snapshot().store.stored >= 4
+    engine.finish(engine.requests["endless"])
+    engine.run()
+    engine.check_idle()
+
+
+def test_policy_is_settled_when_a_block_fills_and_what_it_keeps_back_is_never_stored() -> None:
+    engine = lazy_engine(64, 16)
+    answer(engine, "quiet", 5, kv_transfer_params={"store": False})
+    assert engine.offload.snapshot().store.skipped["disabled"] == 5
+    for number in range(1, 8):
+        answer(engine, f"r{number}", 5, first=1000 * number, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_SIZE})
+    store = engine.offload.snapshot().store
+    assert store.skipped["token_cap"] == 7 * 3
+    assert 0 < store.stored <= 7 * 2
+    answer(engine, "again", 5)
+    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 0
+
+
+def test_of_several_requests_the_most_permissive_decides() -> None:
+    engine = lazy_engine(64, 16)
+    answer(engine, "quiet", 5, kv_transfer_params={"store": False})
+    answer(engine, "open", 5)
+    answer(engine, "quiet again", 5, kv_transfer_params={"store": False})
+    for number in range(1, 4):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    answer(engine, "again", 5)
+    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+
+
+def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> None:
+    engine = lazy_engine(64, 8, watermark=2)
+    answer(engine, "first", 3)
+    for number in range(12):
+        short = ToyRequest(f"s{number}", [7000 + number, 1, 2], 3, 1)
+        engine.add(short)
+        engine.run()
+        answer(engine, f"r{number}", 5, first=1000 * (number + 1))
+        engine.check()
+
+
+def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:
+    engine = lazy_engine(num_slots=10, num_blocks=24, watermark=4)
+    for number in range(6):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    engine.offload.set_store_mode(StoreMode.EAGER)
+    answer(engine, "cold", 5, first=50_000)
+    engine.offload.set_store_mode(StoreMode.LAZY)
+    resident = {key for key in engine.manager.index.shards()[0] if engine.resident([key])[0]}
+    assert resident, "the pool holds copies of what the device has"
+    before = set(engine.manager.index.shards()[0])
+    for number in range(10, 12):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    gone = before - set(engine.manager.index.shards()[0])
+    assert gone
+    engine.check()
+
+
+@pytest.mark.parametrize("first_mode", list(StoreMode))
+def test_the_mode_can_change_under_way(first_mode: StoreMode) -> None:
+    engine = ToyEngine(64, 16, store_mode=first_mode, watermark_blocks=8)
+    modes = [StoreMode.LAZY, StoreMode.EAGER] * 6
+    for number, mode in enumerate(modes):
+        engine.add(request(f"r{number}", 5, first=1000 * number, max_tokens=3))
+        engine.step(budget=8)
+        engine.offload.set_store_mode(mode)
+        assert engine.offload.store_mode is mode
+        engine.run()
+        engine.check()
+    engine.check_idle()
+    engine.offload.set_store_mode(StoreMode.EAGER)
+    for number in range(100, 104):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    assert engine.offload.snapshot().store.stored >= 5 * (len(modes) + 4) - 16
+
+
+def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
+    engine = lazy_engine(num_slots=2, num_blocks=12, settings=RequestPolicy(), watermark=4)
+    answer(engine, "first", 2)
+    for number in range(4):
+        answer(engine, f"r{number}", 5, first=1000 * (number + 1))
+    for row in engine.manager.inventory.list_blocks(0, 10).keys:
+        engine.manager.pin_block(row, engine.now_s + 1e6, engine.now_s)
+    engine.manager.max_pinned_fraction = 1.0
+    for row in engine.manager.inventory.list_blocks(0, 10).keys:
+        engine.manager.pin_block(row, engine.now_s + 1e6, engine.now_s)
+    for number in range(10, 20):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    assert engine.offload.snapshot().store.skipped["no_space"] > 0
+    engine.check()
