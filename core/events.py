@@ -44,7 +44,7 @@ class SlotRows(NamedTuple):
     keys: Sequence[Key]
     live: NDArray[np.bool_]
     generations: NDArray[np.int64]
-    epochs: NDArray[np.int64]
+    epochs: NDArray[np.int32]
     sizes: NDArray[np.int64]
     positions: NDArray[np.int32]
     origins: Sequence[Origin]

@@ -1,7 +1,7 @@
 """Eviction policies: of the slots that may go, which goes first.
 
-A policy sees only slots that are ready and that nobody has pinned. Batches come in the order of their use, the slot
-that shall go first in front; the manager hands a request's blocks over tail-first, so that prefixes die from their end.
+A policy sees only slots that are ready and that nobody has pinned. Batches come in the order of their request's blocks,
+and of a batch that was used at once the last slot goes first, so that prefixes die from their end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from core.policy import PRIORITY_CLASS
 from core.recency import RecencyQueue
-from core.slots import PriorityClasses
+from core.slots import SlotTable
 from core.transfers import NO_SLOTS, Slots
 
 
@@ -46,21 +46,29 @@ class LruPolicy:
 
     name = "lru"
 
-    def __init__(self, classes: PriorityClasses) -> None:
-        """`classes` are the slot table's, read while a slot is a candidate."""
-        self._classes = classes
-        self._queues = [RecencyQueue(len(classes.column)) for _ in PRIORITY_CLASS]
+    def __init__(self, table: SlotTable) -> None:
+        """The slots' priority classes are read while they are candidates, and no others may use `table.queued_at`."""
+        self._classes = table.classes
+        self._queues = [RecencyQueue(table.queued_at, number) for number in range(len(PRIORITY_CLASS))]
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues)
 
     def add(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
+        uniform = self._classes.uniform
+        if uniform is not None:
+            self._queues[uniform].append(slots)
+            return
         for queue, part in self._by_class(slots):
             queue.append(part)
 
     def remove(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
+        uniform = self._classes.uniform
+        if uniform is not None:
+            self._queues[uniform].remove(slots)
+            return
         for queue, part in self._by_class(slots):
             queue.remove(part)
 
@@ -71,14 +79,12 @@ class LruPolicy:
 
     def take_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
-        taken: list[Slots] = []
+        taken = NO_SLOTS
         for queue in self._queues:
-            if count > 0 and len(queue):
-                taken.append(queue.take_oldest(count))
-                count -= len(taken[-1])
-        if len(taken) == 1:
-            return taken[0]
-        return np.concatenate(taken) if taken else NO_SLOTS
+            if len(taken) < count and len(queue):
+                some = queue.take_oldest(count - len(taken))
+                taken = np.concatenate((taken, some)) if len(taken) else some
+        return taken
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""
@@ -92,5 +98,5 @@ class LruPolicy:
         return [(queue, slots[classes == index]) for index, queue in enumerate(self._queues)]
 
 
-EVICTION_POLICIES: dict[str, Callable[[PriorityClasses], EvictionPolicy]] = {LruPolicy.name: LruPolicy}
-"""Every eviction policy by its name in the setting EVICTION_POLICY; each is made from the slots' priority classes."""
+EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {LruPolicy.name: LruPolicy}
+"""Every eviction policy by its name in the setting EVICTION_POLICY; each is made for a slot table."""

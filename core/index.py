@@ -6,9 +6,13 @@ grows in under 2 ms. A small pool has one dictionary, since every further one co
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from core.keys import Key
+from core.transfers import NO_SLOTS, Slots
 
 _MAX_SHARDS = 256
 _SHARD_KEYS = 1 << 16
@@ -44,18 +48,18 @@ class KeyIndex:
         gets = self._gets
         return [gets[key[0]](key) for key in keys]
 
-    def find_prefix(self, keys: Sequence[Key]) -> list[int]:
+    def find_prefix(self, keys: Sequence[Key]) -> Slots:
         """The slots of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
-        if not keys or self.get(keys[0]) is None:
-            return []
-        found: list[int] = []
+        parts = [NO_SLOTS]
         for start in range(0, len(keys), _PREFIX_CHUNK):
             chunk = self.find(keys[start : start + _PREFIX_CHUNK])
-            if None in chunk:
-                found += chunk[: chunk.index(None)]  # type: ignore[arg-type]
+            try:
+                parts.append(np.array(chunk, dtype=np.int64))
+            except TypeError:
+                # Quicker than to look for a None in every chunk.
+                parts.append(np.array(chunk[: chunk.index(None)], dtype=np.int64))
                 break
-            found += chunk  # type: ignore[arg-type]
-        return found
+        return np.concatenate(parts) if len(parts) > 2 else parts[-1]
 
     def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
         """Point each key at its slot unless it has one already; the slot that each key has then."""
@@ -66,6 +70,9 @@ class KeyIndex:
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Take out keys that are in the index."""
+        if self._only is not None:
+            deque(map(self._only.pop, keys), maxlen=0)
+            return
         pops = self._pops
         for key in keys:
             pops[key[0]](key)

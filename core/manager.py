@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from core.arrays import counting
 from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows
 from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
@@ -49,14 +50,14 @@ class OffloadManager:
         self.table = SlotTable(num_slots, slot_bytes)
         self.inventory = Inventory(self.table, self.lock)
         self.index = KeyIndex(num_slots)
-        self.evictable = EVICTION_POLICIES[eviction_policy](self.table.classes)
+        self.evictable = EVICTION_POLICIES[eviction_policy](self.table)
         self.max_pinned_fraction = max_pinned_fraction
         self.evictions = EvictionCounts()
         self.space_version = 0
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self._sink = sink if sink is not None else NullSink()
         self._ghosts = Ghosts(num_slots)
-        self._num_loading = 0
+        self._loading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
         self._buried: list[KeyIndex] = []
@@ -86,36 +87,39 @@ class OffloadManager:
         priority_class: int,
         now_s: float,
         prefix: Sequence[Key] = (),
+        size_bytes: int | None = None,
     ) -> Offer:
         """Reserve slots for those of `keys` that are not in the pool, evicting what must go.
 
-        `keys` are blocks of one request in their order, at the indices `positions` in it. Keys that are present count
-        as used. Where room ends, the answer ends: a block behind one that is missing would never be found. For the same
-        reason nothing is evicted that stands among `keys` or in `prefix`, the keys of the request's blocks before them.
+        `keys` are blocks of one request in their order, at the indices `positions` in it, of `size_bytes` each (None:
+        a whole slot). Keys that are present count as used. Where room ends, the answer ends: a block behind one that is
+        missing would never be found. For the same reason nothing is evicted that stands among `keys` or in `prefix`,
+        the keys of the request's blocks before them.
         """
         with self.lock:
             table = self.table
+            num_answered = len(keys)
             found = self.index.find(keys)
             absent = found.count(None)
-            if absent == len(keys):
-                wanted_at = np.arange(absent)
+            if absent == num_answered:
+                wanted_at = counting(num_answered)
             else:
                 self._touch(_slots_in(found))
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
             slots = table.take_free(absent)
             if len(slots) < absent:
                 # In a large pool the request's own blocks are among the latest used, and safe without looking for them.
-                small = (len(prefix) + len(keys)) * _LARGE_POOL > table.num_slots
+                small = (len(prefix) + num_answered) * _LARGE_POOL > table.num_slots
                 own = _slots_in([*self.index.find(prefix), *found]) if small else NO_SLOTS
                 victims = self._evict(absent - len(slots), own, origin, now_s)
                 slots = np.concatenate((slots, victims)) if len(slots) else victims
-            num_answered = len(keys)
-            if len(slots) < absent:
-                num_answered = int(wanted_at[len(slots)])
-                wanted_at = wanted_at[: len(slots)]
+                if len(slots) < absent:
+                    num_answered = int(wanted_at[len(slots)])
+                    wanted_at = wanted_at[: len(slots)]
             if len(slots):
-                wanted = keys[:absent] if absent == len(keys) else [keys[i] for i in wanted_at.tolist()]
-                table.begin_storing(slots, wanted[: len(slots)], origin, positions[wanted_at], priority_class)
+                if len(slots) < len(keys):
+                    keys, positions = [keys[i] for i in wanted_at.tolist()], positions[wanted_at]
+                table.begin_storing(slots, keys, origin, positions, priority_class, size_bytes)
             return Offer(num_answered, wanted_at, slots)
 
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
@@ -132,7 +136,7 @@ class OffloadManager:
                 self._free(slots[~won])
                 slots = slots[won]
             self.table.make_ready(slots, now_s)
-            self.evictable.add(slots[::-1])
+            self.evictable.add(slots)
             self.touch(chain)
             self.space_version += 1
             return len(slots)
@@ -153,7 +157,7 @@ class OffloadManager:
     def find_prefix(self, keys: Sequence[Key]) -> Slots:
         """The slots of the leading keys that are ready."""
         with self.lock:
-            return np.array(self.index.find_prefix(keys), dtype=np.int64)
+            return self.index.find_prefix(keys)
 
     def find_each(self, keys: Sequence[Key]) -> Slots:
         """The slot of each key, -1 where it is not ready."""
@@ -196,28 +200,21 @@ class OffloadManager:
             table.hits[pin.slots] += 1
             table.hit_s[pin.slots] = now_s
             table.dirty[pin.slots] = True
-            loads = table.loads[pin.slots] + 1
-            table.loads[pin.slots] = loads
-            self._num_loading += int(np.count_nonzero(loads == 1))
+            self._loading[id(pin)] = pin
             return True
 
     def end_load(self, pin: Pin) -> bool:
-        """Undo `begin_load` and the pin; False if one of the slots was dropped meanwhile.
+        """Undo `begin_load`, which was given this very object, and the pin; False if a slot was dropped meanwhile.
 
         Those are free once their last load ends.
         """
         with self.lock:
-            table = self.table
-            loads = table.loads[pin.slots] - 1
-            table.loads[pin.slots] = loads
-            ended = pin.slots[loads == 0] if np.count_nonzero(loads) else pin.slots
-            if pin.epoch != table.epoch:
-                # The pins went with their epoch; left behind, they would pass for pins of whoever gets the slot next.
-                table.pins[ended] = 0
-                self._free(ended)
+            del self._loading[id(pin)]
+            if pin.epoch != self.table.epoch:
+                # Since the reset, a pin of a held slot stands for a load that is still open on it.
+                self._free(self._unpinned(pin.slots))
                 return False
             lost = self._lost_any(pin.slots)
-            self._num_loading -= int(np.count_nonzero(table.is_ready(ended))) if lost else len(ended)
             self._unpin(pin.slots)
             return not lost
 
@@ -237,10 +234,8 @@ class OffloadManager:
             busy_mask = self.table.pins[slots] > 0
             idle, busy = slots[~busy_mask], slots[busy_mask]
             self.evictable.remove(idle)
-            self.table.num_ready -= len(slots)
             self._free(idle)
             if len(busy):
-                self._num_loading -= int(np.count_nonzero(self.table.loads[busy]))
                 self.table.states[busy] = SlotState.HELD
                 self._lingering.update(busy.tolist())
             return len(slots)
@@ -269,11 +264,12 @@ class OffloadManager:
             self.table.states[list(self._lingering)] = SlotState.FREE
             self._lingering.clear()
             self.table.begin_epoch(held)
+            for pin in self._loading.values():
+                self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
             self.index = KeyIndex(self.num_slots)
             self.evictable.clear()
             self._operator_pins.clear()
-            self._num_loading = 0
             self.space_version += 1
             self.evictions.total += dropped
             self._count_reason(EvictionReason.RESET, dropped)
@@ -313,7 +309,7 @@ class OffloadManager:
                 free=table.num_free,
                 ready=table.num_ready,
                 storing=table.num_storing,
-                loading=self._num_loading,
+                loading=self._count_loading(),
                 pinned=table.num_ready - len(self.evictable),
                 unverified=0,
                 bytes=table.num_slots * table.slot_bytes,
@@ -379,43 +375,57 @@ class OffloadManager:
     def _touch(self, slots: Slots) -> None:
         """Slots in the order of their request's blocks were used."""
         candidates = slots[self.table.pins[slots] == 0]
-        self.evictable.touch(candidates[::-1])
+        self.evictable.touch(candidates)
+
+    def _count_loading(self) -> int:
+        """How many slots that can be found are under a load."""
+        open_loads = [pin.slots for pin in self._loading.values() if pin.epoch == self.table.epoch]
+        if not open_loads:
+            return 0
+        slots = np.unique(np.concatenate(open_loads))
+        return int(np.count_nonzero(self.table.is_ready(slots)))
 
     def _pin(self, slots: Slots) -> None:
         pins = self.table.pins[slots]
         self.table.pins[slots] = pins + 1
         self.evictable.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
 
-    def _unpin(self, slots: Slots) -> None:
+    def _unpinned(self, slots: Slots) -> Slots:
+        """Take one pin off each of these slots; those that have none left."""
         pins = self.table.pins[slots] - 1
         self.table.pins[slots] = pins
-        freed = slots[pins == 0] if np.count_nonzero(pins) else slots
+        return slots[pins == 0] if np.count_nonzero(pins) else slots
+
+    def _unpin(self, slots: Slots) -> None:
+        freed = self._unpinned(slots)
         if self._lingering:
             held = self.table.states[freed] == SlotState.HELD
             self._free(freed[held])
             self._lingering.difference_update(freed[held].tolist())
             freed = freed[~held]
-        self.evictable.add(freed[::-1])
+        self.evictable.add(freed)
         self.space_version += 1
 
     def _evict(self, count: int, spared: Slots, origin: Origin, now_s: float) -> Slots:
         """Up to `count` slots whose blocks went for those of `origin`; none of `spared`, which were used just now."""
-        spared = spared[self.table.pins[spared] == 0]
-        self.evictable.remove(spared)
+        if len(spared):
+            spared = spared[self.table.pins[spared] == 0]
+            self.evictable.remove(spared)
         victims = self.evictable.take_victims(count)
-        self.evictable.add(spared[::-1])
+        if len(spared):
+            self.evictable.add(spared)
         if len(victims):
             self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
-            self.table.num_ready -= len(victims)
         return victims
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Make ready slots unfindable and say so."""
-        count = len(slots)
-        rows = self.table.rows(slots, live=_LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
+        table, count = self.table, len(slots)
+        rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         self.index.remove(rows.keys)
         self._ghosts.add(rows.keys)
-        self.table.dirty[slots] = True
+        table.dirty[slots] = True
+        table.num_ready -= count
         self.evictions.total += count
         self._count_reason(reason, count)
         self._sink.evicted(EvictionBatch(now_s, reason, self.evictable.name, rows, needed_by))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
-from core.grants import PinOutcome
+from core.grants import Pin, PinOutcome
 from core.manager import OffloadManager
 from core.slots import SlotState
 
@@ -39,6 +39,10 @@ def store(
     manager.publish(answer.slots, now_s)
 
 
+def pin_prefix(manager: OffloadManager, wanted: list[bytes]) -> Pin:
+    return manager.pin(manager.find_prefix(wanted))
+
+
 def holds(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
     return [manager.find_block(key) is not None for key in wanted]
 
@@ -58,7 +62,7 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
     sink = Recorder()
     manager = OffloadManager(2, 64, sink=sink)
     store(manager, keys(0, 2), origin=Origin("first", "tenant", "lora"), now_s=10.0)
-    pin = manager.pin(manager.find_prefix(keys(0, 1)))
+    pin = pin_prefix(manager, keys(0, 1))
     manager.begin_load(pin, 11.0)
     manager.end_load(pin)
     store(manager, keys(5, 2), origin=Origin("second"), now_s=20.0)
@@ -74,7 +78,7 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
 def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 2))
-    pin = manager.pin(manager.find_prefix(keys(0, 2)))
+    pin = pin_prefix(manager, keys(0, 2))
     answer = manager.offer([*keys(0, 1), *keys(10, 5)], Origin("r"), np.arange(6), NORMAL, 1.0)
     assert (answer.num_answered, answer.stored_at.tolist(), len(answer.slots)) == (3, [1, 2], 2)
     manager.abandon(answer.slots)
@@ -106,7 +110,7 @@ def test_operator_pins_hold_are_limited_and_end() -> None:
 def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_go() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 4))
-    waiting, loading = manager.pin(manager.find_prefix(keys(0, 1))), manager.pin(manager.find_prefix(keys(0, 2)))
+    waiting, loading = pin_prefix(manager, keys(0, 1)), pin_prefix(manager, keys(0, 2))
     assert manager.begin_load(loading, 1.0)
     manager.pin_block(keys(0, 1)[0], 99.0, 1.0)
     assert manager.drop_block(keys(0, 1)[0], 1.0)
@@ -190,13 +194,13 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
 def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinned() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
-    old = manager.pin(manager.find_prefix(keys(0, 1)))
+    old = pin_prefix(manager, keys(0, 1))
     assert manager.begin_load(old, 1.0)
     manager.reset(old.slots, 2.0)
     store(manager, keys(10, 3))
     manager.end_load(old)
     store(manager, keys(20, 1))
-    loading = manager.pin(manager.find_prefix(keys(20, 1)))
+    loading = pin_prefix(manager, keys(20, 1))
     assert manager.begin_load(loading, 3.0)
     answer = manager.offer(keys(40, 4), ANYONE, np.arange(4), NORMAL, 4.0)
     assert not set(answer.slots.tolist()) & set(loading.slots.tolist())
@@ -206,7 +210,7 @@ def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinne
 def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 3))
-    pin = manager.pin(manager.find_prefix(keys(0, 2)))
+    pin = pin_prefix(manager, keys(0, 2))
     manager.drop_block(keys(0, 1)[0], 1.0)
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
@@ -294,3 +298,42 @@ def test_burying_an_old_index_leaves_newer_ones_alone() -> None:
     while manager.bury():
         continue
     assert not manager._buried
+
+
+def test_rows_tell_the_real_size_of_what_a_slot_holds() -> None:
+    manager = OffloadManager(4, 64)
+    small = manager.offer(keys(0, 2), ANYONE, np.arange(2), NORMAL, 1.0, size_bytes=48)
+    manager.publish(small.slots, 1.0)
+    store(manager, keys(10, 2))
+    rows = manager.inventory.list_blocks(0, 10)
+    sizes = dict(zip(rows.keys, rows.sizes.tolist(), strict=True))
+    assert sizes == dict.fromkeys(keys(0, 2), 48) | dict.fromkeys(keys(10, 2), 64)
+
+
+def test_a_slot_under_two_loads_at_a_reset_is_free_when_the_second_ends() -> None:
+    manager = OffloadManager(3, 64)
+    store(manager, keys(0, 2))
+    first, second = pin_prefix(manager, keys(0, 2)), pin_prefix(manager, keys(0, 1))
+    waiting = pin_prefix(manager, keys(0, 2))
+    assert manager.begin_load(first, 1.0)
+    assert manager.begin_load(second, 1.0)
+    assert manager.counts().loading == 2
+    for now_s in (2.0, 3.0):
+        manager.reset(first.slots, now_s)
+    manager.release(waiting)
+    assert (manager.counts().loading, manager.counts().free) == (0, 1)
+    assert not manager.end_load(first)
+    assert manager.counts().free == 2
+    assert not manager.end_load(second)
+    assert manager.counts().free == 3
+    taken = manager.offer(keys(5, 3), ANYONE, np.arange(3), NORMAL, 4.0)
+    assert sorted(taken.slots.tolist()) == [0, 1, 2]
+
+
+def test_a_prefix_ends_at_the_first_missing_key_however_long_it_is() -> None:
+    manager = OffloadManager(300, 64)
+    for length in (0, 1, 63, 64, 65, 128, 129, 300):
+        manager.reset(np.empty(0, dtype=np.int64), 1.0)
+        store(manager, keys(0, length))
+        assert len(manager.find_prefix(keys(0, 300))) == length
+        assert manager.find_each(keys(0, 300)).tolist() == [*manager.find_prefix(keys(0, 300)), *[-1] * (300 - length)]

@@ -16,7 +16,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.sampled_from([1, 7, 300, 3000]))
     def start(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.queue = RecencyQueue(num_slots)
+        self.queue = RecencyQueue(np.zeros(num_slots, dtype=np.int64), 1)
         self.model: OrderedDict[int, None] = OrderedDict()
 
     def pick(self, data, inside: bool) -> list[int]:
@@ -31,14 +31,14 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def append(self, data) -> None:
         slots = self.pick(data, inside=False)
-        self.queue.append(np.array(slots, dtype=np.int64))
+        self.queue.append(np.array(slots[::-1], dtype=np.int64))
         self.model.update(dict.fromkeys(slots))
 
     @rule(data=st.data(), times=st.integers(1, 12))
     def touch(self, data, times: int) -> None:
         slots = self.pick(data, inside=True)
         for _ in range(times):
-            self.queue.touch(np.array(slots, dtype=np.int64))
+            self.queue.touch(np.array(slots[::-1], dtype=np.int64))
         for slot in slots:
             self.model.move_to_end(slot)
 
@@ -75,18 +75,18 @@ TestRecencyQueue.settings = settings(max_examples=80, stateful_step_count=40, de
 
 def test_the_ring_never_overflows_however_unevenly_it_is_used() -> None:
     rng = np.random.default_rng(5)
-    queue = RecencyQueue(5000)
+    queue = RecencyQueue(np.zeros(5000, dtype=np.int64))
     model: OrderedDict[int, None] = OrderedDict()
-    queue.append(np.arange(5000))
+    queue.append(np.arange(5000)[::-1])
     model.update(dict.fromkeys(range(5000)))
     for step in range(3000):
         hot = rng.permutation(200 if step % 7 else 5000)[: rng.integers(1, 400)]
-        queue.touch(hot)
+        queue.touch(hot[::-1])
         for slot in hot.tolist():
             model.move_to_end(slot)
         if step % 50 == 49:
             victims = queue.take_oldest(300)
             assert victims.tolist() == [model.popitem(last=False)[0] for _ in range(300)]
-            queue.append(victims)
+            queue.append(victims[::-1])
             model.update(dict.fromkeys(victims.tolist()))
     assert queue.take_oldest(5000).tolist() == list(model)

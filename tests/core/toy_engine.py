@@ -340,7 +340,11 @@ class ToyEngine:
         assert int(ready.sum()) == table.num_ready
         assert len(manager.evictable) == int((ready & (table.pins == 0)).sum())
         assert not (ready & (table.pins < 0)).any()
-        assert not (table.loads < 0).any()
+        loads_on = np.zeros_like(table.pins)
+        for pin in manager._loading.values():
+            loads_on[pin.slots] += 1
+        assert (loads_on <= table.pins).all(), "a slot under a load may be given out"
+        assert manager._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
         returned = table._returned[: table._num_returned].tolist()
         untouched = [s for s in range(table._frontier, table.num_slots) if table.states[s] != SlotState.HELD]
         assert len(set(returned) | set(untouched)) == len(returned) + len(untouched) == table.num_free
