@@ -1,0 +1,139 @@
+"""A thousand requests over a small pool, while operators reset and switch, and clients go away: no answer is wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.process import Served, check_identities, serving
+
+BLOCK = 16
+OUTPUT = 6
+NUM_REQUESTS = 1000
+SETTINGS = {"dtype": "float64", "max_running": 12, "load_decision": "always"}
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    """Prompts of up to sixteen blocks that share their beginnings in families, some with a part of a block."""
+    rng = random.Random(31)
+    families = [[rng.randint(3, 249) for _ in range(BLOCK * 12)] for _ in range(6)]
+    return [
+        rng.choice(families)[: rng.randint(BLOCK, BLOCK * 12)]
+        + [rng.randint(3, 249) for _ in range(rng.randint(1, 60))]
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[int]]]:
+    """Prompts and their answers from a service that stores and loads nothing."""
+    settings = SETTINGS | {"device_blocks": 400, "pool_bytes": "1MiB"}
+    with serving(tmp_path_factory.mktemp("truth"), **settings) as served:
+        served.http.patch("/admin/v1/policy", json={"store": False, "load": False}).raise_for_status()
+        prompts = make_prompts(120)
+        answers = [served.tokens(prompt, max_tokens=OUTPUT, ignore_eos=True) for prompt in prompts]
+        assert served.settle()["store"]["stored"] == 0
+    assert len({tuple(answer) for answer in answers}) > 100, "answers hardly differ, so they prove nothing"
+    return list(zip(prompts, answers, strict=True))
+
+
+class Operators:
+    """Resets, mode switches, policy changes and overrides, one after another, for as long as it is open."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self.done = threading.Event()
+        self.calls: Counter[str] = Counter()
+        self._url = served.url
+        self._rng = random.Random(seed)
+        self._thread = ThreadPoolExecutor(1)
+        self._work = self._thread.submit(self._run)
+
+    def close(self) -> None:
+        self.done.set()
+        self._work.result(60)
+        self._thread.shutdown()
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self.done.wait(0.04):
+                what = self._rng.choice(["reset", "reset one", "mode", "prompt only", "override", "look", "look"])
+                self.calls[what] += 1
+                if what == "reset" and self.calls["reset"] % 3:
+                    what = "look"
+                self._call(http, what)
+
+    def _call(self, http: httpx.Client, what: str) -> None:
+        number = self._rng.randrange(NUM_REQUESTS)
+        if what == "reset":
+            answer = http.post("/admin/v1/reset", json={"drain_timeout_s": 20, "reason": "test"})
+        elif what == "reset one":
+            answer = http.post("/admin/v1/reset", json={"match": {"request": f"*{number % 10}"}, "reason": "test"})
+        elif what == "mode":
+            answer = http.patch("/admin/v1/config", json={"store_mode": self._rng.choice(["eager", "lazy"])})
+        elif what == "prompt only":
+            answer = http.patch("/admin/v1/policy", json={"offload_prompt_only": self._rng.random() < 0.5})
+        elif what == "override":
+            patch = self._rng.choice([{"store": False}, {"load": False}, {"max_offload_tokens": 40}])
+            answer = http.put(f"/admin/v1/requests/r{number}/policy", json={**patch, "ttl_s": 5})
+        else:
+            answer = http.get("/admin/v1/stats")
+            check_identities(answer.json())
+        assert answer.status_code in (200, 202), answer.text
+
+
+def ask(served: Served, number: int, prompt: list[int]) -> list[int] | None:
+    """The answer to one request, or None where its client went away."""
+    rng = random.Random(number)
+    leaves_after = rng.choice([0, 1, 2]) if rng.random() < 0.12 else None
+    if leaves_after is None:
+        return served.tokens(prompt, request_id=f"r{number}", max_tokens=OUTPUT, ignore_eos=True)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "stream": True, "ignore_eos": True}
+    with (
+        httpx.Client(base_url=served.url, timeout=120) as http,
+        http.stream("POST", "/v1/completions", json=body, headers={"X-Request-ID": f"r{number}"}) as answer,
+    ):
+        assert answer.status_code == 200
+        for count, _ in enumerate(answer.iter_lines()):
+            if count >= leaves_after:
+                break
+    return None
+
+
+@pytest.mark.parametrize(("blocks_per_slot", "store_mode"), [(1, "eager"), (3, "lazy")])
+def test_every_answer_is_the_one_without_offload(
+    tmp_path: Path, truth: list[tuple[list[int], list[int]]], blocks_per_slot: int, store_mode: str
+) -> None:
+    settings = SETTINGS | {
+        "device_blocks": 80,
+        "pool_bytes": 65536 * 60,
+        "blocks_per_slot": blocks_per_slot,
+        "store_mode": store_mode,
+    }
+    rng = random.Random(blocks_per_slot)
+    asked = [rng.choice(truth) for _ in range(NUM_REQUESTS // 2)]
+    with serving(tmp_path, **settings) as served:
+        operators = Operators(served, blocks_per_slot)
+        try:
+            with ThreadPoolExecutor(12) as threads:
+                got = list(threads.map(lambda i: ask(served, i, asked[i][0]), range(len(asked))))
+        finally:
+            operators.close()
+        wrong = [i for i, answer in enumerate(got) if answer is not None and answer != asked[i][1]]
+        assert not wrong, f"{len(wrong)} answers differ, first that of request {wrong[0]}"
+        assert got.count(None) > 20
+        assert min(operators.calls.values()) > 3, operators.calls
+        stats = served.settle()
+        check_identities(stats)
+        assert stats["load"]["blocks"] > 100, "hardly anything was loaded, so nothing was shown"
+        assert stats["evictions"]["total"] > 100
+        assert stats["requests"]["seen"] == stats["requests"]["finished"] == len(asked)
+        assert (stats["pool"]["pinned"], stats["pool"]["loading"], stats["pool"]["storing"]) == (0, 0, 0)
+        assert served.get("/readyz") == {"ready": True, "reasons": []}
+        assert served.stop() == 0
+        assert "ERROR" not in served.log()
