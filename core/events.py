@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
+from core.stats import PromptTokens
 
 
 class EvictionReason(StrEnum):
@@ -53,6 +54,14 @@ class SlotRows(NamedTuple):
     hits: NDArray[np.int32]
 
 
+class StoreBatch(NamedTuple):
+    """Blocks of one request that can be loaded from now on, in its order."""
+
+    time_s: float
+    origin: Origin
+    keys: Sequence[Key]
+
+
 class EvictionBatch(NamedTuple):
     """Blocks that left the pool together. `needed_by` is the request whose store needed the room, if one did."""
 
@@ -72,17 +81,34 @@ class ResetEvent:
     dropped: int
 
 
-class EventSink(Protocol):
-    """Where the manager says what it did. Implementations queue and return: no I/O, no waiting, no exception."""
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request is over; `prompt_tokens` says what served its prompt, and is zero if its prefill was never done."""
 
+    time_s: float
+    origin: Origin
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prompt_tokens: PromptTokens
+
+
+class EventSink(Protocol):
+    """Where core says what it did. Implementations queue and return: no I/O, no waiting, no exception."""
+
+    def stored(self, batch: StoreBatch) -> None: ...
     def evicted(self, batch: EvictionBatch) -> None: ...
     def was_reset(self, event: ResetEvent) -> None: ...
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """Evicted keys that were asked for again."""
 
+    def request_ended(self, end: RequestEnd) -> None: ...
+
 
 class NullSink:
     """A sink for those who keep no history."""
+
+    def stored(self, batch: StoreBatch) -> None:
+        """Forget it."""
 
     def evicted(self, batch: EvictionBatch) -> None:
         """Forget it."""
@@ -91,4 +117,7 @@ class NullSink:
         """Forget it."""
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
+        """Forget it."""
+
+    def request_ended(self, end: RequestEnd) -> None:
         """Forget it."""

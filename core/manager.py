@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.arrays import counting
-from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows
+from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
 from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
 from core.ghosts import Ghosts
@@ -73,6 +73,11 @@ class OffloadManager:
         return self.table.slot_bytes
 
     @property
+    def sink(self) -> EventSink:
+        """Where core says what it did."""
+        return self._sink
+
+    @property
     def epoch(self) -> int:
         """Raised by each whole reset; what belongs to an older one is void."""
         return self.table.epoch
@@ -125,20 +130,24 @@ class OffloadManager:
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
         """Make stored slots findable and say how many were; one that lost a race for its key is freed instead.
 
-        `slots` are in the order of their request's blocks; `chain` are the keys from its first block to the last of
+        `slots` are of one request, in the order of its blocks; `chain` are the keys from its first block to the last of
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.lock:
             wanted = slots.tolist()
-            holders = self.index.claim(self.table.keys[slots].tolist(), wanted)
+            keys = self.table.keys[slots].tolist()
+            holders = self.index.claim(keys, wanted)
             if holders != wanted:
                 won = slots == np.array(holders)
                 self._free(slots[~won])
                 slots = slots[won]
+                keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
             self.evictable.add(slots)
             self.touch(chain)
             self.space_version += 1
+            if keys:
+                self._sink.stored(StoreBatch(now_s, self.table.origins[slots[0]], keys))
             return len(slots)
 
     def touch(self, keys: Sequence[Key]) -> None:

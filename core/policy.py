@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from core.expiry import Expiries
+from core.rules import Rule, RuleSubject
 
 _EXPIRE_AT_ONCE = 100
 _SHOWN_CHARS = 80
@@ -60,10 +61,15 @@ PolicyPatch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """A policy with the source of each of its fields (`default`, `env`, `rule:<name>`, `request`, `override`, ...)."""
+    """A policy with the source of each of its fields (`default`, `env`, `rule:<name>`, `request`, `override`, ...).
+
+    `rule` is the one that matched, among the rules of `rules_version`.
+    """
 
     policy: RequestPolicy
     sources: Mapping[str, str]
+    rule: Rule | None = None
+    rules_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,8 @@ class PolicyBook:
     settings_sources: Mapping[str, str]
     version: int = 0
     _runtime: dict[str, Any] = field(default_factory=dict)
+    _rules: tuple[Rule, ...] = ()
+    _rules_version: int = 0
     _overrides: dict[str, Override] = field(default_factory=dict)
     _expiries: Expiries[str] = field(default_factory=Expiries)
 
@@ -163,6 +171,28 @@ class PolicyBook:
         self._runtime.update(patch)
         for name in removed:
             self._runtime.pop(name, None)
+        self.version += 1
+
+    def rules(self) -> tuple[Rule, ...]:
+        """All rules, in the order in which they are tried."""
+        return self._rules
+
+    def put_rule(self, rule: Rule) -> None:
+        """Add a rule, in place of the one of its name if there is one."""
+        others = [one for one in self._rules if one.name != rule.name]
+        self._set_rules((*others, rule))
+
+    def drop_rule(self, name: str) -> bool:
+        """Take a rule away; False if there is none of this name."""
+        others = tuple(one for one in self._rules if one.name != name)
+        if len(others) == len(self._rules):
+            return False
+        self._set_rules(others)
+        return True
+
+    def _set_rules(self, rules: tuple[Rule, ...]) -> None:
+        self._rules = tuple(sorted(rules, key=lambda rule: rule.place))
+        self._rules_version += 1
         self.version += 1
 
     def set_override(self, override: Override) -> None:
@@ -199,14 +229,28 @@ class PolicyBook:
         self.version += bool(due)
         return len(due)
 
-    def settle(self, request_ids: Iterable[str], request_patch: PolicyPatch, now_s: float) -> EffectivePolicy:
-        """The effective policy of a request that goes by these ids and sent `request_patch`."""
+    def settle(
+        self, subject: RuleSubject, request_patch: PolicyPatch, now_s: float, before: EffectivePolicy | None = None
+    ) -> EffectivePolicy:
+        """The effective policy of a request that sent `request_patch`.
+
+        `before` is what this returned for the same request last: rules are tried again only if they changed since.
+        """
+        if before is None or before.rules_version != self._rules_version:
+            rule = next((one for one in self._rules if one.match.matches(subject)), None)
+        else:
+            rule = before.rule
         base = self.defaults()
-        values: dict[str, Any] = dict(request_patch)
+        values: dict[str, Any] = {}
         sources = dict(base.sources)
-        sources.update(dict.fromkeys(request_patch, "request"))
-        found = self.override(request_ids, now_s)
-        if found is not None:
-            values.update(found.patch)
-            sources.update(dict.fromkeys(found.patch, "override"))
-        return EffectivePolicy(replace(base.policy, **values) if values else base.policy, sources)
+        origin = subject.origin
+        override = self.override((origin.request_id, *origin.aliases), now_s)
+        for source, patch in (
+            ("", {}) if rule is None else (rule.source, rule.patch),
+            ("request", request_patch),
+            ("override", {} if override is None else override.patch),
+        ):
+            values.update(patch)
+            sources.update(dict.fromkeys(patch, source))
+        policy = replace(base.policy, **values) if values else base.policy
+        return EffectivePolicy(policy, sources, rule, self._rules_version)

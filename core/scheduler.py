@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
-from core.events import Origin
+from core.events import Origin, RequestEnd
 from core.groups import GroupLayout
 from core.jobs import JobTable
 from core.lazy import LazySide
@@ -32,6 +32,7 @@ from core.policy import (
 )
 from core.rates import LoadOrCompute
 from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
+from core.rules import Rule, RuleSubject
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
 from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
@@ -111,14 +112,14 @@ class OffloadScheduler:
         """A request exists, and its policy is settled. An id may come again once the request before it has finished."""
         patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
         with self.manager.lock:
-            ids = (request.request_id, *request.aliases)
+            origin = Origin(request.request_id, request.tenant, request.lora, tuple(request.aliases))
             state = RequestState(
                 sequence=self._requests.next_sequence(),
                 request=request,
                 groups=tuple(GroupProgress(group) for group in self.layout.groups),
-                origin=Origin(request.request_id, request.tenant, request.lora, tuple(request.aliases)),
+                origin=origin,
                 patch=patch,
-                policy=self._policies.settle(ids, patch, now_s),
+                policy=self._policies.settle(_subject(request, origin), patch, now_s),
                 policy_version=self._policies.version,
             )
             unfinished = self._requests.get(request.request_id)
@@ -310,6 +311,26 @@ class OffloadScheduler:
         with self.manager.lock:
             return self._policies.overrides()
 
+    def expected_policy(self, request_id: str, now_s: float) -> EffectivePolicy:
+        """What would hold for a request of this id if it came now, as far as its id settles that."""
+        with self.manager.lock:
+            return self._policies.settle(RuleSubject(Origin(request_id)), {}, now_s)
+
+    def list_rules(self) -> tuple[Rule, ...]:
+        """All rules, in the order in which they are tried."""
+        with self.manager.lock:
+            return self._policies.rules()
+
+    def put_rule(self, rule: Rule) -> None:
+        """Add a rule, or put it in place of the one of its name; blocks not yet answered follow."""
+        with self.manager.lock:
+            self._policies.put_rule(rule)
+
+    def drop_rule(self, name: str) -> bool:
+        """Take a rule away; False if there is none of this name."""
+        with self.manager.lock:
+            return self._policies.drop_rule(name)
+
     def reset(self, now_s: float, match: OriginMatch | None = None) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.
 
@@ -372,7 +393,8 @@ class OffloadScheduler:
         """Bring a request's policy up to date, and note the time for what is done under it."""
         state.now_s = now_s
         if state.policy_version != self._policies.version:
-            state.policy = self._policies.settle(state.ids, state.patch, now_s)
+            subject = _subject(state.request, state.origin)
+            state.policy = self._policies.settle(subject, state.patch, now_s, state.policy)
             state.policy_version = self._policies.version
 
     def _end_step(self, now_s: float) -> None:
@@ -397,6 +419,11 @@ class OffloadScheduler:
         self._requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1
+        request = state.request
+        num_output_tokens = request.num_tokens - request.num_prompt_tokens
+        tokens = state.prompt_tokens.copy()
+        end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
+        self.manager.sink.request_ended(end)
 
     def _count_prefill(self, state: RequestState) -> None:
         """Say once where a request's prompt came from, now that all of it is there."""
@@ -423,6 +450,11 @@ class OffloadScheduler:
             return False
         self._last_warned_s[subject] = now_s
         return True
+
+
+def _subject(request: EngineRequest, origin: Origin) -> RuleSubject:
+    """A request as rules see it. Not every engine knows priorities."""
+    return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
 
 
 def _warn_ignored(field: IgnoredField, request_id: str) -> None:

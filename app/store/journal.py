@@ -21,7 +21,7 @@ from app.store.projection import DirtySource, SlotProjection
 from app.store.queue import HistoryItem, HistoryQueue, Regrets
 from app.store.trim import HistoryLimits, HistoryTrimmer
 from app.store.upsert import upsert
-from core.events import EvictionBatch, ResetEvent
+from core.events import EvictionBatch, NullSink, ResetEvent
 from core.keys import Key
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,11 @@ class _Ailment:
     since_s: float
 
 
-class Journal:
-    """An `EventSink` with a thread behind it. One thread at a time may append: the manager's lock sees to that."""
+class Journal(NullSink):
+    """An `EventSink` with a thread behind it, which lets pass what history does not keep.
+
+    One thread at a time may append: the manager's lock sees to that.
+    """
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.events import Origin
 from core.policy import (
     POLICY_FIELDS,
     REQUEST_FIELDS_DEFAULT,
@@ -15,6 +16,7 @@ from core.policy import (
     RequestPolicy,
     parse_request_fields,
 )
+from core.rules import Rule, RuleMatch, RuleSubject
 
 VALUES = {
     "offload_prompt_only": st.booleans(),
@@ -33,13 +35,25 @@ ANY_JSON = st.recursive(
 )
 
 
-@given(settings=PATCHES, runtime=PATCHES, request=PATCHES, override=PATCHES, expired=st.booleans())
-def test_the_strongest_source_that_names_a_field_settles_it(settings, runtime, request, override, expired) -> None:
+SUBJECT = RuleSubject(Origin("id", aliases=("alias",)))
+
+
+@given(settings=PATCHES, runtime=PATCHES, rule=PATCHES, request=PATCHES, override=PATCHES, expired=st.booleans())
+def test_the_strongest_source_that_names_a_field_settles_it(
+    settings, runtime, rule, request, override, expired
+) -> None:
     book = PolicyBook(RequestPolicy(**settings), dict.fromkeys(settings, "env"))
     book.set_runtime(runtime)
+    book.put_rule(Rule("one", 0, RuleMatch(), rule))
     book.set_override(Override("alias", override, 5.0))
-    settled = book.settle(("id", "alias"), request, 6.0 if expired else 4.0)
-    layers = [("override", {} if expired else override), ("request", request), ("runtime", runtime), ("env", settings)]
+    settled = book.settle(SUBJECT, request, 6.0 if expired else 4.0)
+    layers = [
+        ("override", {} if expired else override),
+        ("request", request),
+        ("rule:one", rule),
+        ("runtime", runtime),
+        ("env", settings),
+    ]
     for name in POLICY_FIELDS:
         source, value = next(
             ((source, layer[name]) for source, layer in layers if name in layer),
@@ -52,7 +66,7 @@ def test_the_exact_id_is_asked_before_its_aliases() -> None:
     book = PolicyBook(RequestPolicy(), {})
     book.set_override(Override("alias", {"store": False}, 9.0))
     book.set_override(Override("id", {"load": False}, 9.0))
-    settled = book.settle(("id", "alias"), {}, 1.0)
+    settled = book.settle(SUBJECT, {}, 1.0)
     assert (settled.policy.load, settled.policy.store) == (False, True)
 
 

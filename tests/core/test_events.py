@@ -1,0 +1,77 @@
+"""Whoever follows the events knows what the pool holds and which requests have ended."""
+
+from __future__ import annotations
+
+import random
+
+from core.events import EvictionBatch, NullSink, Origin, RequestEnd, ResetEvent, StoreBatch
+from core.keys import Key
+from core.origins import OriginMatch
+from tests.core.toy_engine import ToyEngine, ToyRequest
+
+
+class Follower(NullSink):
+    """Knows the pool from its events alone."""
+
+    def __init__(self) -> None:
+        self.holders: dict[Key, Origin] = {}
+        self.num_stored = 0
+        self.ended: list[RequestEnd] = []
+
+    def stored(self, batch: StoreBatch) -> None:
+        assert batch.keys
+        self.num_stored += len(batch.keys)
+        for key in batch.keys:
+            assert key not in self.holders, "stored twice without leaving"
+            self.holders[key] = batch.origin
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        for key, origin in zip(batch.rows.keys, batch.rows.origins, strict=True):
+            assert self.holders.pop(key) is origin
+
+    def was_reset(self, event: ResetEvent) -> None:
+        assert event.dropped == len(self.holders)
+        self.holders.clear()
+
+    def request_ended(self, end: RequestEnd) -> None:
+        self.ended.append(end)
+
+
+def test_the_events_tell_what_the_pool_holds() -> None:
+    follower = Follower()
+    engine = ToyEngine(24, 40, sink=follower)
+    rng = random.Random(7)
+    for number in range(60):
+        tokens = [rng.randrange(3) * 1000 + at for at in range(rng.randrange(4, 40))]
+        engine.add(ToyRequest(f"r{number}", tokens, len(tokens), rng.randrange(1, 6), lora=f"l{number % 2}"))
+        for _ in range(rng.randrange(1, 6)):
+            engine.step(rng.randrange(1, 30), copy=rng.random() < 0.7)
+        if number % 20 == 19:
+            engine.offload.reset(engine.now_s)
+        if number % 20 == 9:
+            engine.offload.reset(engine.now_s, OriginMatch(lora="l1"))
+        held = engine.manager.inventory.list_blocks(0, 100)
+        assert follower.holders == dict(zip(held.keys, held.origins, strict=True))
+    engine.run()
+    snapshot = engine.offload.snapshot()
+    assert follower.num_stored == snapshot.store.stored > 24
+    assert snapshot.evictions.by_reason.keys() == {"capacity", "reset"}
+    assert sorted(end.origin.request_id for end in follower.ended) == sorted(f"r{number}" for number in range(60))
+
+
+def test_the_end_of_a_request_says_what_served_its_prompt() -> None:
+    follower = Follower()
+    engine = ToyEngine(64, 12, sink=follower)
+    tokens = list(range(32))
+    for request_id in ("first", "other", "second"):
+        prompt = [500 + token for token in tokens] if request_id == "other" else list(tokens)
+        engine.add(ToyRequest(request_id, prompt, 32, 2, tenant="t"))
+        engine.run()
+    first, _, second = follower.ended
+    assert (first.origin.request_id, first.origin.tenant) == ("first", "t")
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (32, 2)
+    assert (first.prompt_tokens.total, first.prompt_tokens.recomputed) == (32, 32)
+    assert second.prompt_tokens.host_hit > 0
+    engine.add(ToyRequest("aborted", list(tokens), 32, 2))
+    engine.finish(engine.requests["aborted"])
+    assert follower.ended[-1].prompt_tokens.total == 0

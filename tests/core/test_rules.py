@@ -1,0 +1,156 @@
+"""Which requests a rule is about, which rule counts, and how seldom that is asked."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.events import Origin
+from core.policy import Override, PolicyBook, RequestPolicy
+from core.rules import Rule, RuleMatch, RuleSubject, Span
+from tests.core.toy_engine import ToyEngine, ToyRequest
+
+GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)
+NAMES = st.text(alphabet="ab-]\n", max_size=4)
+NUMBERS = st.none() | st.integers(-3, 3)
+SPANS = st.builds(Span, NUMBERS, NUMBERS)
+SUBJECT = RuleSubject(Origin("id", tenant="0123456789abcdef", lora="sql", aliases=("alias",)), 100, 5)
+
+
+def book_of(*rules: Rule) -> PolicyBook:
+    book = PolicyBook(RequestPolicy(), {})
+    for rule in rules:
+        book.put_rule(rule)
+    return book
+
+
+def holds(glob: str | None, *names: str | None) -> bool:
+    return glob is None or any(fnmatchcase(name or "", glob) for name in names)
+
+
+def lies_in(span: Span, number: int | None) -> bool:
+    if span == Span():
+        return True
+    least = -99 if span.least is None else span.least
+    most = 99 if span.most is None else span.most
+    return number is not None and least <= number <= most
+
+
+@given(
+    globs=st.tuples(GLOBS, GLOBS, GLOBS),
+    spans=st.tuples(SPANS, SPANS),
+    request_id=NAMES,
+    alias=NAMES,
+    tenant=st.none() | NAMES,
+    lora=st.none() | NAMES,
+    numbers=st.tuples(NUMBERS, NUMBERS),
+)
+def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, alias, tenant, lora, numbers) -> None:
+    match = RuleMatch(*globs, priority=spans[0], prompt_tokens=spans[1])
+    subject = RuleSubject(Origin(request_id, tenant, lora, (alias,)), numbers[1], numbers[0])
+    expected = (
+        holds(globs[0], request_id, alias)
+        and holds(globs[1], tenant)
+        and holds(globs[2], lora)
+        and all(lies_in(span, number) for span, number in zip(spans, numbers, strict=True))
+    )
+    assert match.matches(subject) == expected
+
+
+@given(glob=st.text(max_size=200), name=st.text(max_size=200))
+def test_any_text_is_a_glob(glob: str, name: str) -> None:
+    assert RuleMatch(lora=glob).matches(RuleSubject(Origin("r", lora=name))) == fnmatchcase(name, glob)
+
+
+@pytest.mark.parametrize(
+    ("match", "matches"),
+    [
+        (RuleMatch(), True),
+        (RuleMatch(request="i?"), True),
+        (RuleMatch(request="ali*"), True),
+        (RuleMatch(request="ID"), False),
+        (RuleMatch(request="i"), False),
+        (RuleMatch(tenant="01*"), True),
+        (RuleMatch(lora="[!s]*"), False),
+        (RuleMatch(prompt_tokens=Span(100, 100)), True),
+        (RuleMatch(prompt_tokens=Span(101)), False),
+        (RuleMatch(prompt_tokens=Span(most=99)), False),
+        (RuleMatch(priority=Span(5), lora="sql"), True),
+        (RuleMatch(priority=Span(5), lora="sqlite"), False),
+    ],
+)
+def test_conditions(match: RuleMatch, matches: bool) -> None:
+    assert match.matches(SUBJECT) is matches
+
+
+def test_a_request_without_tenant_or_lora_matches_a_star_and_nothing_narrower() -> None:
+    bare = RuleSubject(Origin("id"))
+    assert RuleMatch(tenant="*", lora="*").matches(bare)
+    assert not RuleMatch(tenant="?*").matches(bare)
+    assert not RuleMatch(lora="?*").matches(bare)
+    assert not RuleMatch(priority=Span(most=0)).matches(bare)
+
+
+def test_the_first_rule_that_matches_is_the_only_one_that_counts() -> None:
+    book = book_of(
+        Rule("z", 0, RuleMatch(request="other"), {"store": False}),
+        Rule("b", 1, RuleMatch(request="id"), {"priority": "high"}),
+        Rule("a", 1, RuleMatch(lora="sql"), {"load": False}),
+        Rule("late", 2, RuleMatch(), {"store": False}),
+    )
+    assert [rule.name for rule in book.rules()] == ["z", "a", "b", "late"]
+    settled = book.settle(SUBJECT, {}, 1.0)
+    assert (settled.policy.load, settled.policy.store) == (False, True)
+    assert settled.sources["load"] == "rule:a"
+    assert settled.sources["store"] == "default"
+    assert book.drop_rule("a")
+    assert not book.drop_rule("a")
+    assert book.settle(SUBJECT, {}, 1.0).sources["priority"] == "rule:b"
+
+
+def test_a_rule_of_the_same_name_takes_its_place() -> None:
+    book = book_of(Rule("one", 5, RuleMatch(), {"store": False}), Rule("one", 1, RuleMatch(), {"load": False}))
+    assert [(rule.name, rule.order) for rule in book.rules()] == [("one", 1)]
+    assert book.settle(SUBJECT, {}, 1.0).policy == RequestPolicy(load=False)
+
+
+def test_rules_are_tried_again_only_when_they_have_changed() -> None:
+    tried: list[str] = []
+
+    class Counting(RuleMatch):
+        def matches(self, subject: RuleSubject) -> bool:
+            tried.append(subject.origin.request_id)
+            return True
+
+    book = book_of(Rule("one", 0, Counting(), {"store": False}))
+    settled = book.settle(SUBJECT, {}, 1.0)
+    assert tried == ["id"]
+    book.set_override(Override("id", {"load": False}, 9.0))
+    book.set_runtime({"max_offload_tokens": 5})
+    settled = book.settle(SUBJECT, {}, 1.0, settled)
+    assert settled.policy == RequestPolicy(store=False, load=False, max_offload_tokens=5)
+    assert tried == ["id"]
+    book.put_rule(Rule("two", 1, RuleMatch(), {}))
+    assert book.settle(SUBJECT, {}, 1.0, settled).sources["store"] == "rule:one"
+    assert tried == ["id", "id"]
+    book.drop_rule("one")
+    assert book.settle(SUBJECT, {}, 1.0, settled).policy == RequestPolicy(load=False, max_offload_tokens=5)
+
+
+def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
+    engine = ToyEngine(64, 64)
+    request = ToyRequest("r1", list(range(40)), 40, 1, None, "sql")
+    engine.add(request)
+    engine.step(8)
+    engine.offload.put_rule(Rule("none", 0, RuleMatch(lora="s*"), {"store": False}))
+    view = engine.offload.find_request("r1", 1.0)
+    assert view is not None
+    assert view.policy.sources["store"] == "rule:none"
+    engine.run()
+    stored = engine.offload.snapshot().store.stored
+    assert 0 < stored < 10
+    assert engine.offload.drop_rule("none")
+    assert engine.offload.expected_policy("r1", 1.0).policy.store
