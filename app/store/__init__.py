@@ -3,7 +3,7 @@
 from app.store.cursors import Page
 from app.store.database import Database, downgrade, upgrade
 from app.store.errors import StoreError, StoreUnavailable
-from app.store.intents import Intents, RuleExistsError
+from app.store.intents import Intents
 from app.store.journal import Journal, JournalStats
 from app.store.migrate import Upgrade
 from app.store.projection import DirtySource
@@ -16,7 +16,7 @@ from app.store.records import (
     EvictionRecord,
     EvictionSummary,
     OverrideRecord,
-    Rule,
+    RuleRecord,
     SlotRecord,
 )
 from app.store.store import Store
@@ -37,8 +37,7 @@ __all__ = [
     "JournalStats",
     "OverrideRecord",
     "Page",
-    "Rule",
-    "RuleExistsError",
+    "RuleRecord",
     "SlotRecord",
     "Store",
     "StoreError",

@@ -7,17 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sqlalchemy import delete, insert, update
-from sqlalchemy.exc import IntegrityError
 
 from app.store.database import Database
 from app.store.models import AuditRow, OverrideRow, RuleRow
-from app.store.records import AuditEntry, OverrideRecord, Rule
+from app.store.records import AuditEntry, OverrideRecord, RuleRecord
 from app.store.text import clean
 from app.store.upsert import upsert
-
-
-class RuleExistsError(Exception):
-    """A rule of this name exists already."""
 
 
 class Intents:
@@ -33,16 +28,7 @@ class Intents:
 
     def save_overrides(self, overrides: Iterable[OverrideRecord]) -> None:
         """Set many overrides, all or none."""
-        rows = [
-            {
-                "engine": self._engine,
-                "request": clean(override.request),
-                "policy": dict(override.policy),
-                "set_at": override.set_s,
-                "expires_at": override.expires_s,
-            }
-            for override in overrides
-        ]
+        rows = [self._override_row(override) for override in overrides]
         with self._database.write_for_person() as connection:
             upsert(connection, OverrideRow, rows)
 
@@ -52,39 +38,27 @@ class Intents:
         with self._database.write_for_person() as connection:
             return connection.execute(delete(OverrideRow).where(*which)).rowcount > 0
 
-    def purge_expired_overrides(self, now_s: float) -> int:
-        """Delete the overrides whose time is over and say how many. The journal does so by itself once a minute."""
-        which = (OverrideRow.engine == self._engine, OverrideRow.expires_at <= now_s)
+    def save_rule(self, rule: RuleRecord) -> None:
+        """Add a rule, or put it in place of the one of its name."""
         with self._database.write_for_person() as connection:
-            return connection.execute(delete(OverrideRow).where(*which)).rowcount
-
-    def add_rule(self, rule: Rule) -> None:
-        """Add a rule; `RuleExistsError` if its name is taken."""
-        try:
-            with self._database.write_for_person() as connection:
-                connection.execute(insert(RuleRow), self._rule_row(rule))
-        except IntegrityError:
-            raise RuleExistsError(f"a rule named {rule.name!r} exists already") from None
-
-    def replace_rule(self, rule: Rule) -> bool:
-        """Put a rule in place of the one of its name; False if there is none."""
-        row = self._rule_row(rule)
-        changed = {name: row[name] for name in ("rule_order", "match", "policy", "updated_at")}
-        which = (RuleRow.engine == self._engine, RuleRow.name == row["name"])
-        with self._database.write_for_person() as connection:
-            return connection.execute(update(RuleRow).where(*which).values(changed)).rowcount > 0
-
-    def put_rules(self, rules: Iterable[Rule]) -> None:
-        """Set many rules, new or not, all or none."""
-        rows = [self._rule_row(rule) for rule in rules]
-        with self._database.write_for_person() as connection:
-            upsert(connection, RuleRow, rows, keep=("created_at",))
+            upsert(connection, RuleRow, [self._rule_row(rule)], keep=("created_at",))
 
     def delete_rule(self, name: str) -> bool:
         """Take a rule away; False if there is none."""
         which = (RuleRow.engine == self._engine, RuleRow.name == clean(name))
         with self._database.write_for_person() as connection:
             return connection.execute(delete(RuleRow).where(*which)).rowcount > 0
+
+    def replace_policies(self, overrides: Iterable[OverrideRecord], rules: Iterable[RuleRecord]) -> None:
+        """Have these overrides and rules and no others: what another database said of this engine is not true here."""
+        override_rows = [self._override_row(override) for override in overrides]
+        rule_rows = [self._rule_row(rule) for rule in rules]
+        names = [row["name"] for row in rule_rows]
+        with self._database.write_for_person() as connection:
+            connection.execute(delete(OverrideRow).where(OverrideRow.engine == self._engine))
+            upsert(connection, OverrideRow, override_rows)
+            connection.execute(delete(RuleRow).where(RuleRow.engine == self._engine, RuleRow.name.not_in(names)))
+            upsert(connection, RuleRow, rule_rows, keep=("created_at",))
 
     def begin_audit(self, entry: AuditEntry) -> int:
         """Record a call, before or after it was carried out; the number it got."""
@@ -110,7 +84,16 @@ class Intents:
         with self._database.write_for_person() as connection:
             return connection.execute(update(AuditRow).where(*which).values(changed)).rowcount > 0
 
-    def _rule_row(self, rule: Rule) -> dict[str, Any]:
+    def _override_row(self, override: OverrideRecord) -> dict[str, Any]:
+        return {
+            "engine": self._engine,
+            "request": clean(override.request),
+            "policy": dict(override.policy),
+            "set_at": override.set_s,
+            "expires_at": override.expires_s,
+        }
+
+    def _rule_row(self, rule: RuleRecord) -> dict[str, Any]:
         now_s = time.time()
         return {
             "engine": self._engine,

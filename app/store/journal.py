@@ -76,7 +76,7 @@ class Journal(NullSink):
         """`engine` names the rows.
 
         `on_replaced` is called on the journal's thread once another database was opened, to write again what memory
-        knows besides slots: overrides and rules.
+        knows besides slots: overrides and rules. What it raises has it called again.
         """
         self._database = database
         self._engine = engine

@@ -6,12 +6,12 @@ neither repeat an item nor hide one. Every list is read in the order of an index
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Row, Select, case, func, select, tuple_
 
-from app.store.cursors import Page, check_limit, decode_cursor, encode_cursor
+from app.store.cursors import MAX_LIMIT, Page, check_limit, decode_cursor, encode_cursor
 from app.store.database import Database
 from app.store.models import AuditRow, EvictionRow, OverrideRow, ResetRow, RuleRow, SlotRow
 from app.store.records import (
@@ -22,10 +22,12 @@ from app.store.records import (
     EvictionRecord,
     EvictionSummary,
     OverrideRecord,
-    Rule,
+    RuleRecord,
     SlotRecord,
 )
 from app.store.text import clean
+
+T = TypeVar("T")
 
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Upper bounds of the buckets in which ages at eviction are counted; one more is without end."""
@@ -131,14 +133,7 @@ class StoreReader:
 
     def load_overrides(self, now_s: float) -> list[OverrideRecord]:
         """All overrides that hold at `now_s`, for the start of an engine."""
-        found: list[OverrideRecord] = []
-        cursor: str | None = None
-        while True:
-            page = self.overrides(now_s, cursor, 1000)
-            found += page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return found
+        return _every(lambda cursor: self.overrides(now_s, cursor, MAX_LIMIT))
 
     def find_override(self, request_id: str, now_s: float) -> OverrideRecord | None:
         """The override of exactly this request id that holds at `now_s`."""
@@ -146,17 +141,16 @@ class StoreReader:
         rows = self._rows(select(OverrideRow).where(*which, OverrideRow.expires_at > now_s))
         return _override(rows[0]) if rows else None
 
-    def rules(self, cursor: str | None = None, limit: int = 100) -> Page[Rule]:
+    def rules(self, cursor: str | None = None, limit: int = 100) -> Page[RuleRecord]:
         """Rules in the order in which they are tried."""
         rows = self._rows(rules_statement(self._engine, cursor, limit))
         items = [_rule(row) for row in rows[:limit]]
         more = len(rows) > limit
         return Page(items, encode_cursor("rules", [items[-1].order, items[-1].name]) if more else None)
 
-    def find_rule(self, name: str) -> Rule | None:
-        """The rule of this name."""
-        rows = self._rows(select(RuleRow).where(RuleRow.engine == self._engine, RuleRow.name == clean(name)))
-        return _rule(rows[0]) if rows else None
+    def load_rules(self) -> list[RuleRecord]:
+        """All rules, for the start of an engine."""
+        return _every(lambda cursor: self.rules(cursor, MAX_LIMIT))
 
     def slots(self, first_slot: int = 0, limit: int = 1000) -> list[SlotRecord]:
         """Rows of slots by number, from `first_slot` on: what a restart reads back."""
@@ -171,6 +165,16 @@ class StoreReader:
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:
         with self._database.read() as connection:
             return list(connection.execute(statement).all())
+
+
+def _every(read: Callable[[str | None], Page[T]]) -> list[T]:
+    """The items of all pages."""
+    page = read(None)
+    items = list(page.items)
+    while page.next_cursor is not None:
+        page = read(page.next_cursor)
+        items += page.items
+    return items
 
 
 def _position(kind: str, cursor: str) -> Any:
@@ -286,5 +290,5 @@ def _override(row: Row[Any]) -> OverrideRecord:
     return OverrideRecord(row.request, row.policy, row.set_at, row.expires_at)
 
 
-def _rule(row: Row[Any]) -> Rule:
-    return Rule(row.name, row.rule_order, row.match, row.policy)
+def _rule(row: Row[Any]) -> RuleRecord:
+    return RuleRecord(row.name, row.rule_order, row.match, row.policy)

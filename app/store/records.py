@@ -102,8 +102,8 @@ class OverrideRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A named policy rule: what it matches and what it sets; the lowest `order` that matches wins, then the name."""
+class RuleRecord:
+    """A named policy rule, what it matches and what it sets, as the JSON values that the API writes."""
 
     name: str
     order: int

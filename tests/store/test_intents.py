@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.store import AuditEntry, OverrideRecord, Rule, RuleExistsError, StoreUnavailable
+from app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
 from app.store.turns import WriteTurns
 
 from .helpers import DEADLINE_S, START_S, eviction, open_store, running, shell, wait_until
@@ -35,8 +36,6 @@ def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> Non
         assert found is not None
         assert found.policy == {"load": False}
         assert store.reader.find_override("b", LATER_S + 10) is None
-        assert store.intents.purge_expired_overrides(LATER_S + 10) == 1
-        assert shell(path, "SELECT request FROM overrides") == [("a",)]
     with running(path, engine="another") as (store, _):
         assert store.reader.load_overrides(LATER_S) == []
 
@@ -54,24 +53,49 @@ def test_all_overrides_are_loaded_however_many(path: Path) -> None:
 
 
 def test_rules_are_kept_in_the_order_in_which_they_are_tried(path: Path) -> None:
+    late = RuleRecord("late", 9, {"lora": "sql-*"}, {"store": False})
     with running(path) as (store, _):
-        rules = store.intents
-        rules.add_rule(Rule("late", 9, {"lora": "sql-*"}, {"store": False}))
-        rules.add_rule(Rule("b", 1, {"tenant": "x"}, {"priority": "high"}))
-        rules.add_rule(Rule("a", 1, {"min_prompt_tokens": 5}, {"tiers": []}))
-        with pytest.raises(RuleExistsError, match="'a'"):
-            rules.add_rule(Rule("a", 5, {}, {}))
-        assert rules.replace_rule(Rule("late", 0, {}, {"load": False}))
-        assert not rules.replace_rule(Rule("never made", 0, {}, {}))
-        assert [rule.name for rule in store.reader.rules().items] == ["late", "a", "b"]
-        assert store.reader.find_rule("late") == Rule("late", 0, {}, {"load": False})
-        assert store.reader.find_rule("a") == Rule("a", 1, {"min_prompt_tokens": 5}, {"tiers": []})
-        assert rules.delete_rule("b")
-        assert not rules.delete_rule("b")
-        rules.put_rules([Rule("a", 7, {}, {}), Rule("new", 8, {}, {})])
+        for rule in (
+            late,
+            RuleRecord("b", 1, {"tenant": "x"}, {"priority": "high"}),
+            RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
+        ):
+            store.intents.save_rule(rule)
+        assert [rule.name for rule in store.reader.rules().items] == ["a", "b", "late"]
+        store.intents.save_rule(replace(late, order=0))
+        assert store.intents.delete_rule("b")
+        assert not store.intents.delete_rule("b")
     with running(path) as (store, _):
-        assert [(rule.name, rule.order) for rule in store.reader.rules().items] == [("late", 0), ("a", 7), ("new", 8)]
+        assert store.reader.load_rules() == [
+            replace(late, order=0),
+            RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
+        ]
         assert store.health() == []
+    with running(path, engine="another") as (store, _):
+        assert store.reader.load_rules() == []
+
+
+def test_what_another_database_says_of_overrides_and_rules_is_replaced_whole(path: Path) -> None:
+    with running(path, engine="neighbor") as (store, _):
+        store.intents.save_override("theirs", {}, START_S, LATER_S)
+        store.intents.save_rule(RuleRecord("theirs", 0, {}, {}))
+    with running(path) as (store, _):
+        for name in ("gone", "kept"):
+            store.intents.save_override(name, {"store": False}, START_S, LATER_S)
+            store.intents.save_rule(RuleRecord(name, 0, {}, {}))
+        ((created_s,),) = shell(path, "SELECT created_at FROM rules WHERE name = 'kept'")
+        overrides = [
+            OverrideRecord("kept", {"load": False}, START_S, LATER_S),
+            OverrideRecord("new", {}, START_S, LATER_S),
+        ]
+        rules = [RuleRecord("kept", 1, {}, {"store": False}), RuleRecord("new", 2, {}, {})]
+        store.intents.replace_policies(overrides, rules)
+        assert store.reader.load_overrides(START_S) == overrides
+        assert store.reader.load_rules() == rules
+        assert shell(path, "SELECT created_at FROM rules WHERE name = 'kept'") == [(created_s,)]
+        store.intents.replace_policies([], [])
+        assert store.reader.load_overrides(START_S) == store.reader.load_rules() == []
+    assert shell(path, "SELECT engine FROM overrides UNION ALL SELECT engine FROM rules") == [("neighbor",)] * 2
 
 
 def test_a_call_is_recorded_before_and_after(path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import delete
 
-from app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, Rule, Store
+from app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, RuleRecord, Store
 from app.store.cursors import decode_cursor, encode_cursor
 from app.store.models import EvictionRow
 from core.events import EvictionReason
@@ -150,7 +150,7 @@ def test_other_lists_are_paged_too(path: Path) -> None:
         for number in range(7):
             store.intents.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
             store.intents.save_override(f"request {number}", {"store": False}, START_S, START_S + 3600 + number)
-            store.intents.add_rule(Rule(f"rule {number}", number // 2, {"request": "*"}, {"store": False}))
+            store.intents.save_rule(RuleRecord(f"rule {number}", number // 2, {"request": "*"}, {"store": False}))
         audit = all_pages(lambda cursor: store.reader.audit(cursor, 2))
         assert [record.entry.request_id for record in audit] == ["6", "5", "4", "3", "2", "1", "0"]
         overrides = all_pages(lambda cursor: store.reader.overrides(START_S + 3600, cursor, 2))
