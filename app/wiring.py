@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
-from app.api.overrides import load_overrides
-from app.api.policy_models import patch_to_wire
+from app.event_feed import EventFeed
 from app.logs import LogPipe
+from app.policies import KeptPolicies
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
@@ -104,11 +104,13 @@ class Process:
         """Start the threads: history, then the engine."""
         self.store.start(self.manager.inventory)
         try:
-            kept = load_overrides(self.store, self.scheduler, time.time())
+            kept = self.policies.load(time.time())
         except StoreUnavailable as error:
-            raise StartRefused(f"DATABASE_URL: the overrides that were kept cannot be read: {error}") from error
-        if kept:
-            _log.info("%d overrides of an earlier process still hold", kept)
+            raise StartRefused(
+                f"DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
+            ) from error
+        if kept.num_overrides or kept.num_rules:
+            _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
         if self.engine is not None:
             self.engine.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
@@ -124,6 +126,8 @@ class Process:
             scheduler=self.scheduler,
             manager=self.manager,
             store=self.store,
+            policies=self.policies,
+            feed=self.feed,
             settings=self.settings,
             engine_info=self._host.info,
             pool_kind=settings.pool_kind.value,
@@ -195,14 +199,15 @@ class Process:
             name,
             settings.pool_kind.value,
             _history_limits(settings),
-            on_replaced=self._write_overrides,
+            on_replaced=lambda: self.policies.write_again(time.time()),
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
+        self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
             num_slots,
             self._host.slot_bytes,
             settings.eviction_policy,
-            sink=self.store.journal,
+            sink=self.feed,
             max_pinned_fraction=settings.max_pinned_fraction,
         )
         self.scheduler = OffloadScheduler(
@@ -215,6 +220,7 @@ class Process:
             store_mode=settings.store_mode,
             watermark_blocks=_watermark_blocks(settings),
         )
+        self.policies = KeptPolicies(self.store, self.scheduler, self.feed)
         if self.engine is not None:
             self._attach(pool)
 
@@ -292,20 +298,14 @@ class Process:
         self.scheduler.set_store_mode(settings.store_mode)
         self.store.set_limits(_history_limits(settings))
 
-    def _write_overrides(self) -> None:
-        """Another database was opened under us: put into it what memory knows."""
-        now_s = time.time()
-        for override in self.scheduler.list_overrides():
-            wire = patch_to_wire(override.patch)
-            self.store.intents.save_override(override.request_id, wire, now_s, override.expires_s)
-
     def _supervise(self) -> None:
-        """Start dead threads again, and free what resets left behind, away from the engine."""
+        """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
         while not self._stopping.wait(SUPERVISE_S):
             try:
                 if not self.store.journal.is_alive():
                     _log.error("the journal's thread died and is started again")
                     self.store.start(self.manager.inventory)
+                self.scheduler.expire(time.time())
                 while self.manager.bury() and not self._stopping.is_set():
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor

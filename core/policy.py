@@ -14,6 +14,7 @@ from typing import Any
 from core.expiry import Expiries
 from core.rules import Rule, RuleSubject
 
+MAX_OVERRIDES = 100_000
 _EXPIRE_AT_ONCE = 100
 _SHOWN_CHARS = 80
 
@@ -194,6 +195,10 @@ class PolicyBook:
         self._rules = tuple(sorted(rules, key=lambda rule: rule.place))
         self._rules_version += 1
         self.version += 1
+
+    def may_override(self, request_id: str) -> bool:
+        """Whether there is room for an override of this id, of which there are at most `MAX_OVERRIDES`."""
+        return request_id in self._overrides or len(self._overrides) < MAX_OVERRIDES
 
     def set_override(self, override: Override) -> None:
         """Replace what was set for this request id."""

@@ -170,8 +170,7 @@ class OffloadScheduler:
         Called every step, also one without requests. The blocks of the plan are held until their job ends.
         """
         with self.manager.lock:
-            self._policies.expire(now_s)
-            self.manager.expire_pins(now_s)
+            self.expire(now_s)
             self._end_step(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
@@ -291,6 +290,11 @@ class OffloadScheduler:
             self._policies.set_runtime(patch, removed)
             return self._policies.defaults()
 
+    def may_override(self, request_id: str) -> bool:
+        """Whether there is room for an override of this id."""
+        with self.manager.lock:
+            return self._policies.may_override(request_id)
+
     def set_override(self, override: Override) -> None:
         """Set the policy of a request by its id, before it arrives or while it runs."""
         with self.manager.lock:
@@ -311,10 +315,11 @@ class OffloadScheduler:
         with self.manager.lock:
             return self._policies.overrides()
 
-    def expected_policy(self, request_id: str, now_s: float) -> EffectivePolicy:
-        """What would hold for a request of this id if it came now, as far as its id settles that."""
+    def expected_policy(self, request_ids: Sequence[str], now_s: float) -> EffectivePolicy:
+        """What would hold for a request that goes by these ids if it came now, as far as its ids settle that."""
+        origin = Origin(request_ids[0], aliases=tuple(request_ids[1:]))
         with self.manager.lock:
-            return self._policies.settle(RuleSubject(Origin(request_id)), {}, now_s)
+            return self._policies.settle(RuleSubject(origin), {}, now_s)
 
     def list_rules(self) -> tuple[Rule, ...]:
         """All rules, in the order in which they are tried."""
@@ -330,6 +335,12 @@ class OffloadScheduler:
         """Take a rule away; False if there is none of this name."""
         with self.manager.lock:
             return self._policies.drop_rule(name)
+
+    def expire(self, now_s: float) -> None:
+        """Let go of overrides and operators' pins whose time is over, as every step does: an idle engine takes none."""
+        with self.manager.lock:
+            self._policies.expire(now_s)
+            self.manager.expire_pins(now_s)
 
     def reset(self, now_s: float, match: OriginMatch | None = None) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.

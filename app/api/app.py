@@ -26,6 +26,7 @@ from app.api.problems import install_problem_handlers
 from app.api.raw_ids import RawIds
 from app.api.requests import requests_router
 from app.api.reset import reset_router
+from app.api.rules import rules_router
 from app.api.stats import stats_router
 
 ADMIN_PREFIX = "/admin/v1"
@@ -59,6 +60,7 @@ def create_app(service: AdminContext) -> FastAPI:
         reset_router(service),
         policy_router(service),
         overrides_router(service, threads),
+        rules_router(service, threads),
         requests_router(service),
         blocks_router(service),
         evictions_router(service, threads),

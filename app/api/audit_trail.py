@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.auth import TokenName
 from app.api.offthread import StoreThreads
 from app.api.problems import Problem
+from app.api.tenants import is_digest_glob
 from app.store import AuditEntry, Store, StoreUnavailable
 
 AUDITED_PREFIX = "/admin/"
@@ -32,7 +33,7 @@ MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
 MASK = "***"
 
-_SECRET = re.compile(r"token(?!s)|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
+_SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
@@ -85,7 +86,8 @@ def _plain(name: str, value: Any, depth: int) -> Any:
     if isinstance(value, list):
         return [_plain(name, item, depth + 1) for item in value]
     if isinstance(value, str):
-        return _text(value)
+        # A tenant is named by its digest; whatever else stands there may be the secret itself.
+        return MASK if name == "tenant" and not is_digest_glob(value) else _text(value)
     # NaN and infinities, which Python's reader takes and no JSON column does, and numbers beyond all columns.
     if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) >= 2**63):
         return repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -10,6 +11,7 @@ from pydantic import BaseModel, Field
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
 from app.api.problems import FieldError, Problem, invalid_fields
+from app.event_feed import EventType
 from app.settings import BadSettings, NeedsRestart, Settings
 
 
@@ -66,7 +68,7 @@ def config_router(context: AdminContext) -> APIRouter:
         A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
         """
         try:
-            return _view(live.change(patch))
+            changed = live.change(patch)
         except BadSettings as exc:
             errors = [FieldError(field=problem.name[:200], message=problem.advice) for problem in exc.problems]
             raise invalid_fields(errors) from None
@@ -78,5 +80,7 @@ def config_router(context: AdminContext) -> APIRouter:
                 title="Needs a restart",
                 extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
             ) from None
+        context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
+        return _view(changed)
 
     return router

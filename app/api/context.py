@@ -9,6 +9,8 @@ from fastapi import APIRouter
 
 from app.api.auth import Tokens
 from app.api.live_settings import LiveSettings
+from app.event_feed import EventFeed
+from app.policies import KeptPolicies
 from app.store import Store
 from core.manager import OffloadManager
 from core.scheduler import OffloadScheduler
@@ -44,6 +46,8 @@ class AdminContext:
     scheduler: OffloadScheduler
     manager: OffloadManager
     store: Store
+    policies: KeptPolicies
+    feed: EventFeed
     settings: LiveSettings
     engine_info: EngineInfo
     pool_kind: str

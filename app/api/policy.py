@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
-from app.api.policy_models import PolicyBody, PolicyView, view_fields
+from app.api.policy_models import PolicyBody, PolicyView, patch_to_wire, view_fields
+from app.event_feed import EventType
 
 
 def policy_router(context: AdminContext) -> APIRouter:
@@ -24,8 +26,10 @@ def policy_router(context: AdminContext) -> APIRouter:
     @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[WRITE_AHEAD])
     def patch_policy(body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
         """Null gives a field back to the settings. Applies to blocks not yet offered; forgotten at the next start."""
-        scheduler.set_runtime_policy(body.patch(), body.removed())
+        patch, removed = body.patch(), body.removed()
+        scheduler.set_runtime_policy(patch, removed)
         context.wake()
+        context.feed.changed(EventType.POLICY, {"set": patch_to_wire(patch), "removed": removed}, time.time())
         return view_fields(scheduler.policy_defaults())
 
     return router

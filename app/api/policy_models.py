@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
-from core.policy import POLICY_FIELDS, UNLIMITED, EffectivePolicy, Level, PolicyPatch, Priority, RequestPolicy
+from core.policy import POLICY_FIELDS, UNLIMITED, EffectivePolicy, Level, PolicyPatch, Priority
 
 T = TypeVar("T")
 
@@ -104,10 +104,12 @@ def to_wire(name: str, value: Any) -> Any:
 
 
 class Sourced(BaseModel, Generic[T]):
-    """A value, and its source: `default`, `env`, `file`, `connector`, `runtime`, `request` or `override`."""
+    """A value and its source: a settings layer, `runtime`, `rule:<name>`, `request` or `override`."""
 
     value: T
-    source: str = Field(examples=["override"])
+    source: str = Field(
+        description="of settings: `default`, `env`, `file` or `connector`", examples=["override", "rule:batch"]
+    )
 
 
 class PolicyView(BaseModel):
@@ -128,12 +130,6 @@ def view_fields(effective: EffectivePolicy) -> dict[str, dict[str, Any]]:
         name: {"value": to_wire(name, getattr(effective.policy, name)), "source": effective.sources[name]}
         for name in POLICY_FIELDS
     }
-
-
-def overlay(base: EffectivePolicy, patch: PolicyPatch) -> EffectivePolicy:
-    """What an override makes of a policy, for a request that has not come yet."""
-    values = {name: getattr(base.policy, name) for name in POLICY_FIELDS} | dict(patch)
-    return EffectivePolicy(RequestPolicy(**values), {**base.sources, **dict.fromkeys(patch, "override")})
 
 
 def patch_to_wire(patch: PolicyPatch) -> dict[str, Any]:

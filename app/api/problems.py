@@ -99,6 +99,11 @@ def invalid_field(field: str, message: str) -> Problem:
     return invalid_fields([FieldError(field=field, message=message)])
 
 
+def too_many(error: Exception) -> Problem:
+    """The 409 where there are as many as there may be; the error says of what."""
+    return Problem(409, str(error), slug="too-many", title="Too many")
+
+
 def unavailable(detail: str) -> Problem:
     """The 503 for a call that needs the metadata store while it is gone."""
     return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})

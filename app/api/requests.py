@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
 from app.api.paging import Cursor, Limit, Page, parse_position
-from app.api.policy_models import PolicyView, overlay, view_fields
+from app.api.policy_models import PolicyView, view_fields
 from app.api.problems import Problem
 from app.api.raw_ids import RequestId
 from app.api.stats_models import PromptTokenStats, StoreStats
@@ -58,10 +58,14 @@ def show_override(override: Override | None) -> dict[str, Any] | None:
     return {"fields": list(override.patch), "expires_at": rfc3339(override.expires_s)}
 
 
+def ids_of(request_id: str, view: RequestView | None) -> tuple[str, ...]:
+    """The ids that a request goes by, the exact one first; what it was asked for by where it is not known."""
+    return (request_id,) if view is None else (view.request_id, *view.aliases)
+
+
 def find_override(context: AdminContext, request_id: str, view: RequestView | None, now_s: float) -> Override | None:
     """The override that covers a request: by its exact id, else by the next that it goes by, as core settles it."""
-    ids = [request_id] if view is None else [view.request_id, *view.aliases]
-    found = (context.scheduler.find_override(one, now_s) for one in ids)
+    found = (context.scheduler.find_override(one, now_s) for one in ids_of(request_id, view))
     return next((override for override in found if override is not None), None)
 
 
@@ -81,7 +85,8 @@ def _show(view: RequestView, override: Override | None) -> dict[str, Any]:
     }
 
 
-def _show_expected(context: AdminContext, override: Override) -> dict[str, Any]:
+def _show_expected(context: AdminContext, override: Override, now_s: float) -> dict[str, Any]:
+    """Rules are settled when it arrives; what its id alone settles is shown."""
     return {
         "id": override.request_id,
         "aliases": [],
@@ -90,7 +95,7 @@ def _show_expected(context: AdminContext, override: Override) -> dict[str, Any]:
         "num_output_tokens": None,
         "tenant": None,
         "lora": None,
-        "policy": view_fields(overlay(context.scheduler.policy_defaults(), override.patch)),
+        "policy": view_fields(context.scheduler.expected_policy((override.request_id,), now_s)),
         "override": show_override(override),
         "prompt_tokens": asdict(PromptTokens()),
         "store": asdict(StoreCounts()),
@@ -131,6 +136,6 @@ def requests_router(context: AdminContext) -> APIRouter:
             return _show(view, override)
         if override is None:
             raise unknown_request(request_id)
-        return _show_expected(context, override)
+        return _show_expected(context, override, now_s)
 
     return router

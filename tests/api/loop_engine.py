@@ -39,6 +39,7 @@ class LoopRequest:
     lora: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     aliases: Sequence[str] = ()
+    priority: int | None = None
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     ready: bool = False

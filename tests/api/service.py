@@ -18,7 +18,8 @@ from app.api.app import create_app
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
-from app.api.overrides import load_overrides
+from app.event_feed import EventFeed
+from app.policies import KeptPolicies
 from app.settings import Settings
 from app.store import Store
 
@@ -123,16 +124,25 @@ def start_service(
         database_url=f"sqlite:///{database}",
         **{name: value for name, value in given.items() if value is not None},
     )
-    store = Store(settings.resolved_database_url(), ENGINE_NAME, settings.pool_kind.value)
-    engine = LoopEngine(num_slots, sink=store.journal, max_pinned_fraction=settings.max_pinned_fraction)
+    store = Store(
+        settings.resolved_database_url(),
+        ENGINE_NAME,
+        settings.pool_kind.value,
+        on_replaced=lambda: policies.write_again(time.time()),
+    )
+    feed = EventFeed(store.journal)
+    engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction)
     store.start(engine.manager.inventory)
-    load_overrides(store, engine.scheduler, time.time())
+    policies = KeptPolicies(store, engine.scheduler, feed)
+    policies.load(time.time())
     closing = ClosingFlag()
     reasons: list[list[str]] = [[]]
     context = AdminContext(
         scheduler=engine.scheduler,
         manager=engine.manager,
         store=store,
+        policies=policies,
+        feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
         engine_info=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
         pool_kind=settings.pool_kind.value,

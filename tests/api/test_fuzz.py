@@ -31,15 +31,24 @@ FIELDS = [
     "eviction_history_rows",
     "eviction_history_days",
     "load_decision",
+    "name",
+    "order",
+    "policy",
+    "cache_salt",
+    "prompt_tokens",
+    "min",
+    "max",
 ]
 MUTATIONS = [
     ("POST", "/admin/v1/reset"),
     ("PATCH", "/admin/v1/policy"),
     ("PUT", "/admin/v1/requests/fuzzed/policy"),
     ("PUT", "/admin/v1/blocks/00ff/pin"),
+    ("POST", "/admin/v1/rules"),
+    ("PUT", "/admin/v1/rules/fuzzed"),
     ("PATCH", "/admin/v1/config"),
 ]
-LISTS = ["requests", "blocks", "evictions", "evictions/summary", "audit", "stats", "config", "policy"]
+LISTS = ["requests", "blocks", "evictions", "evictions/summary", "audit", "stats", "config", "policy", "rules"]
 values = st.recursive(
     st.one_of(
         st.none(),
@@ -105,7 +114,9 @@ def test_any_query(service: Service, path: str, query: dict[str, str]) -> None:
 @settings(max_examples=150, **QUIET)
 @given(
     method=st.sampled_from(["GET", "PUT", "DELETE"]),
-    template=st.sampled_from(["requests/{}", "requests/{}/policy", "blocks/{}", "blocks/{}/pin", "{}", "docs/{}"]),
+    template=st.sampled_from(
+        ["requests/{}", "requests/{}/policy", "blocks/{}", "blocks/{}/pin", "rules/{}", "{}", "docs/{}"]
+    ),
     raw=st.text(alphabet="abc019%2Ff/.~-_\u00e9\u4e2d", min_size=1, max_size=12),
 )
 def test_any_path(service: Service, method: str, template: str, raw: str) -> None:

@@ -23,6 +23,11 @@ CONTRACT = {
     ("DELETE", "/admin/v1/requests/{id}/policy"),
     ("GET", "/admin/v1/requests"),
     ("GET", "/admin/v1/requests/{id}"),
+    ("GET", "/admin/v1/rules"),
+    ("POST", "/admin/v1/rules"),
+    ("GET", "/admin/v1/rules/{name}"),
+    ("PUT", "/admin/v1/rules/{name}"),
+    ("DELETE", "/admin/v1/rules/{name}"),
     ("GET", "/admin/v1/blocks"),
     ("GET", "/admin/v1/blocks/{hash}"),
     ("DELETE", "/admin/v1/blocks/{hash}"),
@@ -99,8 +104,11 @@ def test_examples_of_bodies_are_accepted(api: httpx.Client, document: dict[str, 
         ]
         assert examples, path
         for example in examples:
-            answer = api.request(method, path.replace("{id}", "r1").replace("{hash}", "00" * 33), json=example)
-            assert answer.status_code in (200, 404), (path, answer.text)
+            names = {"{id}": "r1", "{hash}": "00" * 33, "{name}": "r1"}
+            for placeholder, value in names.items():
+                path = path.replace(placeholder, value)
+            answer = api.request(method, path, json=example)
+            assert answer.status_code in (200, 201, 404), (path, answer.text)
             tried += 1
     assert tried >= 5
 

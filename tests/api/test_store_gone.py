@@ -45,6 +45,7 @@ NEEDS_NO_DATABASE = (
     "/metrics",
     "/admin/v1/stats",
     "/admin/v1/policy",
+    "/admin/v1/rules",
     "/admin/v1/requests",
     "/admin/v1/requests/one",
     "/admin/v1/blocks",
@@ -58,10 +59,14 @@ Trouble = Callable[[Service], Any]
 def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> None:
     with fresh.client() as client:
         client.put("/admin/v1/requests/kept/policy", json={"store": False})
+        kept = client.put("/admin/v1/rules/kept", json={"order": 1}).json()
         with trouble(fresh):
             calls: list[tuple[str, str, dict[str, Any]]] = [
                 ("PUT", "/admin/v1/requests/r/policy", {"json": {"store": False}}),
                 ("DELETE", "/admin/v1/requests/kept/policy", {}),
+                ("POST", "/admin/v1/rules", {"json": {"name": "r"}}),
+                ("PUT", "/admin/v1/rules/kept", {"json": {"order": 5}}),
+                ("DELETE", "/admin/v1/rules/kept", {}),
                 ("PATCH", "/admin/v1/policy", {"json": {"store": False}}),
                 ("PATCH", "/admin/v1/config", {"json": {"log_level": "debug"}}),
             ]
@@ -73,6 +78,7 @@ def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> 
                 assert answer.headers["Retry-After"]
             assert client.get("/admin/v1/requests/r").status_code == 404
             assert client.get("/admin/v1/requests/kept").json()["policy"]["store"]["source"] == "override"
+            assert client.get("/admin/v1/rules").json()["items"] == [kept]
             assert client.get("/admin/v1/policy").json()["store"]["value"] is True
             assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
 

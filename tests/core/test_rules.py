@@ -153,4 +153,4 @@ def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
     stored = engine.offload.snapshot().store.stored
     assert 0 < stored < 10
     assert engine.offload.drop_rule("none")
-    assert engine.offload.expected_policy("r1", 1.0).policy.store
+    assert engine.offload.expected_policy(("r1",), 1.0).policy.store

@@ -1,0 +1,114 @@
+"""Rules: named policies for the requests that they match, kept across restarts."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path, Response
+
+from app.api.audit_trail import WRITE_AHEAD
+from app.api.context import AdminContext
+from app.api.offthread import StoreThreads
+from app.api.paging import Cursor, Limit, Page, refused_cursor
+from app.api.problems import Problem, invalid_field, too_many
+from app.api.rule_models import NamedRuleBody, PutRuleBody, RuleName, RuleView, rule_to_wire
+from app.policies import RuleExistsError, TooManyError
+from app.store.cursors import decode_cursor, encode_cursor
+from core.rules import MAX_RULES
+
+_CURSOR = "rules"
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    409: {"description": f"The name is taken, or there are {MAX_RULES} rules already"}
+}
+
+Name = Annotated[RuleName, Path()]
+
+
+def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
+    """`/admin/v1/rules`."""
+    router = APIRouter(prefix="/rules", tags=["policies"])
+    scheduler, policies = context.scheduler, context.policies
+
+    @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
+    def list_rules(limit: Limit = 100, cursor: Cursor = None) -> Page[RuleView]:
+        """The first rule that matches a request is the only one that counts for it."""
+        rules = scheduler.list_rules()
+        start = 0
+        if cursor is not None:
+            with refused_cursor():
+                order, name = decode_cursor(_CURSOR, [int, str], cursor)
+            start = bisect.bisect_right(rules, (order, name), key=lambda rule: rule.place)
+        shown = rules[start : start + limit]
+        more = start + limit < len(rules)
+        next_cursor = encode_cursor(_CURSOR, shown[-1].place) if more else None
+        return Page(items=[RuleView(**rule_to_wire(rule)) for rule in shown], next_cursor=next_cursor)
+
+    @router.post(
+        "",
+        summary="Add a rule",
+        response_model=RuleView,
+        response_model_exclude_unset=True,
+        status_code=201,
+        responses=_REFUSALS,
+        dependencies=[WRITE_AHEAD],
+    )
+    async def add_rule(body: Annotated[NamedRuleBody, Body()], response: Response) -> dict[str, Any]:
+        """Applies to the blocks not yet offered, at the engine's next step. 409 if the name is taken."""
+        rule = body.to_core(body.name)
+        try:
+            await threads.run(policies.add_rule, rule, time.time())
+        except RuleExistsError as error:
+            detail = f"{error}: PUT replaces it"
+            raise Problem(409, detail, slug="rule-exists", title="Rule exists") from None
+        except TooManyError as error:
+            raise too_many(error) from None
+        context.wake()
+        response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
+        return rule_to_wire(rule)
+
+    @router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
+    def get_rule(name: Name) -> dict[str, Any]:
+        """404 if there is none of this name."""
+        for rule in scheduler.list_rules():
+            if rule.name == name:
+                return rule_to_wire(rule)
+        raise _unknown(name)
+
+    @router.put(
+        "/{name}",
+        summary="Set a rule",
+        response_model=RuleView,
+        response_model_exclude_unset=True,
+        responses={
+            201: {"model": RuleView, "description": "There was no rule of this name before"},
+            **_REFUSALS,
+        },
+        dependencies=[WRITE_AHEAD],
+    )
+    async def put_rule(name: Name, body: Annotated[PutRuleBody, Body()], response: Response) -> dict[str, Any]:
+        """Replaces the rule of this name whole, or adds it. Applies to the blocks not yet offered."""
+        if body.name not in (None, name):
+            raise invalid_field("name", f"must be {name!r}, as in the path, or be left out")
+        rule = body.to_core(name)
+        try:
+            existed = await threads.run(policies.put_rule, rule, time.time())
+        except TooManyError as error:
+            raise too_many(error) from None
+        context.wake()
+        response.status_code = 200 if existed else 201
+        return rule_to_wire(rule)
+
+    @router.delete("/{name}", summary="Take a rule away", status_code=204, dependencies=[WRITE_AHEAD])
+    async def delete_rule(name: Name) -> None:
+        """Blocks not yet offered follow what matches then. 404 if there is none of this name."""
+        if not await threads.run(policies.drop_rule, name, time.time()):
+            raise _unknown(name)
+        context.wake()
+
+    return router
+
+
+def _unknown(name: str) -> Problem:
+    return Problem(404, f"there is no rule named {name!r}")

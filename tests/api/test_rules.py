@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.keys import tenant_digest
+from core.rules import MAX_RULES
+
+from .loop_engine import LoopRequest
+from .service import Service, start_service
+from .serving import wait_until
+from .test_policies import BAD_FIELDS, errors_of
+from .test_requests import pages
+
+RULES = "/admin/v1/rules"
+ALL = {"request": None, "lora": None, "tenant": None, "priority": None, "prompt_tokens": None}
+SALT = "a-salt-that-nobody-may-see"
+
+
+def send(client: httpx.Client, method: str, url: str, body: Any) -> httpx.Response:
+    """In ASCII, so that halves of characters get through."""
+    return client.request(method, url, content=json.dumps(body), headers={"Content-Type": "application/json"})
+
+
+def put(client: httpx.Client, name: str, **body: Any) -> httpx.Response:
+    return client.put(f"{RULES}/{name}", json=body)
+
+
+def names(client: httpx.Client) -> list[str]:
+    return [rule["name"] for rule in client.get(RULES).json()["items"]]
+
+
+def policy_of(client: httpx.Client, request_id: str) -> dict[str, Any]:
+    policy: dict[str, Any] = client.get(f"/admin/v1/requests/{request_id}").json()["policy"]
+    return policy
+
+
+# --- the resource
+
+
+def test_a_rule_is_added_read_replaced_and_taken_away(fresh: Service) -> None:
+    with fresh.client() as client:
+        body = {"name": "batch", "order": 5, "match": {"request": "batch-*"}, "policy": {"store": False}}
+        added = client.post(RULES, json=body)
+        assert (added.status_code, added.headers["Location"]) == (201, f"{RULES}/batch")
+        assert added.json() == {**body, "match": {**ALL, "request": "batch-*"}}
+        assert client.get(f"{RULES}/batch").json() == added.json()
+        assert client.get(RULES).json() == {"items": [added.json()], "next_cursor": None}
+        again = client.post(RULES, json=body)
+        assert (again.status_code, again.json()["type"]) == (409, "urn:kvferry:problem:rule-exists")
+        replaced = put(client, "batch", policy={"load": False})
+        assert (replaced.status_code, replaced.json()) == (
+            200,
+            {"name": "batch", "order": 0, "match": ALL, "policy": {"load": False}},
+        )
+        gone = client.delete(f"{RULES}/batch")
+        assert (gone.status_code, gone.content) == (204, b"")
+        for answer in (client.delete(f"{RULES}/batch"), client.get(f"{RULES}/batch")):
+            assert answer.status_code == 404
+            assert answer.headers["Content-Type"] == "application/problem+json"
+        assert put(client, "batch").status_code == 201
+        assert names(client) == ["batch"]
+
+
+def test_a_rule_that_was_read_can_be_put_back(fresh: Service) -> None:
+    with fresh.client() as client:
+        made = put(
+            client,
+            "all-of-it",
+            order=-7,
+            match={"request": "r*", "lora": "?*", "tenant": "[0-9]*", "priority": 3, "prompt_tokens": {"max": 10}},
+            policy={
+                "offload_prompt_only": False,
+                "max_offload_tokens": "unlimited",
+                "level": "request",
+                "store": True,
+                "load": False,
+                "tiers": ["disk"],
+                "priority": "high",
+            },
+        ).json()
+        assert made["match"]["priority"] == {"min": 3, "max": 3}
+        assert made["match"]["prompt_tokens"] == {"min": None, "max": 10}
+        back = client.put(f"{RULES}/all-of-it", json=made)
+        assert (back.status_code, back.json()) == (200, made)
+        assert errors_of(client.put(f"{RULES}/other", json=made)) == ["name"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 1000])
+def test_rules_are_listed_in_the_order_in_which_they_are_tried(fresh: Service, limit: int) -> None:
+    with fresh.client() as client:
+        for name, order in (("z", 1), ("b", 2), ("a", 2), ("first", -1), ("c", 2)):
+            put(client, name, order=order)
+        assert [rule["name"] for rule in pages(client, RULES, limit)] == ["first", "z", "a", "b", "c"]
+
+
+def test_pages_are_stable_while_rules_come_and_go(fresh: Service) -> None:
+    with fresh.client() as client:
+        for order in range(10):
+            put(client, f"r{order}", order=order)
+        first = client.get(RULES, params={"limit": 4}).json()
+        assert [rule["name"] for rule in first["items"]] == ["r0", "r1", "r2", "r3"]
+        for name in ("r0", "r3", "r5"):
+            client.delete(f"{RULES}/{name}")
+        put(client, "new", order=2)
+        put(client, "r9", order=100)
+        rest = client.get(RULES, params={"cursor": first["next_cursor"]}).json()
+        assert [rule["name"] for rule in rest["items"]] == ["r4", "r6", "r7", "r8", "r9"]
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "0", "é", "W10", "WyJydWxlcyJd", "WyJydWxlcyIsMS4wLCJhIl0", "a" * 9000])
+def test_a_cursor_that_was_never_given_out_is_refused(api: httpx.Client, cursor: str) -> None:
+    assert errors_of(api.get(RULES, params={"cursor": cursor})) == ["cursor"]
+
+
+def test_there_is_a_bound(fresh: Service) -> None:
+    with fresh.client() as client:
+        for number in range(MAX_RULES):
+            assert put(client, f"r{number}").status_code == 201
+        for refused in (put(client, "more"), client.post(RULES, json={"name": "more"})):
+            assert (refused.status_code, refused.json()["type"]) == (409, "urn:kvferry:problem:too-many")
+            assert str(MAX_RULES) in refused.json()["detail"]
+        assert put(client, "r5", order=3).status_code == 200
+        assert client.delete(f"{RULES}/r6").status_code == 204
+        assert put(client, "more").status_code == 201
+
+
+# --- what is no rule
+
+BAD_RULES: list[tuple[Any, list[str]]] = [
+    ({"order": "1"}, ["order"]),
+    ({"order": 1.0}, ["order"]),
+    ({"order": True}, ["order"]),
+    ({"order": None}, ["order"]),
+    ({"order": 2**31}, ["order"]),
+    ({"order": -(2**70)}, ["order"]),
+    ({"match": None}, ["match"]),
+    ({"match": []}, ["match"]),
+    ({"match": {"user": "x"}}, ["match.user"]),
+    ({"match": {"request": ""}}, ["match.request"]),
+    ({"match": {"request": 5}}, ["match.request"]),
+    ({"match": {"request": "\ud800"}}, ["match.request"]),
+    ({"match": {"lora": "x" * 201}}, ["match.lora"]),
+    ({"match": {"tenant": "A" * 16}}, ["match.tenant"]),
+    ({"match": {"tenant": "not a digest"}}, ["match.tenant"]),
+    ({"match": {"cache_salt": ""}}, ["match.cache_salt"]),
+    ({"match": {"cache_salt": "\udc00"}}, ["match.cache_salt"]),
+    ({"match": {"cache_salt": "x" * 1025}}, ["match.cache_salt"]),
+    ({"match": {"cache_salt": 5}}, ["match.cache_salt"]),
+    ({"match": {"cache_salt": "x", "tenant": "a*"}}, ["match"]),
+    ({"match": {"priority": "1"}}, ["match.priority"]),
+    ({"match": {"priority": True}}, ["match.priority"]),
+    ({"match": {"priority": 1.5}}, ["match.priority"]),
+    ({"match": {"priority": 2**53}}, ["match.priority.max", "match.priority.min"]),
+    ({"match": {"priority": {"least": 1}}}, ["match.priority.least"]),
+    ({"match": {"prompt_tokens": {"min": 2, "max": 1}}}, ["match.prompt_tokens"]),
+    ({"match": {"prompt_tokens": {"min": "2"}}}, ["match.prompt_tokens.min"]),
+    ({"match": {"prompt_tokens": [1, 2]}}, ["match.prompt_tokens"]),
+    ({"policy": None}, ["policy"]),
+    ({"policy": {"ttl_s": 5}}, ["policy.ttl_s"]),
+    ({"store": False}, ["store"]),
+    ({"order": "1", "match": {"lora": 1}, "policy": {"store": 1}}, ["match.lora", "order", "policy.store"]),
+    ([], ["body"]),
+    (None, ["body"]),
+    *(
+        ({"policy": body}, [f"policy.{field}" for field in fields])
+        for body, fields in BAD_FIELDS
+        if isinstance(body, dict)
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "fields"), BAD_RULES)
+def test_what_is_no_rule_is_refused_with_its_fields_named(api: httpx.Client, body: Any, fields: list[str]) -> None:
+    assert sorted(errors_of(send(api, "PUT", f"{RULES}/refused", body))) == sorted(fields)
+    named = {**body, "name": "refused"} if isinstance(body, dict) else body
+    assert sorted(errors_of(send(api, "POST", RULES, named))) == sorted(fields)
+    assert "refused" not in names(api)
+
+
+@pytest.mark.parametrize("name", ["", "-", "a b", ".hidden", "x" * 65, "caf\u00e9", "a/b", "a\n", None, 5, "\ud800"])
+def test_a_name_has_no_room_for_surprises(api: httpx.Client, name: Any) -> None:
+    assert errors_of(send(api, "POST", RULES, {"name": name})) == ["name"]
+
+
+def test_a_name_is_required(api: httpx.Client) -> None:
+    assert errors_of(api.post(RULES, json={})) == ["name"]
+
+
+@pytest.mark.parametrize("raw", ["a%20b", "%00", "x" * 65, "%ff", "caf%C3%A9"])
+def test_names_in_paths_are_judged_alike(api: httpx.Client, raw: str) -> None:
+    for method, body in (("GET", None), ("PUT", {}), ("DELETE", None)):
+        assert errors_of(api.request(method, f"{RULES}/{raw}", json=body)) == ["name"]
+    for raw in ("a%2Fb", "a/b", ""):
+        assert api.get(f"{RULES}/{raw}").status_code == 404
+
+
+SPANS = st.one_of(
+    st.none(),
+    st.integers(0, 50),
+    st.fixed_dictionaries({}, optional={"min": st.none() | st.integers(0, 50), "max": st.none() | st.integers(50, 99)}),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(
+    order=st.integers(-(2**31) + 1, 2**31 - 1),
+    match=st.fixed_dictionaries(
+        {},
+        optional={
+            "request": st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200),
+            "lora": st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200),
+            "tenant": st.none() | st.from_regex(r"\A[0-9a-f*?\[\]!-]{1,16}\Z"),
+            "priority": SPANS,
+            "prompt_tokens": SPANS,
+        },
+    ),
+    policy=st.fixed_dictionaries({}, optional={"store": st.booleans(), "max_offload_tokens": st.integers(0, 9)}),
+)
+def test_what_is_put_is_what_is_read(service: Service, order: int, match: Any, policy: Any) -> None:
+    def shown(span: Any) -> Any:
+        if isinstance(span, int):
+            return {"min": span, "max": span}
+        return {"min": None, "max": None, **span} if span and any(v is not None for v in span.values()) else None
+
+    client = service.shared_client
+    made = put(client, "any", order=order, match=match, policy=policy)
+    assert made.status_code in (200, 201), made.text
+    spans = {name: shown(match.get(name)) for name in ("priority", "prompt_tokens")}
+    expected = {"name": "any", "order": order, "match": {**ALL, **match, **spans}, "policy": policy}
+    assert made.json() == client.get(f"{RULES}/any").json() == expected
+
+
+# --- what it does
+
+
+def test_rules_settle_what_neither_override_nor_request_does(fresh: Service) -> None:
+    with fresh.client() as client:
+        client.patch("/admin/v1/policy", json={"max_offload_tokens": 16, "priority": "low"})
+        rule = {"max_offload_tokens": 32, "load": False, "offload_prompt_only": False, "store": True}
+        put(client, "sql", match={"lora": "sql-*"}, policy=rule)
+        put(client, "later", order=1, policy={"store": False})
+        client.put("/admin/v1/requests/r1/policy", json={"load": True})
+        sent = {"offload_prompt_only": True}
+        fresh.engine.run(LoopRequest("r1", 160, seed=1, lora="sql-3", kv_transfer_params=sent))
+        policy = policy_of(client, "r1")
+        assert policy["max_offload_tokens"] == {"value": 32, "source": "rule:sql"}
+        assert policy["load"] == {"value": True, "source": "override"}
+        assert policy["offload_prompt_only"] == {"value": True, "source": "request"}
+        assert policy["store"] == {"value": True, "source": "rule:sql"}
+        assert policy["priority"] == {"value": "low", "source": "runtime"}
+        assert policy["level"]["source"] == "default"
+        fresh.settle()
+        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
+        fresh.engine.run(LoopRequest("r2", 160, seed=2))
+        assert policy_of(client, "r2")["store"] == {"value": False, "source": "rule:later"}
+
+
+@pytest.mark.parametrize(
+    ("match", "matching"),
+    [
+        ({}, {"a", "b", "c"}),
+        ({"request": "?"}, {"a", "b", "c"}),
+        ({"request": "the-*"}, {"b"}),
+        ({"lora": "?*"}, {"b"}),
+        ({"tenant": f"{tenant_digest('salt-a')}"}, {"a"}),
+        ({"tenant": f"{str(tenant_digest('salt-a'))[:5]}*"}, {"a"}),
+        ({"cache_salt": "salt-b"}, {"b"}),
+        ({"cache_salt": "salt"}, set()),
+        ({"tenant": "?*"}, {"a", "b"}),
+        ({"priority": 0}, {"a"}),
+        ({"priority": {"min": 1}}, {"b", "c"}),
+        ({"prompt_tokens": {"min": 65, "max": 128}}, {"b"}),
+        ({"prompt_tokens": {"max": 64}, "priority": {"min": 1}}, {"c"}),
+    ],
+)
+def test_conditions_hold_together(fresh: Service, match: dict[str, Any], matching: set[str]) -> None:
+    with fresh.client() as client:
+        assert put(client, "rule", match=match, policy={"store": False}).status_code == 201
+        for request in (
+            LoopRequest("a", 64, seed=1, tenant=tenant_digest("salt-a"), priority=0),
+            LoopRequest("b", 128, seed=2, tenant=tenant_digest("salt-b"), lora="x", priority=1, aliases=("the-b",)),
+            LoopRequest("c", 64, seed=3, priority=5),
+        ):
+            fresh.engine.run(request)
+        found = {name for name in "abc" if policy_of(client, name)["store"]["source"] == "rule:rule"}
+    assert found == matching
+
+
+def test_a_rule_applies_to_the_blocks_not_yet_offered_of_a_running_request(fresh: Service) -> None:
+    hold = threading.Event()
+    with fresh.client() as client:
+        fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
+        wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
+        put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
+        assert policy_of(client, "running")["max_offload_tokens"] == {"value": 48, "source": "rule:cap"}
+        client.delete(f"{RULES}/cap")
+        assert policy_of(client, "running")["max_offload_tokens"]["source"] == "default"
+        put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
+        hold.set()
+        fresh.engine.wake()
+        wait_until(lambda: client.get("/admin/v1/requests/running").json()["state"] == "finished", "it has finished")
+        fresh.settle()
+        assert client.get("/admin/v1/requests/running").json()["store"]["stored"] == 3
+
+
+def test_what_the_id_alone_settles_is_shown_before_the_request_comes(fresh: Service) -> None:
+    with fresh.client() as client:
+        put(client, "long", match={"request": "soon", "prompt_tokens": {"min": 1}}, policy={"load": False})
+        put(client, "soon", order=1, match={"request": "so*"}, policy={"store": False, "load": True})
+        client.put("/admin/v1/requests/soon/policy", json={"max_offload_tokens": 5})
+        for policy in (policy_of(client, "soon"), client.get("/admin/v1/requests/soon/policy").json()):
+            assert policy["store"] == {"value": False, "source": "rule:soon"}
+            assert policy["load"] == {"value": True, "source": "rule:soon"}
+            assert policy["max_offload_tokens"] == {"value": 5, "source": "override"}
+
+
+# --- tenants
+
+
+def test_a_cache_salt_is_neither_shown_nor_kept_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with start_service(tmp_path) as running, running.client() as client:
+        texts = [
+            put(client, "by-salt", match={"cache_salt": SALT}).text,
+            put(client, "wrong", match={"cache_salt": SALT, "lora": 5}).text,
+            put(client, "wrong", match={"tenant": SALT}).text,
+            put(client, "wrong", match={"cache_salt": [SALT]}).text,
+            client.post(RULES, json={"name": "wrong", "match": {"cache_salt": {"x": SALT}}}).text,
+            client.get(f"{RULES}/by-salt").text,
+            client.get(RULES).text,
+            client.get("/admin/v1/audit").text,
+        ]
+        assert client.get(f"{RULES}/by-salt").json()["match"]["tenant"] == tenant_digest(SALT)
+        assert client.get("/openapi.json").json()
+    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert all(SALT not in text for text in (*texts, caplog.text))
+    assert SALT.encode() not in kept
+    assert str(tenant_digest(SALT)).encode() in kept
+
+
+# --- kept
+
+
+def test_rules_survive_a_restart(tmp_path: Path) -> None:
+    match = {"cache_salt": SALT, "priority": {"min": 1}}
+    with start_service(tmp_path) as running, running.client() as client:
+        put(client, "kept", order=3, match=match, policy={"max_offload_tokens": "unlimited", "tiers": ["disk"]})
+        put(client, "first", order=1, policy={"store": False})
+        put(client, "dropped")
+        client.delete(f"{RULES}/dropped")
+        before = client.get(RULES).json()
+    with start_service(tmp_path) as running, running.client() as client:
+        assert client.get(RULES).json() == before
+        running.engine.run(LoopRequest("r", 64))
+        assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:first"}
+
+
+def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        for name in ("good", "bad-match", "bad-policy"):
+            put(client, name, match={"lora": "x"}, policy={"store": False})
+    with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
+        connection.execute("""UPDATE rules SET match = '{"lora": 5}' WHERE name = 'bad-match'""")
+        connection.execute("""UPDATE rules SET policy = '{"stor": true}' WHERE name = 'bad-policy'""")
+        for number in range(MAX_RULES):
+            connection.execute(
+                "INSERT INTO rules SELECT engine, ?, 9, match, policy, created_at, updated_at FROM rules "
+                "WHERE name = 'good'",
+                (f"more{number}",),
+            )
+    caplog.clear()
+    with start_service(tmp_path) as running, running.client() as client:
+        assert len(names(client)) == MAX_RULES
+        assert names(client)[0] == "good"
+    told = [record.getMessage() for record in caplog.records if record.name == "app.policies"]
+    assert [text.partition(":")[0] for text in told[:2]] == [
+        "the rule 'bad-match' that was kept is left out, not valid",
+        "the rule 'bad-policy' that was kept is left out, not valid",
+    ]
+    assert "match.lora" in told[0]
+    assert "policy.stor" in told[1]
+    assert len(told) == 3
+
+
+def test_another_database_in_place_is_made_to_say_what_holds(fresh: Service, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    with fresh.client() as client:
+        put(client, "since-gone", policy={"store": False})
+        client.put("/admin/v1/requests/since-gone/policy", json={"store": False})
+        with closing(sqlite3.connect(fresh.database)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        client.delete(f"{RULES}/since-gone")
+        client.delete("/admin/v1/requests/since-gone/policy")
+        put(client, "holds", order=4, policy={"load": False})
+        client.put("/admin/v1/requests/holds/policy", json={"load": False})
+        copy.replace(fresh.database)
+        wait_until(lambda: fresh.store.health() != [], "the journal has noticed")
+        wait_until(lambda: fresh.store.health() == [], "the journal is well again")
+        with closing(sqlite3.connect(fresh.database)) as connection:
+            assert connection.execute("SELECT name, rule_order FROM rules").fetchall() == [("holds", 4)]
+            assert connection.execute("SELECT request FROM overrides").fetchall() == [("holds",)]
+        assert names(client) == ["holds"]
