@@ -15,6 +15,7 @@ from app.api.bodies import Bodies
 from app.api.config import config_router
 from app.api.context import AdminContext
 from app.api.envelope import Envelope
+from app.api.events import events_router
 from app.api.evictions import evictions_router
 from app.api.health import health_router
 from app.api.offthread import StoreThreads
@@ -66,6 +67,7 @@ def create_app(service: AdminContext) -> FastAPI:
         evictions_router(service, threads),
         config_router(service),
         audit_router(service, threads),
+        events_router(service),
     ):
         app.include_router(router, prefix=ADMIN_PREFIX)
     if service.engine_router is not None:

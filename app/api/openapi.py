@@ -28,6 +28,7 @@ _TAGS = [
     {"name": "evictions", "description": "What left the pool, and why"},
     {"name": "config", "description": "Settings"},
     {"name": "audit", "description": "What operators did"},
+    {"name": "events", "description": "What the cache does, while it happens"},
     {"name": "health", "description": "For probes and scrapers"},
 ]
 _EVERYWHERE = {

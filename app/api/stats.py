@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import anyio
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.context import AdminContext
-from app.api.problems import Problem
 from app.api.stats_models import Stats
+from app.api.streams import CLOSING_POLL_S, MustEnd, Streams
 from app.api.times import rfc3339
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_STREAMS = 32
-CLOSING_POLL_S = 0.25
-SEND_TIMEOUT_S = 30.0
-SHUTDOWN_GRACE_S = 1.0
 
 
 def stats_json(context: AdminContext, now_s: float) -> str:
@@ -60,29 +57,24 @@ def _fields(counts: DataclassInstance) -> dict[str, object]:
 def stats_router(context: AdminContext) -> APIRouter:
     """Routes under `/admin/v1` for the cache's counters."""
     router = APIRouter(tags=["stats"])
-    num_streams = 0
+    streams = Streams(context, MAX_STREAMS)
 
     @router.get("/stats", summary="All counters, at one moment", response_model=Stats)
     async def get_stats() -> Response:
         """Both identities of the contract hold in every answer. Cheap enough to poll every second."""
         return Response(stats_json(context, time.time()), media_type="application/json")
 
-    async def follow(interval_s: float, shutdown: anyio.Event) -> AsyncIterator[ServerSentEvent]:
-        nonlocal num_streams
-        num_streams += 1
+    async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
         loop = asyncio.get_running_loop()
-        try:
-            due_s = loop.time()
-            while not (context.closing() or shutdown.is_set()):
-                wait_s = due_s - loop.time()
-                if wait_s > 0:
-                    await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
-                    continue
-                yield ServerSentEvent(stats_json(context, time.time()))
-                # A slow reader gets fewer events, not late ones.
-                due_s = max(due_s + interval_s, loop.time())
-        finally:
-            num_streams -= 1
+        due_s = loop.time()
+        while not must_end():
+            wait_s = due_s - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
+                continue
+            yield ServerSentEvent(stats_json(context, time.time()))
+            # A slow reader gets fewer events, not late ones.
+            due_s = max(due_s + interval_s, loop.time())
 
     @router.get(
         "/stats/stream",
@@ -96,14 +88,6 @@ def stats_router(context: AdminContext) -> APIRouter:
         ] = 1.0,
     ) -> EventSourceResponse:
         """Each event's data is the JSON of `GET /admin/v1/stats`. Ends when the client goes or the server stops."""
-        if num_streams >= MAX_STREAMS:
-            raise Problem(503, f"{MAX_STREAMS} streams are open already: close one", headers={"Retry-After": "5"})
-        shutdown = anyio.Event()
-        return EventSourceResponse(
-            follow(interval_s, shutdown),
-            send_timeout=SEND_TIMEOUT_S,
-            shutdown_event=shutdown,
-            shutdown_grace_period=SHUTDOWN_GRACE_S,
-        )
+        return streams.open(partial(follow, interval_s))
 
     return router

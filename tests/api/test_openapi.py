@@ -39,6 +39,7 @@ CONTRACT = {
     ("GET", "/admin/v1/config"),
     ("PATCH", "/admin/v1/config"),
     ("GET", "/admin/v1/audit"),
+    ("GET", "/admin/v1/events"),
 }
 
 

@@ -4,18 +4,14 @@ import json
 import re
 import threading
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from httpx_sse import connect_sse
 
-from app.api import stats as stats_module
-
 from .loop_engine import BLOCK_BYTES, LoopRequest
-from .service import ADMIN, READ, Service, start_service
-from .serving import wait_until
+from .service import ADMIN, Service
 
 SHAPE: dict[str, Any] = {
     "time": str,
@@ -143,43 +139,6 @@ def test_the_interval_is_bounded(api: httpx.Client, interval: str) -> None:
     answer = api.get("/admin/v1/stats/stream", params={"interval_s": interval})
     assert answer.status_code == 422
     assert [error["field"] for error in answer.json()["errors"]] == ["interval_s"]
-
-
-def test_the_stream_needs_a_token_like_any_get(guarded: Service) -> None:
-    with guarded.client() as stranger:
-        assert stranger.get("/admin/v1/stats/stream").status_code == 401
-    with guarded.client(READ) as reader, connect_sse(reader, "GET", "/admin/v1/stats/stream") as source:
-        assert source.response.status_code == 200
-
-
-def test_streams_end_with_the_server(tmp_path: Path) -> None:
-    with start_service(tmp_path) as running, running.client() as client:
-        with connect_sse(client, "GET", "/admin/v1/stats/stream?interval_s=60") as source:
-            events = source.iter_sse()
-            next(events)
-            running.running.server.should_exit = True
-            assert list(events) == []
-        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
-
-
-def test_streams_are_bounded_and_a_client_that_goes_makes_room(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats_module, "MAX_STREAMS", 2)
-    url = "/admin/v1/stats/stream?interval_s=0.1"
-    with fresh.client() as client:
-        with connect_sse(client, "GET", url) as one, connect_sse(client, "GET", url) as two:
-            # Dropping either iterator would close its stream.
-            streams = [one.iter_sse(), two.iter_sse()]
-            for stream in streams:
-                next(stream)
-            with client.stream("GET", url) as refused:
-                assert refused.status_code == 503
-                assert refused.headers["Retry-After"]
-
-        def has_room() -> bool:
-            with client.stream("GET", url) as answer:
-                return answer.status_code == 200
-
-        wait_until(has_room, "a stream whose client went makes room")
 
 
 def test_an_admin_reads_too(guarded: Service) -> None:

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from httpx_sse import ServerSentEvent, connect_sse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import event_feed
+from app.event_feed import EventFeed, EventType
+from core.events import NullSink
+from core.keys import make_keys
+
+from .loop_engine import LoopRequest
+from .service import Service
+from .serving import wait_until
+from .test_policies import errors_of
+
+EVENTS = "/admin/v1/events"
+
+
+class Watcher:
+    """Reads a stream of events."""
+
+    def __init__(self, events: Iterator[ServerSentEvent]) -> None:
+        self._events = events
+        self.last_id = ""
+
+    def next(self) -> dict[str, Any]:
+        event = next(self._events)
+        data: dict[str, Any] = json.loads(event.data)
+        assert event.event == data["type"]
+        assert data.pop("time").endswith("Z")
+        self.last_id = event.id
+        return data
+
+    def until(self, type_: str) -> dict[str, Any]:
+        """The next event of this type."""
+        while (event := self.next())["type"] != type_:
+            continue
+        return event
+
+
+@contextmanager
+def watching(service: Service, last_id: str | None = None, **params: Any) -> Iterator[Watcher]:
+    """A stream that is open: what happens from now on comes out of it."""
+    headers = {} if last_id is None else {"Last-Event-ID": last_id}
+    with (
+        service.client() as client,
+        connect_sse(client, "GET", EVENTS, params=params, headers=headers) as source,
+    ):
+        assert source.response.status_code == 200
+        watcher = Watcher(source.iter_sse())
+        assert watcher.next() == {"type": "open"}
+        yield watcher
+
+
+def test_what_the_cache_did_is_told_as_it_happens(fresh: Service) -> None:
+    request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql")
+    hashes = [key.hex() for key in make_keys(request.block_hashes[:4], 0)]
+    with watching(fresh) as watcher, fresh.client() as client:
+        fresh.engine.run(request)
+        whom = {"request": "one", "tenant": "a1b2", "lora": "sql"}
+        seen = sorted((watcher.next(), watcher.next()), key=lambda event: event["type"])
+        tokens = {"total": 64, "device_hit": 0, "host_hit": 0, "tier_hit": {}, "recomputed": 64}
+        counts = {"num_prompt_tokens": 64, "num_output_tokens": 8}
+        assert seen == [
+            {"type": "finished", **whom, **counts, "prompt_tokens": tokens},
+            {"type": "stored", **whom, "blocks": 4, "hashes": hashes},
+        ]
+        client.delete(f"/admin/v1/blocks/{hashes[3]}")
+        why = {"reason": "operator", "policy": "lru", "needed_by": None}
+        assert watcher.next() == {"type": "evicted", **why, "blocks": 1, "hashes": hashes[3:]}
+        fresh.engine.run(LoopRequest("two", 80, seed=1, tenant="a1b2", lora="sql"))
+        assert watcher.until("regretted") == {"type": "regretted", "blocks": 1, "hashes": hashes[3:]}
+        assert watcher.until("finished")["prompt_tokens"]["host_hit"] == 48
+        fresh.settle()
+        client.post("/admin/v1/reset")
+        assert watcher.until("reset") == {"type": "reset", "blocks": 5}
+
+
+def test_what_pushed_a_block_out_is_told(fresh: Service) -> None:
+    fresh.engine.run(LoopRequest("victim", 320, seed=1))
+    fresh.settle()
+    with watching(fresh, type="evicted") as watcher:
+        for number in range(14):
+            fresh.engine.run(LoopRequest(f"r{number}", 320, seed=100 + number))
+        evicted = watcher.next()
+    assert (evicted["reason"], evicted["needed_by"]) == ("capacity", "r11")
+    assert evicted["blocks"] == len(evicted["hashes"]) == 4
+
+
+def test_what_operators_change_is_told(fresh: Service) -> None:
+    rule = {"name": "batch", "order": 1, "match": {"cache_salt": "secret-salt"}, "policy": {"max_offload_tokens": 5}}
+    with watching(fresh) as watcher, fresh.client() as client:
+        client.patch("/admin/v1/policy", json={"store": True, "load": None, "max_offload_tokens": "unlimited"})
+        assert watcher.next() == {
+            "type": "policy",
+            "set": {"store": True, "max_offload_tokens": "unlimited"},
+            "removed": ["load"],
+        }
+        ends = client.put("/admin/v1/requests/r1/policy", json={"store": False}).json()["override"]["expires_at"]
+        override = {"change": "set", "request": "r1", "policy": {"store": False}, "expires_at": ends}
+        assert watcher.next() == {"type": "override", **override}
+        client.delete("/admin/v1/requests/r1/policy")
+        assert watcher.next() == {"type": "override", "change": "removed", "request": "r1"}
+        shown = client.post("/admin/v1/rules", json=rule).json()
+        assert watcher.next() == {"type": "rule", "change": "set", "rule": shown}
+        client.delete("/admin/v1/rules/batch")
+        assert watcher.next() == {"type": "rule", "change": "removed", "rule": {"name": "batch"}}
+        client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.5, "log_level": None})
+        assert watcher.next() == {"type": "config", "settings": ["log_level", "max_pinned_fraction"]}
+
+
+def test_only_what_was_asked_for(fresh: Service) -> None:
+    with watching(fresh, type=["rule", "reset"]) as watcher, fresh.client() as client:
+        fresh.engine.run(LoopRequest("one", 64, seed=1))
+        fresh.settle()
+        client.post("/admin/v1/reset")
+        client.put("/admin/v1/rules/one", json={})
+        assert [watcher.next()["type"], watcher.next()["type"]] == ["reset", "rule"]
+
+
+@pytest.mark.parametrize("type_", ["", "nothing", "gap", "STORED"])
+def test_a_type_that_there_is_not_is_refused(api: httpx.Client, type_: str) -> None:
+    assert errors_of(api.get(EVENTS, params={"type": ["stored", type_]})) == ["type.1"]
+
+
+def test_nothing_is_kept_while_nobody_watches(fresh: Service) -> None:
+    fresh.engine.run(LoopRequest("one", 64, seed=1))
+    fresh.settle()
+    assert fresh.context.feed.read(0, 100) == (2, [])
+    with watching(fresh) as watcher:
+        fresh.engine.run(LoopRequest("two", 64, seed=2))
+        assert watcher.next()["request"] == "two"
+
+
+def test_one_who_comes_back_soon_misses_nothing(fresh: Service) -> None:
+    with fresh.client() as client:
+        with watching(fresh, type="rule") as watcher:
+            client.put("/admin/v1/rules/seen", json={})
+            assert watcher.next()["rule"]["name"] == "seen"
+            last_id = watcher.last_id
+        client.put("/admin/v1/rules/missed", json={})
+        client.delete("/admin/v1/rules/missed")
+        with watching(fresh, last_id) as watcher:
+            assert [watcher.next()["change"], watcher.next()["change"]] == ["set", "removed"]
+
+
+def test_one_who_comes_back_late_is_told_how_much_was_missed(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "RESUME_S", 0.0)
+    with watching(fresh) as watcher:
+        last_id = watcher.last_id
+    wait_until(lambda: fresh.context.feed.num_watchers == 0, "it has gone")
+    with fresh.client() as client:
+        for number in range(7):
+            client.put("/admin/v1/rules/one", json={"order": number})
+        with watching(fresh, last_id) as watcher:
+            assert watcher.next() == {"type": "gap", "missed": 7}
+            client.put("/admin/v1/rules/one", json={"order": 7})
+            assert watcher.next()["rule"]["order"] == 7
+
+
+@pytest.mark.parametrize("last_id", ["", "5", "00000000-1", "x", "%00", "-1", "{name}-99999999", "{name}-1e3"])
+def test_an_id_of_another_process_is_a_gap_of_unknown_size(service: Service, last_id: str) -> None:
+    with watching(service, last_id.format(name=service.context.feed.name)) as watcher:
+        assert watcher.next() == {"type": "gap", "missed": None}
+
+
+def test_a_slow_client_loses_events_and_is_told_how_many(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "MAX_EVENTS", 8)
+    feed = fresh.context.feed
+    with watching(fresh) as watcher:
+        for number in range(5000):
+            feed.changed(EventType.CONFIG, {"number": number}, 1.0)
+        accounted = delivered = 0
+        while accounted < 5000:
+            event = watcher.next()
+            accounted += event.get("missed", 1)
+            if event["type"] == "config":
+                delivered += 1
+                assert event["number"] == accounted - 1, "the gap is exact"
+    assert accounted == 5000
+    assert delivered < 5000
+
+
+# --- the feed
+
+
+class FeedModel:
+    """What a watcher may expect: every event once and in order, or counted as lost."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.feed = EventFeed(NullSink(), clock=lambda: self.now_s)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("push"), st.integers(1, 40)),
+            st.tuples(st.just("read"), st.integers(1, 20)),
+            st.tuples(st.just("wait"), st.sampled_from([1, 100])),
+            st.tuples(st.sampled_from(["watch", "leave"]), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[str, int]]) -> None:
+    model = FeedModel()
+    feed, pushed, seen = model.feed, 0, 0
+    visits: list[Any] = []
+    for step, number in steps:
+        if step == "push":
+            for _ in range(number):
+                pushed += 1
+                feed.regretted([b"k"] * (number * 500), float(pushed))
+        elif step == "read" and visits:
+            lost, events = feed.read(seen, number)
+            seen += lost
+            assert [event.number for event in events] == list(range(seen + 1, seen + 1 + len(events)))
+            assert [event.item.time_s for event in events] == [float(event.number) for event in events]
+            seen += len(events)
+            assert seen == pushed or len(events) == number
+        elif step == "wait":
+            model.now_s += number
+        elif step == "watch":
+            visits.append(feed.watching())
+            assert visits[-1].__enter__() == pushed
+        elif step == "leave" and visits:
+            visits.pop().__exit__(None, None, None)
+        lost, held = feed.read(0, 10**6)
+        assert len(held) <= event_feed.MAX_EVENTS
+        assert sum(event.num_keys for event in held) <= event_feed.MAX_KEYS
+        assert feed.num_watchers == len(visits)
+    assert feed.read(0, 10**6)[0] + len(feed.read(0, 10**6)[1]) == pushed

@@ -1,0 +1,74 @@
+"""What every stream of server-sent events keeps: tokens, a bound, heartbeats, and an end with the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from httpx_sse import connect_sse
+
+from app.api import events as events_module
+from app.api import stats as stats_module
+from app.api import streams as streams_module
+
+from .service import READ, Service, start_service
+from .serving import wait_until
+
+STATS = "/admin/v1/stats/stream"
+EVENTS = "/admin/v1/events"
+
+
+@pytest.mark.parametrize("url", [STATS, EVENTS])
+def test_a_stream_needs_a_token_like_any_get(guarded: Service, url: str) -> None:
+    with guarded.client() as stranger:
+        assert stranger.get(url).status_code == 401
+    with guarded.client(READ) as reader, connect_sse(reader, "GET", url) as source:
+        assert source.response.status_code == 200
+
+
+@pytest.mark.parametrize("url", [f"{STATS}?interval_s=60", EVENTS])
+def test_streams_end_with_the_server(tmp_path: Path, url: str) -> None:
+    with start_service(tmp_path) as running, running.client() as client:
+        with connect_sse(client, "GET", url) as source:
+            events = source.iter_sse()
+            next(events)
+            running.running.server.should_exit = True
+            assert list(events) == []
+        wait_until(lambda: not running.running.thread.is_alive(), "the server has stopped")
+        assert running.context.feed.num_watchers == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "limit", "url"),
+    [(stats_module, "MAX_STREAMS", f"{STATS}?interval_s=0.1"), (events_module, "MAX_WATCHERS", EVENTS)],
+)
+def test_streams_are_bounded_and_a_client_that_goes_makes_room(
+    module: ModuleType, limit: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, limit, 2)
+    with start_service(tmp_path) as running, running.client() as client:
+        with connect_sse(client, "GET", url) as one, connect_sse(client, "GET", url) as two:
+            # Dropping either iterator would close its stream.
+            streams = [one.iter_sse(), two.iter_sse()]
+            for stream in streams:
+                next(stream)
+            with client.stream("GET", url) as refused:
+                assert refused.status_code == 503
+                assert refused.headers["Retry-After"]
+
+        def has_room() -> bool:
+            with client.stream("GET", url) as answer:
+                return answer.status_code == 200
+
+        wait_until(has_room, "a stream whose client went makes room")
+
+
+@pytest.mark.parametrize("url", [f"{STATS}?interval_s=60", EVENTS])
+def test_a_stream_without_news_still_shows_that_it_is_alive(
+    service: Service, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.1)
+    with service.client() as client, client.stream("GET", url) as answer:
+        beats = (line for line in answer.iter_lines() if line.startswith(":"))
+        assert [next(beats)[:6], next(beats)[:6]] == [": ping"] * 2
