@@ -34,6 +34,9 @@ class EvictionPolicy(Protocol):
     def touch(self, slots: Slots) -> None:
         """These candidates were used."""
 
+    def peek_victims(self, count: int) -> Slots:
+        """Some of the `count` slots that go next, the first to go in front, of one priority class. They stay."""
+
     def take_victims(self, count: int) -> Slots:
         """Remove and return up to `count` slots in the order in which they shall go."""
 
@@ -76,6 +79,10 @@ class LruPolicy:
         """See `EvictionPolicy`."""
         for queue, part in self._by_class(slots):
             queue.touch(part)
+
+    def peek_victims(self, count: int) -> Slots:
+        """See `EvictionPolicy`."""
+        return next((queue.peek_oldest(count) for queue in self._queues if len(queue)), NO_SLOTS)
 
     def take_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""

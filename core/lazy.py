@@ -21,9 +21,6 @@ from core.policy import PRIORITY_CLASS
 from core.requests import GroupProgress, RequestState
 from core.stores import Offering, StoreSide
 
-_LEAVING_FACTOR = 4
-"""Keys remembered as leaving the device, in watermarks: a bound, since nobody says when they have left."""
-
 
 @dataclass(slots=True, eq=False)
 class Verdict:
@@ -60,7 +57,6 @@ class LazySide:
         self._null_block = null_block
         self._watermark = watermark_blocks
         self._verdicts: dict[int, Verdict] = {}
-        self._leaving: dict[Key, None] = {}
         self._cursor: int | None = None
         self._ahead = 0
         self._refused_at: int | None = None
@@ -87,7 +83,8 @@ class LazySide:
 
     def walk(self, num_taken_blocks: int, now_s: float) -> None:
         """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
-        self._ahead = max(self._ahead - num_taken_blocks, 0)
+        self._ahead = max(self._ahead + self._stores.num_returned - num_taken_blocks, 0)
+        self._stores.num_returned = 0
         if not self._verdicts or self._refused_at == self._manager.space_version:
             return
         blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
@@ -106,22 +103,19 @@ class LazySide:
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Which of these keys the device holds and is not about to lose: their host copies can go first."""
+        leaving = list(islice(self._device.free_blocks(None) or (), self._watermark))
+        lost_soon = set(self._device.contents(leaving))
         resident = self._device.resident(keys)
-        return [held and key not in self._leaving for held, key in zip(resident, keys, strict=True)]
+        return [held and hash_of(key) not in lost_soon for held, key in zip(resident, keys, strict=True)]
 
-    def forget_leaving(self) -> None:
-        """The pool was emptied: look at the head of the free queue again."""
-        self._leaving.clear()
+    def look_again(self) -> None:
+        """The pool was emptied: what the cursor has passed is not stored any more."""
         self._cursor = None
         self._ahead = 0
 
     def _offer(self, walked: Sequence[int], now_s: float) -> bool:
         """Offer what these free blocks hold, as far as it is not in the pool; False where the pool had no room."""
         standing = self._standing(walked)
-        for verdict in standing:
-            self._leaving[verdict.key] = None
-        while len(self._leaving) > _LEAVING_FACTOR * self._watermark:
-            del self._leaving[next(iter(self._leaving))]
         found = self._manager.find_each([verdict.key for verdict in standing])
         missing = [standing[i] for i in np.flatnonzero(found < 0).tolist()]
         by_origin: dict[tuple[int, int, int], list[Verdict]] = {}

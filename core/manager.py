@@ -31,7 +31,13 @@ BATCH_SLOTS = 1000
 
 _LARGE_POOL = 8
 """A pool that holds a request so many times over does not come to evict it while it runs."""
+_RESIDENCY_LOOK = 4
+"""How many candidates for eviction are asked after on the device, for each that is wanted."""
+_LEAST_LOOK = 16
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
+
+
+Residency = Callable[[Sequence[Key]], Sequence[bool]]
 
 
 class OffloadManager:
@@ -57,6 +63,8 @@ class OffloadManager:
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self._sink = sink if sink is not None else NullSink()
         self._ghosts = Ghosts(num_slots)
+        self.residency: Residency | None = None
+        """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
         self._loading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
@@ -420,11 +428,24 @@ class OffloadManager:
         if len(spared):
             spared = spared[self.table.pins[spared] == 0]
             self.evictable.remove(spared)
-        victims = self.evictable.take_victims(count)
+        victims = NO_SLOTS if self.residency is None else self._take_resident(count)
+        if len(victims) < count:
+            coldest = self.evictable.take_victims(count - len(victims))
+            victims = np.concatenate((victims, coldest)) if len(victims) else coldest
         if len(spared):
             self.evictable.add(spared)
         if len(victims):
             self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
+        return victims
+
+    def _take_resident(self, count: int) -> Slots:
+        """Up to `count` of the coldest slots whose blocks the device still holds: nothing is lost with them."""
+        candidates = self.evictable.peek_victims(min(_RESIDENCY_LOOK * max(count, _LEAST_LOOK), BATCH_SLOTS))
+        if self.residency is None or not len(candidates):
+            return NO_SLOTS
+        held = np.array(self.residency(self.table.keys[candidates].tolist()), dtype=np.bool_)
+        victims = candidates[held][:count]
+        self.evictable.remove(victims)
         return victims
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:

@@ -98,6 +98,18 @@ class RecencyQueue:
                 return slots
         return self._take_alive(wanted)
 
+    def peek_oldest(self, count: int) -> Slots:
+        """Some of the slots that go next, oldest first, as found among the `count` oldest entries, dead or alive."""
+        if self._head == self._write:
+            self._head = self._read
+        end = min(self._head + count, self._tail)
+        if self._head < self._write:
+            end = min(end, self._write)
+        positions = np.arange(self._head, end)
+        entries = self._ring[positions & self._mask]
+        alive: Slots = entries[self._positions[entries] == positions].astype(np.int64)
+        return alive
+
     def _take_alive(self, wanted: int) -> Slots:
         found: list[Slots] = []
         chunk = wanted

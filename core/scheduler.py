@@ -355,7 +355,7 @@ class OffloadScheduler:
                 job_ids = tuple(job.job.job_id for job in self._jobs)
                 dropped = self.manager.reset(self._touched_slots(), now_s)
                 self._stores.disown_all()
-                self._lazy.forget_leaving()
+                self._lazy.look_again()
             else:
                 job_ids = (*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store))
                 dropped = 0
@@ -385,6 +385,7 @@ class OffloadScheduler:
         """Offer blocks as they fill, or when they leave the device. What was kept for later is still offered then."""
         with self.manager.lock:
             self._stores.keep = self._lazy.record if mode is StoreMode.LAZY else None
+            self.manager.residency = self._lazy.residency if mode is StoreMode.LAZY else None
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class StoreSide:
         self.counts = StoreCounts()
         self.num_leaving = 0
         """Device blocks in flight that were stored because they are about to leave the device."""
+        self.num_returned = 0
+        """How many of them have come back to the head of the free queue since this was last set to zero."""
         self.keep: Keeper | None = None
         """Told of whole slots that may be stored, instead of storing them now; None in eager mode."""
         self._manager = manager
@@ -158,7 +160,9 @@ class StoreSide:
         known = [each.keys[: each.answered] for each in offering.groups]
         own = known[0] if len(known) == 1 else list(itertools.chain.from_iterable(known))
         keys, numbers = offering.keys, offering.numbers
-        answer = self._manager.offer(keys, state.origin, numbers, offering.priority_class, now_s, own)
+        answer = self._manager.offer(
+            keys, state.origin, numbers, offering.priority_class, now_s, prefix=own, size_bytes=group.slot_bytes
+        )
         num_known = answer.num_answered - len(answer.slots)
         self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
         if len(answer.slots):
@@ -251,7 +255,9 @@ class StoreSide:
         group, count = part.group, len(part.block_ids)
         self._forget_blocks(part)
         self._device.release(part.block_ids, reuse_first=part.leaving)
-        self.num_leaving -= count if part.leaving else 0
+        if part.leaving:
+            self.num_leaving -= count
+            self.num_returned += count
         disowned = part.disowned or part.epoch != self._manager.epoch
         published = 0
         if failed or disowned:

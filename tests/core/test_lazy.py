@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.engine import StoreMode
+from core.keys import make_keys
 from core.policy import RequestPolicy
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
@@ -92,20 +93,34 @@ def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> No
 
 
 def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:
-    engine = lazy_engine(num_slots=10, num_blocks=24, watermark=4)
-    for number in range(6):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    engine.offload.set_store_mode(StoreMode.EAGER)
-    answer(engine, "cold", 5, first=50_000)
+    engine = ToyEngine(10, 64, watermark_blocks=64)
+    cold, held = request("cold", 5), request("held", 5, first=1000, max_tokens=1000)
+    engine.add(cold)
+    engine.run()
+    engine.add(held)
+    engine.step(copy=True)
+    for block_hash in cold.block_hashes:
+        engine.hash_of.pop(engine.cached.pop(block_hash), None)
     engine.offload.set_store_mode(StoreMode.LAZY)
-    resident = {key for key in engine.manager.index.shards()[0] if engine.resident([key])[0]}
-    assert resident, "the pool holds copies of what the device has"
-    before = set(engine.manager.index.shards()[0])
-    for number in range(10, 12):
-        answer(engine, f"r{number}", 5, first=1000 * number)
-    gone = before - set(engine.manager.index.shards()[0])
-    assert gone
+    engine.add(request("new", 5, first=2000))
+    for _ in range(4):
+        engine.step(copy=True)
+    assert engine.offload.snapshot().evictions.total == 5
+    held_keys, cold_keys = make_keys(held.block_hashes, 0), make_keys(cold.block_hashes, 0)
+    assert all(engine.manager.find_block(key) is None for key in held_keys)
+    assert all(engine.manager.find_block(key) is not None for key in cold_keys)
     engine.check()
+
+
+def test_device_and_pool_together_hold_more_than_an_eager_pool_that_copies_the_device() -> None:
+    recomputed = {}
+    for mode in StoreMode:
+        engine = ToyEngine(18, 20, store_mode=mode, watermark_blocks=6)
+        for turn in range(24):
+            answer(engine, f"r{turn}", 5, first=1000 * (turn % 4))
+        recomputed[mode] = engine.offload.snapshot().prompt_tokens.recomputed
+        engine.check_idle()
+    assert recomputed[StoreMode.LAZY] < recomputed[StoreMode.EAGER] / 2
 
 
 @pytest.mark.parametrize("first_mode", list(StoreMode))

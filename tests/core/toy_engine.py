@@ -159,7 +159,7 @@ class ToyEngine:
         request.num_computed = 0
 
     def _drop_blocks(self, request: ToyRequest) -> None:
-        self.release(request.block_ids)
+        self.release(request.block_ids[::-1])
         request.block_ids = []
 
     def _device_prefix(self, request: ToyRequest) -> list[int]:
