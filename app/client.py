@@ -135,6 +135,30 @@ class KVFerryClient:
         """Take a request's override away."""
         self._send("DELETE", f"{_request(request_id)}/policy")
 
+    def rules(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
+        """The rules, in the order in which they are tried."""
+        return self._page("rules", limit, cursor)
+
+    def rule(self, name: str) -> Json:
+        """One rule."""
+        return self._object("GET", _rule(name))
+
+    def put_rule(
+        self,
+        name: str,
+        *,
+        order: int = 0,
+        match: Mapping[str, Any] | None = None,
+        policy: Mapping[str, Any] | None = None,
+    ) -> Json:
+        """Set a rule, in place of the one of this name if there is one."""
+        body = {"order": order, "match": dict(match or {}), "policy": dict(policy or {})}
+        return self._object("PUT", _rule(name), body=body)
+
+    def delete_rule(self, name: str) -> None:
+        """Take a rule away."""
+        self._send("DELETE", _rule(name))
+
     def requests(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
         """Live and recent requests."""
         return self._page("requests", limit, cursor)
@@ -166,6 +190,11 @@ class KVFerryClient:
     def audit(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
         """What operators did."""
         return self._page("audit", limit, cursor)
+
+    def events(self, types: Sequence[str] = ()) -> Generator[Json, None, None]:
+        """What the cache does while it happens, of these types or all, until the server ends or the caller stops."""
+        for data in self._events("GET", f"{ADMIN}/events", params={"type": list(types)}):
+            yield self._parsed(data)
 
     def models(self) -> list[Json]:
         """The models that the engine serves."""
@@ -311,6 +340,10 @@ def _is_local(url: str) -> bool:
 
 def _request(request_id: str) -> str:
     return f"{ADMIN}/requests/{quote(request_id, safe='')}"
+
+
+def _rule(name: str) -> str:
+    return f"{ADMIN}/rules/{quote(name, safe='')}"
 
 
 def _id_header(request_id: str | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli import config, db, evictions, policy, replay, reset, serve, stats
+from app.cli import config, db, events, evictions, policy, replay, reset, rules, serve, stats
 from app.cli.console import ExitCode, complain, err, note, out
 
 # Typer brings its own copy of click or depends on it, by version; this is either's base of all usage errors.
@@ -27,7 +27,9 @@ app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
 app.command("reset")(reset.reset)
 app.add_typer(policy.app, name="policy")
+app.add_typer(rules.app, name="rules")
 app.command("evictions")(evictions.evictions)
+app.command("events")(events.events)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
 app.command("replay")(replay.replay)

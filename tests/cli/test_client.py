@@ -35,6 +35,11 @@ def test_every_call_of_the_admin_api(client: KVFerryClient, service: Service) ->
     assert client.put_request_policy("x/y", {"load": False}, ttl_s=5)["load"]["value"] is False
     assert client.request_policy("x/y")["id"] == "x/y"
     client.delete_request_policy("x/y")
+    rule = client.put_rule("sql", order=3, match={"lora": "sql-*"}, policy={"load": False})
+    assert client.rule("sql") == rule
+    assert client.rules().items == [rule]
+    client.delete_rule("sql")
+    assert client.rules(limit=1).items == []
     assert client.request("all-calls")["prompt_tokens"]["total"] == 64
     assert client.requests(limit=2).next_cursor is not None
     assert client.blocks(limit=1).items
@@ -65,6 +70,17 @@ def test_stats_stream(client: KVFerryClient) -> None:
         first, second = next(stream), next(stream)
     assert second["uptime_s"] > first["uptime_s"]
     assert client.stats()["uptime_s"] > second["uptime_s"], "the client can be used on"
+
+
+def test_events(client: KVFerryClient) -> None:
+    with closing(client.events(["rule"])) as stream:
+        assert next(stream)["type"] == "open"
+        with KVFerryClient(client.url, ADMIN) as other:
+            other.put_rule("told")
+            other.delete_rule("told")
+        assert [next(stream)["change"], next(stream)["change"]] == ["set", "removed"]
+    with pytest.raises(Refused, match="type"):
+        next(client.events(["nothing"]))
 
 
 def test_a_refusal_carries_the_problem(client: KVFerryClient) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from core.keys import tenant_digest
 from tests.api.service import ADMIN, READ, Service
 
 from .conftest import COMMAND_DEADLINE_S, Run, command_environment
@@ -76,6 +77,78 @@ def test_policy_of_one_request(ask: Run) -> None:
     assert gone.code == 1
     assert gone.err.count("\n") == 1
     assert "404" in gone.err
+
+
+def test_rules(ask: Run, clean_world: Path) -> None:
+    none = ask("rules", "list")
+    assert (none.code, none.out) == (0, "")
+    assert "no rules" in none.err
+    salt = "a-salt-that-nobody-may-see"
+    (clean_world / "salt").write_text(salt + "\n")
+    made = ask(
+        "rules", "set", "batch", "store=false", "max_offload_tokens=unlimited", "--order", "5", "--request", "batch-*",
+        "--lora", "?*", "--priority", "-3..5", "--prompt-tokens", "8192..", "--cache-salt-file", "salt", "--json",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    assert made.json == {
+        "name": "batch",
+        "order": 5,
+        "match": {
+            "request": "batch-*",
+            "lora": "?*",
+            "tenant": tenant_digest(salt),
+            "priority": {"min": -3, "max": 5},
+            "prompt_tokens": {"min": 8192, "max": None},
+        },
+        "policy": {"store": False, "max_offload_tokens": "unlimited"},
+    }
+    assert ask("rules", "show", "batch", "--json").json == made.json
+    shield = ask("rules", "set", "vip", "--order", "-1", "--prompt-tokens", "7")
+    assert re.search(r"^ *-1 +vip +prompt_tokens=7 +nothing$", shield.out.rstrip(), re.MULTILINE), shield.out
+    listed = ask("rules", "list")
+    assert listed.code == 0
+    assert listed.out.index("vip") < listed.out.index("batch")
+    assert "priority=-3..5" in listed.out
+    assert "prompt_tokens=8192.." in listed.out
+    assert salt not in listed.out
+    assert [rule["name"] for rule in ask("rules", "list", "--json").json["items"]] == ["vip", "batch"]
+    refused = ask("rules", "set", "bad name", "store=1")
+    assert refused.code == 1
+    assert "policy.store: " in refused.err
+    deleted = ask("rules", "delete", "batch", "--json")
+    assert (deleted.code, deleted.json) == (0, {"name": "batch", "deleted": True})
+    gone = ask("rules", "delete", "batch")
+    assert gone.code == 1
+    assert "404" in gone.err
+    assert ask("rules", "delete", "vip").out == "no rule vip any more\n"
+
+
+def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
+    words = [sys.executable, "-m", "app.cli", "events", "--type", "rule"]
+    environment = command_environment(URL=service.url, READ_TOKEN=READ)
+    for as_json in (False, True):
+        with subprocess.Popen(
+            [*words, "--json"] if as_json else words,
+            cwd=clean_world,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as watching:
+            assert watching.stdout is not None
+            lines = [watching.stdout.readline()]
+            assert "open" in lines[0]
+            assert ask("rules", "set", "told", "store=false").code == 0
+            assert ask("rules", "delete", "told").code == 0
+            lines += [watching.stdout.readline(), watching.stdout.readline()]
+            watching.send_signal(2)
+            _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
+        assert (watching.returncode, errors) == (0, "")
+        if as_json:
+            assert [json.loads(line)["type"] for line in lines] == ["open", "rule", "rule"]
+        else:
+            assert re.match(r"\d{4}-\d\d-\d\d \S+  rule +change=set rule=.*told", lines[1])
+            assert "change=removed" in lines[2]
 
 
 def test_what_the_server_refuses_is_one_line_with_the_field(ask: Run) -> None:
@@ -170,7 +243,9 @@ def free_port() -> int:
         ("reset",),
         ("policy", "show"),
         ("policy", "request", "clear", "x"),
+        ("rules", "list"),
         ("evictions",),
+        ("events",),
         ("config", "show"),
     ],
     ids=" ".join,
@@ -197,6 +272,10 @@ def test_nobody_there(words: tuple[str, ...], run: Run) -> None:
         (("policy", "set"), {}, "FIELD=VALUE"),
         (("policy", "set", "store"), {}, "'store' is not FIELD=VALUE"),
         (("policy", "set", "store=true", "store=false"), {}, "store is given twice"),
+        (("rules", "set", "r", "--priority", "high"), {}, "'high' is not a number or a span"),
+        (("rules", "set", "r", "--tenant", "a*", "--cache-salt-file", "/dev/null"), {}, "not both"),
+        (("rules", "set", "r", "--cache-salt-file", "/dev/null"), {}, "the file is empty"),
+        (("rules", "set", "r", "--cache-salt-file", "gone"), {}, "gone"),
         (("evictions", "--since", "yesterday"), {}, "'yesterday' is neither a time nor a span"),
         (("evictions", "--limit", "0"), {}, "--limit"),
         (("replay",), {}, "TRACE"),

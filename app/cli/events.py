@@ -1,0 +1,45 @@
+"""`kvferry events`: what the cache does, while it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from app.cli.console import ExitCode, complain, count, out, print_json_line, words
+from app.cli.remote import JsonOption, UrlOption, connect
+
+HIDDEN = ("type", "time", "blocks", "hashes")
+
+
+def events(
+    type_: Annotated[
+        list[str] | None, typer.Option("--type", metavar="NAME", help="Only these, such as evicted; may be repeated.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Show what the cache does and what operators change, one line an event, until Ctrl-C."""
+    with connect(url) as client:
+        try:
+            with closing(client.events(type_ or ())) as stream:
+                for event in stream:
+                    if as_json:
+                        print_json_line(event)
+                    else:
+                        out.print(_line(event), soft_wrap=True)
+        except KeyboardInterrupt:
+            return 0
+    complain("the server ended the stream")
+    return ExitCode.UNREACHABLE
+
+
+def _line(event: Mapping[str, Any]) -> Text:
+    """An event for people; hashes are for programs."""
+    time = words(event.get("time")).replace("T", " ").removesuffix("Z")
+    parts = [f"{count(event['blocks'])} blocks"] if "blocks" in event else []
+    parts += [f"{name}={words(value)}" for name, value in event.items() if name not in HIDDEN and value is not None]
+    return Text.assemble((f"{time}  ", "dim"), f"{words(event.get('type')):<10}", " ".join(parts))

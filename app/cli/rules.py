@@ -1,0 +1,151 @@
+"""`kvferry rules`: named policies for the requests that they match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.console import new_table, note, out, print_json, words
+from app.cli.policy import parse_fields
+from app.cli.remote import JsonOption, UrlOption, connect
+from core.keys import tenant_digest
+
+app = typer.Typer(no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME")]
+Fields = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FIELD=VALUE]...", help="Such as store=false priority=low; none shields from later rules."),
+]
+_SPAN = re.compile(r"(-?\d{1,16})?\.\.(-?\d{1,16})?|(-?\d{1,16})", re.ASCII)
+
+
+def _span(text: str | None) -> int | dict[str, int] | None:
+    """`5`, `5..`, `..9` or `5..9` as the API takes it."""
+    if text is None:
+        return None
+    match = _SPAN.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number or a span such as 8192.. or 1..100")
+    if match[3]:
+        return int(match[3])
+    return {name: int(end) for name, end in (("min", match[1]), ("max", match[2])) if end}
+
+
+@app.callback()
+def _group() -> None:
+    """Named policies for the requests that they match; the first rule that matches is the only one that counts."""
+
+
+@app.command("list")
+def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Show all rules, in the order in which they are tried."""
+    items: list[dict[str, Any]] = []
+    cursor: str | None = None
+    with connect(url) as client:
+        while True:
+            page = client.rules(limit=1000, cursor=cursor)
+            items += page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+    if as_json:
+        print_json({"items": items})
+    elif items:
+        _print_rules(items)
+    else:
+        note("no rules")
+    return 0
+
+
+@app.command("show")
+def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Show one rule."""
+    with connect(url) as client:
+        return _print_rule(client.rule(name), as_json)
+
+
+@app.command("set")
+def change(
+    name: Name,
+    fields: Fields = None,
+    order: Annotated[int, typer.Option(metavar="N", help="The lowest is tried first.")] = 0,
+    request: Annotated[str | None, typer.Option(metavar="GLOB", help="Only requests with ids like this.")] = None,
+    lora: Annotated[str | None, typer.Option(metavar="GLOB", help="Only with LoRAs like this; '?*' is any.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="GLOB", help="Only tenants with digests like this.")] = None,
+    cache_salt_file: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            metavar="FILE", help="Only the tenant of the cache salt in this file; - is stdin. Sent as digest."
+        ),
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only requests of this priority.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only prompts of this length.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Set a rule: what it matches, and the policy fields it settles. Replaces the one of this name."""
+    if cache_salt_file is not None:
+        if tenant is not None:
+            raise typer.BadParameter("give --tenant or --cache-salt-file, not both", param_hint="--cache-salt-file")
+        tenant = tenant_digest(_salt(cache_salt_file.read()))
+    given = {"request": request, "lora": lora, "tenant": tenant, "priority": priority, "prompt_tokens": prompt_tokens}
+    match = {condition: value for condition, value in given.items() if value is not None}
+    policy = parse_fields(fields or [])
+    with connect(url) as client:
+        return _print_rule(client.put_rule(name, order=order, match=match, policy=policy), as_json)
+
+
+@app.command("delete")
+def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
+    """Take a rule away."""
+    with connect(url) as client:
+        client.delete_rule(name)
+    if as_json:
+        print_json({"name": name, "deleted": True})
+    else:
+        out.print(f"no rule {name} any more")
+    return 0
+
+
+def _salt(text: str) -> str:
+    salt = text.removesuffix("\n").removesuffix("\r")
+    if not salt:
+        raise typer.BadParameter("the file is empty", param_hint="--cache-salt-file")
+    return salt
+
+
+def _print_rule(rule: Mapping[str, Any], as_json: bool) -> int:
+    if as_json:
+        print_json(rule)
+    else:
+        _print_rules([rule])
+    return 0
+
+
+def _print_rules(rules: Iterable[Mapping[str, Any]]) -> None:
+    table = new_table("order", "name", "match", "policy", right=("order",))
+    for rule in rules:
+        match = {name: _shown(value) for name, value in rule.get("match", {}).items() if value is not None}
+        table.add_row(words(rule.get("order")), words(rule.get("name")), _pairs(match) or "every request",
+                      _pairs(rule.get("policy", {})) or "nothing")  # fmt: skip
+    out.print(table)
+
+
+def _shown(value: Any) -> Any:
+    """A span the way it is given here."""
+    if not isinstance(value, Mapping):
+        return value
+    least, most = value.get("min"), value.get("max")
+    return str(least) if least == most else f"{'' if least is None else least}..{'' if most is None else most}"
+
+
+def _pairs(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={words(value)}" for name, value in fields.items())
