@@ -3,89 +3,41 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import socket
 import sqlite3
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from app.client import KVFerryClient
-from tests.api.serving import wait_until
+from tests.service.process import START_S, Served, serving
 
-from .conftest import Run, command_environment
+from .conftest import Run
 
-START_DEADLINE_S = 90
 TOKEN = "an-admin-token-of-this-test"
 
 
-@dataclass
-class Serving:
-    """A running `kvferry serve`, and what it has logged so far."""
-
-    process: subprocess.Popen[str]
-    lines: list[str]
-
-    @property
-    def url(self) -> str | None:
-        found = (re.search(r"serving on (http://\S+?)[:,;]? ", line + " ") for line in list(self.lines))
-        return next((match[1] for match in found if match), None)
+def serve(folder: Path) -> AbstractContextManager[Served]:
+    return serving(
+        folder,
+        admin_token=TOKEN,
+        device_blocks=64,
+        pool_bytes="64MiB",
+        # As Kubernetes injects it for a service called kvferry.
+        service_host="10.0.0.1",
+    )
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with start_serving(tmp_path_factory.mktemp("serve")) as serving:
-        yield serving
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("serve")) as served:
+        yield served
 
 
-@contextmanager
-def start_serving(folder: Path) -> Iterator[Serving]:
-    """`kvferry serve` as a process, up and serving until the block ends."""
-    settings = {
-        "PORT": "0",
-        "ADMIN_TOKEN": TOKEN,
-        "STATE_DIR": str(folder),
-        "DEVICE_BLOCKS": "64",
-        "POOL_BYTES": "64MiB",
-    }
-    environment = command_environment(**settings, SERVICE_HOST="10.0.0.1") | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "serve"], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    lines: list[str] = []
-    pipe = process.stderr
-    assert pipe is not None
-    reader = threading.Thread(target=_read, args=(pipe, lines))
-    reader.start()
-    serving = Serving(process, lines)
-    try:
-        wait_until(
-            lambda: serving.url is not None or process.poll() is not None,
-            f"serving: {lines}",
-            deadline_s=START_DEADLINE_S,
-        )
-        assert serving.url is not None, lines
-        yield serving
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        pipe.close()
-
-
-def _read(pipe: IO[str], lines: list[str]) -> None:
-    lines.extend(line.rstrip() for line in pipe)
-
-
-def test_a_replay_of_shared_prefixes_finds_them(serving: Serving, run: Run, clean_world: Path) -> None:
+def test_a_replay_of_shared_prefixes_finds_them(served: Served, run: Run, clean_world: Path) -> None:
     ids = [list(range(start, start + 20)) for start in (0, 100, 200, 300, 0, 100, 200, 300)]
     trace = clean_world / "trace.jsonl"
     trace.write_text(
@@ -94,8 +46,7 @@ def test_a_replay_of_shared_prefixes_finds_them(serving: Serving, run: Run, clea
             for hash_ids in ids
         )
     )
-    assert serving.url is not None
-    done = run("replay", str(trace), "--concurrency", "2", "--json", URL=serving.url, ADMIN_TOKEN=TOKEN)
+    done = run("replay", str(trace), "--concurrency", "2", "--json", URL=served.url, ADMIN_TOKEN=TOKEN)
     assert done.code == 0, done.err
     cache = done.json["cache"]
     assert cache["prompt_tokens"] == done.json["prompt_tokens"] == 8 * 320
@@ -104,8 +55,8 @@ def test_a_replay_of_shared_prefixes_finds_them(serving: Serving, run: Run, clea
     assert cache["stored_blocks"] > 0
 
 
-def test_a_completion_through_the_client(serving: Serving) -> None:
-    with KVFerryClient(serving.url, TOKEN) as client:
+def test_a_completion_through_the_client(served: Served) -> None:
+    with KVFerryClient(served.url, TOKEN) as client:
         (model,) = client.models()
         assert model["max_model_len"] > 0
         whole = client.complete([10, 20, 30], max_tokens=4, temperature=0, ignore_eos=True, return_token_ids=True)
@@ -117,8 +68,8 @@ def test_a_completion_through_the_client(serving: Serving) -> None:
     assert len(streamed) == 4
 
 
-def test_what_is_for_operators_is_in_the_log(serving: Serving) -> None:
-    log = "\n".join(serving.lines)
+def test_what_is_for_operators_is_in_the_log(served: Served) -> None:
+    log = served.log()
     assert log.count("enableServiceLinks: false") == 1
     assert TOKEN not in log
 
@@ -133,9 +84,9 @@ def test_a_port_that_is_taken_refuses_to_start(run: Run) -> None:
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
 def test_it_stops_when_told_to(told: signal.Signals, tmp_path: Path) -> None:
-    with start_serving(tmp_path) as serving:
-        serving.process.send_signal(told)
-        assert serving.process.wait(START_DEADLINE_S) == 0, serving.lines
+    with serve(tmp_path) as served:
+        served.process.send_signal(told)
+        assert served.process.wait(START_S) == 0, served.log()
     with sqlite3.connect(tmp_path / "kvferry.db") as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
     database.close()

@@ -19,6 +19,7 @@ import httpx
 
 from tests import waiting
 
+ROOT = Path(__file__).parents[2]
 START_S = 120.0
 WAIT_S = 60.0
 _URL = re.compile(r"serving on (http://\S+?):? ")
@@ -28,8 +29,8 @@ wait_until = partial(waiting.wait_until, deadline_s=WAIT_S)
 
 
 def environment(folder: Path, settings: dict[str, object]) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    env |= {"OMP_NUM_THREADS": "1", "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
     return env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
 
 
@@ -86,6 +87,8 @@ def serving(folder: Path, **settings: object) -> Iterator[Served]:
     with log_path.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "serve"],
+            # Nothing of the folder that tests are run in, such as its `.env`, may be found.
+            cwd=folder,
             env=environment(folder, settings),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -99,7 +102,9 @@ def serving(folder: Path, **settings: object) -> Iterator[Served]:
         )
         match = _URL.search(log_path.read_text())
         assert match is not None, f"exit code {process.poll()}:\n{log_path.read_text()}"
-        with httpx.Client(base_url=match[1], timeout=120.0) as http:
+        token = settings.get("admin_token")
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        with httpx.Client(base_url=match[1], headers=headers, timeout=120.0) as http:
             served = Served(process, log_path, match[1], http)
             wait_until(lambda: http.get("/readyz").status_code == 200, "ready")
             yield served
