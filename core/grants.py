@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,21 @@ class Pin:
     def empty() -> Pin:
         """A pin of nothing."""
         return Pin(NO_SLOTS, 0)
+
+
+class BlockState(StrEnum):
+    """What a block that can be found is under. One that is being loaded is pinned, too."""
+
+    READY = "ready"
+    PINNED = "pinned"
+    LOADING = "loading"
+
+
+class BlockHold(NamedTuple):
+    """What keeps a block from eviction now, and when an operator's pin ends, if there is one."""
+
+    state: BlockState
+    pinned_until_s: float | None
 
 
 class PinOutcome(Enum):

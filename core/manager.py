@@ -18,7 +18,7 @@ from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Orig
 from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
 from core.ghosts import Ghosts
-from core.grants import Offer, Pin, PinOutcome
+from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
 from core.index import KeyIndex
 from core.inventory import Inventory
 from core.keys import Key
@@ -326,7 +326,7 @@ class OffloadManager:
                 free=table.num_free,
                 ready=table.num_ready,
                 storing=table.num_storing,
-                loading=self._count_loading(),
+                loading=int(np.count_nonzero(table.is_ready(self._loading_slots()))),
                 pinned=table.num_ready - len(self.evictable),
                 unverified=0,
                 bytes=table.num_slots * table.slot_bytes,
@@ -338,6 +338,18 @@ class OffloadManager:
         with self.lock:
             slot = self.index.get(key) if key else None
             return None if slot is None else self.table.rows(np.array([slot]))
+
+    def holds(self, rows: SlotRows) -> list[BlockHold | None]:
+        """What each of these blocks is under now; None for one that has left the pool since the rows were copied."""
+        with self.lock:
+            slots = rows.slots
+            here = self.table.is_ready(slots) & (self.table.generations[slots] == rows.generations)
+            pinned = self.table.pins[slots] > 0
+            loading = np.isin(slots, self._loading_slots())
+            until_s = [self._operator_pins.until_s(key) for key in rows.keys]
+        states = np.where(loading, BlockState.LOADING, np.where(pinned, BlockState.PINNED, BlockState.READY))
+        columns = zip(here.tolist(), states.tolist(), until_s, strict=True)
+        return [BlockHold(BlockState(state), until) if there else None for there, state, until in columns]
 
     def drop_block(self, key: Key, now_s: float) -> bool:
         """Take one block out of the pool; False if it is not there."""
@@ -367,11 +379,6 @@ class OffloadManager:
                 self._unpin_key(key)
             return pinned
 
-    def pinned_until(self, key: Key) -> float | None:
-        """When an operator's pin of this key ends, or None."""
-        with self.lock:
-            return self._operator_pins.until_s(key)
-
     def expire_pins(self, now_s: float) -> None:
         """Let go of the operators' pins whose time is over, a bounded number a call."""
         with self.lock:
@@ -394,13 +401,10 @@ class OffloadManager:
         candidates = slots[self.table.pins[slots] == 0]
         self.evictable.touch(candidates)
 
-    def _count_loading(self) -> int:
-        """How many slots that can be found are under a load."""
+    def _loading_slots(self) -> Slots:
+        """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
         open_loads = [pin.slots for pin in self._loading.values() if pin.epoch == self.table.epoch]
-        if not open_loads:
-            return 0
-        slots = np.unique(np.concatenate(open_loads))
-        return int(np.count_nonzero(self.table.is_ready(slots)))
+        return np.unique(np.concatenate(open_loads)) if open_loads else NO_SLOTS
 
     def _pin(self, slots: Slots) -> None:
         pins = self.table.pins[slots]

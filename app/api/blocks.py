@@ -19,8 +19,9 @@ from app.api.policy_models import DEFAULT_TTL_S, Ttl
 from app.api.problems import Problem
 from app.api.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
-from core.grants import PinOutcome
+from core.grants import BlockState, PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of
+from core.manager import OffloadManager
 from core.slots import SlotState
 
 MAX_KEY_HEX = 512
@@ -45,7 +46,7 @@ class Block(BaseModel):
     group: int
     slot: int
     size: int
-    state: str = Field(examples=["ready"])
+    state: BlockState = Field(description="`ready`; `pinned` by a request or an operator; `loading` by a request")
     position: int
     request: str = Field(description="the request that stored it")
     tenant: str | None = Field(description="digest of that request's tenant")
@@ -83,8 +84,10 @@ class SlotMap(BaseModel):
     epoch: int
 
 
-def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any]]:
+def _rows_to_blocks(manager: OffloadManager, rows: SlotRows) -> list[dict[str, Any]]:
+    """The blocks of these rows, but for those that have left the pool by now."""
     columns = zip(
+        manager.holds(rows),
         rows.keys,
         rows.slots.tolist(),
         rows.sizes.tolist(),
@@ -104,7 +107,7 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
             "group": group_of(key),
             "slot": slot,
             "size": size,
-            "state": SlotState.READY.name.lower(),
+            "state": hold.state,
             "position": position,
             "request": origin.request_id,
             "tenant": origin.tenant,
@@ -114,10 +117,11 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
             "hits": hits,
             "epoch": epoch,
             "generation": generation,
-            "pinned_until": rfc3339_or_none(context.manager.pinned_until(key)),
+            "pinned_until": rfc3339_or_none(hold.pinned_until_s),
             "tiers": ["host"],
         }
-        for key, slot, size, position, origin, stored_s, hit_s, hits, epoch, generation in columns
+        for hold, key, slot, size, position, origin, stored_s, hit_s, hits, epoch, generation in columns
+        if hold is not None
     ]
 
 
@@ -144,9 +148,9 @@ def blocks_router(context: AdminContext) -> APIRouter:
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < limit:
-            # Rows found may be gone a moment later, when they are read: an answer that is short is not yet the end.
+            # Blocks found may be gone a moment later, when they are read: an answer that is short is not yet the end.
             rows = manager.inventory.list_blocks(start, limit - len(items))
-            items += _rows_to_blocks(context, rows)
+            items += _rows_to_blocks(manager, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
         return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
@@ -155,9 +159,10 @@ def blocks_router(context: AdminContext) -> APIRouter:
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 when the pool does not hold it."""
         rows = manager.find_block(_key_of(block_hash))
-        if rows is None:
+        blocks = [] if rows is None else _rows_to_blocks(manager, rows)
+        if not blocks:
             raise _unknown(block_hash)
-        return _rows_to_blocks(context, rows)[0]
+        return blocks[0]
 
     @router.delete("/blocks/{hash}", summary="Drop one block", status_code=204, dependencies=[EMERGENCY])
     def drop_block(block_hash: BlockHash) -> None:

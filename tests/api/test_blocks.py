@@ -44,6 +44,33 @@ def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> 
     assert (tail["hits"], tail["last_hit"]) == (0, None)
 
 
+def test_a_block_says_what_it_is_under(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("one", 96, seed=1))
+
+    def states(client: httpx.Client) -> list[str]:
+        listed = {item["hash"]: item["state"] for item in client.get(BLOCKS).json()["items"]}
+        one_by_one = [client.get(f"{BLOCKS}/{block}").json()["state"] for block in hashes]
+        assert [listed[block] for block in hashes] == one_by_one
+        return one_by_one
+
+    with fresh.client() as client:
+        assert states(client) == ["ready"] * 6
+        client.put(f"{BLOCKS}/{hashes[0]}/pin")
+        client.put(f"{BLOCKS}/{hashes[5]}/pin")
+        assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
+        fresh.engine.copies.shut()
+        two = fresh.engine.submit(LoopRequest("two", 80, seed=1))
+        wait_until(lambda: fresh.engine.copies.num_held == 1, "a load is in flight")
+        assert states(client) == [*["loading"] * 4, "ready", "pinned"]
+        pool = client.get("/admin/v1/stats").json()["pool"]
+        assert (pool["loading"], pool["pinned"], pool["ready"]) == (4, 5, 6)
+        fresh.engine.copies.open()
+        assert two.done.wait(20)
+        assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
+        client.delete(f"{BLOCKS}/{hashes[0]}/pin")
+        assert states(client) == [*["ready"] * 5, "pinned"]
+
+
 @pytest.mark.parametrize("limit", [1, 7, 1000])
 def test_pages_hold_each_block_once(fresh: Service, limit: int) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 96, seed=number) for number in range(5)))

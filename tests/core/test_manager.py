@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
-from core.grants import Pin, PinOutcome
+from core.grants import BlockState, Pin, PinOutcome
 from core.manager import OffloadManager
 from core.slots import SlotState
+from core.transfers import NO_SLOTS
 
 ANYONE = Origin("r")
 LOW, NORMAL, HIGH = 0, 1, 2
@@ -263,14 +264,39 @@ def test_an_operator_pin_does_not_outlive_a_reset() -> None:
     assert manager.pin_block(keys(0, 1)[0], 90.0, 61.0) is PinOutcome.PINNED
 
 
+def pinned_until(manager: OffloadManager, key: bytes) -> float | None:
+    rows = manager.find_block(key)
+    assert rows is not None
+    (hold,) = manager.holds(rows)
+    return None if hold is None else hold.pinned_until_s
+
+
 def test_a_pin_that_was_moved_ends_at_its_new_time() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
     for until_s in (50.0, 200.0):
         manager.pin_block(keys(0, 1)[0], until_s, 1.0)
     manager.expire_pins(60.0)
-    assert manager.pinned_until(keys(0, 1)[0]) == 200.0
+    assert pinned_until(manager, keys(0, 1)[0]) == 200.0
     assert manager.counts().pinned == 1
+
+
+def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 4))
+    rows = manager.inventory.list_blocks(0, 4)
+    loaded, pinned = (pin_prefix(manager, [key]) for key in keys(0, 2))
+    assert manager.begin_load(loaded, 1.0)
+    manager.drop_block(keys(2, 1)[0], 1.0)
+    store(manager, keys(9, 1))
+    states = {key: hold and hold.state for key, hold in zip(rows.keys, manager.holds(rows), strict=True)}
+    assert [states[key] for key in keys(0, 4)] == ["loading", "pinned", None, "ready"]
+    manager.end_load(loaded)
+    manager.release(pinned)
+    assert [hold and hold.state for hold in manager.holds(rows)].count(BlockState.READY) == 3
+    manager.reset(NO_SLOTS, 2.0)
+    store(manager, keys(0, 4))
+    assert manager.holds(rows) == [None] * 4
 
 
 def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
@@ -279,7 +305,7 @@ def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
     for number in range(5000):
         manager.pin_block(keys(0, 1)[0], 1000.0 + number, 1.0)
     assert len(manager._operator_pins) < 1000
-    assert manager.pinned_until(keys(0, 1)[0]) == 5999.0
+    assert pinned_until(manager, keys(0, 1)[0]) == 5999.0
 
 
 def test_burying_an_old_index_leaves_newer_ones_alone() -> None:
