@@ -21,6 +21,7 @@ class EngineRequest(Protocol):
 
     `aliases` are the other ids that a client may know it by, most exact first. `tenant` is already a digest.
     `block_hashes` is a live list with one chained hash for each full `hash_block_size` tokens, and grows with decode.
+    An engine that knows priorities has an integer `priority` besides, which policy rules may ask for.
     """
 
     @property

@@ -107,11 +107,6 @@ class RequestState:
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     store: StoreCounts = field(default_factory=StoreCounts)
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """The ids that an operator may know this request by, the exact one first."""
-        return (self.request.request_id, *self.request.aliases)
-
     def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
         """Of full slots `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""
         policy = self.policy.policy

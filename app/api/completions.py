@@ -72,6 +72,9 @@ class CompletionRequest(BaseModel):
     return_token_ids: bool = Field(default=False, description="give each choice its `token_ids`")
     cache_salt: str | None = Field(default=None, description="keep this tenant's cached blocks apart from all others'")
     kv_transfer_params: dict[str, Any] | None = Field(default=None, description="the request's own offload policy")
+    priority: int = Field(
+        default=0, ge=-(2**53), le=2**53, description="for policy rules; this engine serves in the order of arrival"
+    )
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -268,6 +271,7 @@ def _submit(
                 aliases=() if alone else (request_id,),
                 cache_salt=body.cache_salt,
                 kv_transfer_params=body.kv_transfer_params,
+                priority=body.priority,
             )
             streams.append(stream)
     except EngineStoppedError:

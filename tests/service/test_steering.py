@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
+from httpx_sse import connect_sse
 
 from tests.service.process import Served, serving, wait_until
 
@@ -97,3 +99,56 @@ def test_overrides_outlive_the_process_and_runtime_defaults_do_not(tmp_path_fact
         assert about["policy"]["store"] == {"value": False, "source": "override"}
         assert about["policy"]["max_offload_tokens"] == {"value": "unlimited", "source": "override"}
         assert second.get("/admin/v1/policy")["offload_prompt_only"] == {"value": True, "source": "default"}
+
+
+def test_a_rule_by_tenant_and_priority_settles_what_is_stored(served: Served) -> None:
+    salt = "a-salt-of-this-test"
+    match = {"cache_salt": salt, "priority": {"min": 5}, "prompt_tokens": {"max": 1000}}
+    made = served.http.post("/admin/v1/rules", json={"name": "paying", "match": match, "policy": {"store": False}})
+    assert made.status_code == 201, made.text
+    for number, name, priority, cache_salt in (
+        (3001, "matches", 5, salt),
+        (3002, "of-too-low-a-priority", 4, salt),
+        (3003, "of-another-tenant", 5, "another-salt"),
+        (3004, "of-no-tenant", 5, None),
+    ):
+        served.complete(prompt(number), name, max_tokens=2, priority=priority, cache_salt=cache_salt)
+        source = served.get(f"/admin/v1/requests/{name}")["policy"]["store"]["source"]
+        assert source == ("rule:paying" if name == "matches" else "default"), name
+    served.settle()
+    assert served.get("/admin/v1/requests/matches")["store"]["skipped"]["disabled"] == 8
+    assert served.get("/admin/v1/requests/of-no-tenant")["store"]["stored"] == 8
+    assert made.json()["match"]["tenant"] == served.get("/admin/v1/requests/matches")["tenant"]
+    assert salt not in served.log()
+    assert served.http.delete("/admin/v1/rules/paying").status_code == 204
+
+
+def test_events_tell_what_a_request_left_behind(served: Served) -> None:
+    with connect_sse(served.http, "GET", "/admin/v1/events", params={"type": ["stored", "finished"]}) as source:
+        events = (json.loads(event.data) for event in source.iter_sse())
+        assert next(events)["type"] == "open"
+        served.complete(prompt(3005), "watched", max_tokens=3, ignore_eos=True)
+        seen = {event["type"]: event for event in (next(events), next(events))}
+    assert seen["finished"]["request"] == seen["stored"]["request"] == "watched"
+    assert (seen["finished"]["num_prompt_tokens"], seen["finished"]["num_output_tokens"]) == (8 * BLOCK + 2, 3)
+    assert seen["stored"]["blocks"] == len(seen["stored"]["hashes"]) == 8
+    for block in seen["stored"]["hashes"]:
+        assert served.get(f"/admin/v1/blocks/{block}")["request"] == "watched"
+
+
+def test_rules_outlive_the_process_and_its_database(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("ruled")
+    with serving(folder) as first:
+        rule = first.http.put("/admin/v1/rules/kept", json={"order": 3, "policy": {"load": False}}).json()
+        first.http.put("/admin/v1/requests/kept/policy", json={"store": False})
+        for name in ("kvferry.db", "kvferry.db-wal", "kvferry.db-shm"):
+            (folder / name).unlink()
+        wait_until(lambda: first.http.get("/readyz").status_code == 503, "it is noticed")
+        wait_until(lambda: first.http.get("/readyz").status_code == 200, "another database is in use")
+        first.process.kill()
+        first.process.wait()
+    with serving(folder) as second:
+        assert second.get("/admin/v1/rules")["items"] == [rule]
+        assert "1 overrides and 1 rules of an earlier process hold" in second.log()
+        second.complete(prompt(1), "any", max_tokens=2)
+        assert second.get("/admin/v1/requests/any")["policy"]["load"] == {"value": False, "source": "rule:kept"}

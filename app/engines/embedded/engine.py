@@ -139,6 +139,7 @@ class EmbeddedEngine:
         aliases: Sequence[str] = (),
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> RequestStream:
         """Queue a request; its answer comes out of the stream. Call in the event loop that will read it.
 
@@ -160,6 +161,7 @@ class EmbeddedEngine:
                 aliases=aliases if unique_id == wanted_id else (wanted_id, *aliases),
                 cache_salt=cache_salt,
                 kv_transfer_params=kv_transfer_params,
+                priority=priority,
             )
             with self._live_lock:
                 self._live[unique_id] = request

@@ -78,12 +78,14 @@ class Request:
         aliases: Sequence[str] = (),
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.aliases = tuple(aliases)
         self.tenant = tenant_digest(cache_salt)
         self.lora: str | None = None
         self.kv_transfer_params = kv_transfer_params
+        self.priority = priority
         self.sampling = sampling
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
