@@ -44,11 +44,15 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class GroupProgress:
-    """A request's slots in one group: their keys, and how many from the start have their answer, which stands."""
+    """A request's slots in one group: their keys, and how many from the start have their answer, which stands.
+
+    In lazy mode the verdict on the first `kept` slots is noted at the device blocks that the request has now.
+    """
 
     group: Group
     keys: list[Key] = field(default_factory=list)
     answered: int = 0
+    kept: int = 0
     refused_at: int | None = None
 
     def extend_keys(self, block_hashes: Sequence[bytes], num_slots: int) -> int:

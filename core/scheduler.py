@@ -239,6 +239,8 @@ class OffloadScheduler:
             state.phase = RequestPhase.WAITING
             state.block_ids = ()
             state.num_blocks = 0
+            for progress in state.groups:
+                progress.kept = 0
             state.num_computed_tokens = 0
             state.misses_noted = False
 

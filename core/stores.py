@@ -77,7 +77,7 @@ class StoreSide:
 
     def has_unanswered(self, state: RequestState) -> bool:
         """Whether full slots of a request have no answer yet."""
-        return any(self._count_full(state, progress) > progress.answered for progress in state.groups)
+        return any(self._count_full(state, each) > self._first_open(each) for each in state.groups)
 
     def offer_step(self, state: RequestState) -> None:
         """Offer what has filled, in bounds. What found no space waits until some was freed."""
@@ -101,10 +101,17 @@ class StoreSide:
         group = progress.group
         table = state.block_ids[group.index] if state.block_ids else ()
         full = min(state.num_computed_tokens // group.slot_tokens, len(table) // group.slot_blocks)
-        return progress.extend_keys(state.request.block_hashes, full) if full > progress.answered else full
+        return progress.extend_keys(state.request.block_hashes, full) if full > self._first_open(progress) else full
+
+    def _first_open(self, progress: GroupProgress) -> int:
+        """The first slot of a group that something is still to be decided about."""
+        return progress.answered if self.keep is None else min(progress.answered, progress.kept)
 
     def _offer(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         full = self._count_full(state, progress)
+        if self.keep is not None and full > progress.kept:
+            first, progress.kept = progress.kept, full if limit is None else min(full, progress.kept + limit)
+            self.keep(state, progress, first, state.split_storable(progress.group, first, progress.kept)[0])
         if full <= progress.answered:
             return
         # What the group's layers will not look at any more is neither offered nor counted.
@@ -114,7 +121,6 @@ class StoreSide:
         stop = end if limit is None else min(end, progress.answered + limit)
         progress.refused_at = None
         if self.keep is not None:
-            self.keep(state, progress, progress.answered, stop)
             progress.answered = stop
         room = True
         while room and progress.answered < stop:

@@ -123,6 +123,23 @@ def test_device_and_pool_together_hold_more_than_an_eager_pool_that_copies_the_d
     assert recomputed[StoreMode.LAZY] < recomputed[StoreMode.EAGER] / 2
 
 
+def test_what_a_preempted_request_computes_again_in_other_blocks_is_offered_when_those_leave() -> None:
+    engine = lazy_engine(64, 32, watermark=8)
+    engine.add(request("r", 5, max_tokens=40))
+    engine.step(copy=True)
+    engine.preempt(engine.requests["r"])
+    engine.cached.clear()
+    engine.hash_of.clear()
+    engine.step(copy=True)
+    engine.finish(engine.requests["r"])
+    for number in range(1, 9):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    answer(engine, "again", 5)
+    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert engine.offload.find_request("r", engine.now_s).store.stored == 5
+    engine.check()
+
+
 @pytest.mark.parametrize("first_mode", list(StoreMode))
 def test_the_mode_can_change_under_way(first_mode: StoreMode) -> None:
     engine = ToyEngine(64, 16, store_mode=first_mode, watermark_blocks=8)
