@@ -100,8 +100,8 @@ def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None
     engine.add(held)
     engine.step(copy=True)
     for block_hash in cold.block_hashes:
-        engine.hash_of.pop(engine.cached.pop(block_hash), None)
-    engine.offload.set_store_mode(StoreMode.LAZY)
+        engine.device.forget(engine.device.cached[0, block_hash])
+    engine.set_mode(StoreMode.LAZY)
     engine.add(request("new", 5, first=2000))
     for _ in range(4):
         engine.step(copy=True)
@@ -128,8 +128,7 @@ def test_what_a_preempted_request_computes_again_in_other_blocks_is_offered_when
     engine.add(request("r", 5, max_tokens=40))
     engine.step(copy=True)
     engine.preempt(engine.requests["r"])
-    engine.cached.clear()
-    engine.hash_of.clear()
+    engine.device.forget_all()
     engine.step(copy=True)
     engine.finish(engine.requests["r"])
     for number in range(1, 9):
@@ -147,12 +146,12 @@ def test_the_mode_can_change_under_way(first_mode: StoreMode) -> None:
     for number, mode in enumerate(modes):
         engine.add(request(f"r{number}", 5, first=1000 * number, max_tokens=3))
         engine.step(budget=8)
-        engine.offload.set_store_mode(mode)
+        engine.set_mode(mode)
         assert engine.offload.store_mode is mode
         engine.run()
         engine.check()
     engine.check_idle()
-    engine.offload.set_store_mode(StoreMode.EAGER)
+    engine.set_mode(StoreMode.EAGER)
     for number in range(100, 104):
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert engine.offload.snapshot().store.stored >= 5 * (len(modes) + 4) - 16

@@ -27,8 +27,7 @@ def request(name: str, blocks: int, *, extra: int = 1, first: int = 0, max_token
 
 def turn_over(engine: ToyEngine) -> None:
     """Make the device forget every cached block."""
-    engine.cached.clear()
-    engine.hash_of.clear()
+    engine.device.forget_all()
 
 
 def store_and_turn_over(engine: ToyEngine) -> None:
@@ -255,18 +254,14 @@ def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> N
     engine.add(second)
     engine.step()
     assert second.state == "loading"
-    plan = engine.offload.plan_step([StepProgress("second", (second.block_ids,), second.num_tokens)], engine.now_s)
+    plan = engine.offload.plan_step([StepProgress("second", second.tables, second.num_tokens)], engine.now_s)
     assert not plan
 
 
 def test_a_failed_step_stores_nothing_of_its_requests(engine: ToyEngine) -> None:
-    victim = request("r", 5)
-    engine.add(victim)
-    engine.admit(victim)
-    plan = engine.offload.plan_step([StepProgress("r", (victim.block_ids,), 8)], engine.now_s)
-    engine.offload.on_step_failed(["r"], 1.0)
-    engine.offload.on_transfers_finished([TransferResult(plan.stores[0].job_id, error="the step failed")], 1.0)
-    engine.finish(victim)
+    engine.add(request("r", 5))
+    engine.fail_step(budget=8)
+    assert not engine.requests
     store = engine.offload.snapshot().store
     assert (store.offered, store.failed, store.stored) == (2, 2, 0)
     engine.check_idle()
@@ -277,24 +272,22 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
     engine.add(request("stored", 3, first=700))
     engine.run()
     victim = request("r", 5, max_tokens=50)
-    engine.add(victim)
     if emitted:
+        engine.add(victim)
         plan = engine.step()
     else:
-        # Offered by the final offers of a request that has finished, and not yet part of any plan.
+        # Offered when it finishes, since the device had it all, and not yet part of any plan.
+        engine.add(request("before", 5, kv_transfer_params={"store": False}))
+        engine.run()
+        engine.add(victim)
         engine.admit(victim)
-        engine.offload.commit("r", (victim.block_ids,), 0, 1.0)
-        engine.offload.plan_step([], 1.0)
-        state = engine.offload._requests.get("r")
-        state.num_computed_tokens, state.phase = 20, type(state.phase)("running")
-        engine._compute(victim, 20)
         engine.finish(victim)
-    ticket = engine.offload.reset(engine.now_s)
+    ticket = engine.reset()
     assert (ticket.epoch, ticket.dropped_blocks) == (1, 3)
     assert engine.offload.snapshot().pool.storing == 5
     if not emitted:
         plan = engine.offload.plan_step([], 1.0)
-        engine.jobs[plan.stores[0].job_id] = plan.stores[0]
+        engine.submit(plan)
     else:
         assert engine.offload.open_jobs(ticket.job_ids) == 1
     engine.end_job(plan.stores[0].job_id)
@@ -307,7 +300,7 @@ def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -
     store_and_turn_over(engine)
     engine.add(request("second", 5))
     plan = engine.step()
-    engine.offload.reset(engine.now_s)
+    engine.reset()
     assert engine.offload.snapshot().pool.storing == 5, "slots under a copy are not given out"
     engine.end_job(plan.loads[0].job_id)
     engine.run()
@@ -316,15 +309,24 @@ def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -
     engine.check_idle()
 
 
+def reset_before_commit(engine: ToyEngine) -> None:
+    """Have the next hit voided between `match` and `commit`."""
+
+    def reset_once(num_tokens: int) -> int:
+        engine.take_hit = lambda num_tokens: num_tokens
+        engine.reset()
+        return num_tokens
+
+    engine.take_hit = reset_once
+
+
 def test_a_hit_voided_by_a_reset_before_commit_is_a_failed_load(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
-    assert engine.offload.match("second", 0, 1.0) == Hit(20)
-    engine.offload.reset(engine.now_s)
-    second.block_ids = engine._allocate(6)
-    engine.offload.commit("second", (second.block_ids,), 20, 1.0)
-    second.state = "loading"
+    reset_before_commit(engine)
+    assert engine.admit(second)
+    assert second.num_loading == 20
     assert engine.offload.has_open_work()
     engine.deliver([])
     assert second.state == "waiting"
@@ -339,7 +341,7 @@ def test_a_reset_by_match_takes_what_matches_and_nothing_else(engine: ToyEngine)
     engine.add(request("a2", 2, first=900, tenant="aaaa"))
     engine.add(request("b2", 2, first=1300, tenant="bbbb"))
     plan = engine.step()
-    ticket = engine.offload.reset(engine.now_s, OriginMatch(tenant="a*", request="*"))
+    ticket = engine.reset(OriginMatch(tenant="a*", request="*"))
     assert (ticket.dropped_blocks, ticket.job_ids) == (3, (plan.stores[0].job_id,))
     engine.run()
     left = set(engine.manager.inventory.list_blocks(0, 100).keys)
@@ -352,8 +354,6 @@ def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
     engine = ToyEngine(64, 64, num_workers=3)
     engine.add(request("r", 5))
     job = engine.step().stores[0]
-    for slot, block_id in zip(slots_of(job), blocks_of(job), strict=True):
-        engine.host[slot] = engine.values[block_id]
     for result in (TransferResult(job.job_id, 0), TransferResult(job.job_id, 0), TransferResult(job.job_id, 7)):
         engine.deliver([result])
     assert engine.offload.snapshot().store.in_flight == 5, "late, repeated and unknown reports are harmless"
@@ -386,7 +386,7 @@ def test_nothing_of_a_forgotten_request_is_stored_when_its_id_comes_again() -> N
     engine.add(forgotten)
     plan = engine.step()
     assert plan.stores[0].num_blocks == 4, "two blocks found no space, and would be offered again at the end"
-    engine.values = [13] * len(engine.values)
+    engine.device.spoil(range(64))
     engine.offload.on_new_request(request("r", 1, first=900), engine.now_s)
     assert engine.offload.snapshot().store.offered == 4
     assert not engine.offload.plan_step([], engine.now_s).stores
@@ -516,7 +516,7 @@ def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
 
 def run_with(engine: ToyEngine, budget: int) -> None:
     for _ in range(500):
-        if not engine.requests and not engine.jobs and not engine.offload.has_open_work():
+        if engine.is_idle():
             return
         engine.step(budget, copy=True)
     raise AssertionError("not done")
@@ -574,10 +574,11 @@ def test_nothing_that_a_failed_step_had_decided_is_published(engine: ToyEngine) 
         engine.add(one)
         engine.admit(one)
     second.block_hashes.append(None)
-    progress = [StepProgress("first", (first.block_ids,), 13), StepProgress("second", ([*second.block_ids, 60],), 17)]
+    progress = [StepProgress("first", first.tables, 13), StepProgress("second", ([*second.tables[0], 60],), 17)]
     with pytest.raises(TypeError):
         engine.offload.plan_step(progress, engine.now_s)
     engine.offload.on_step_failed(["first", "second"], 1.0)
+    engine.ledger.step_failed([first, second])
     for one in (first, second):
         engine.finish(one)
     assert not engine.offload.plan_step([], engine.now_s).stores
@@ -596,8 +597,9 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
     victim = request("victim", 3, first=500)
     engine.add(victim)
     engine.admit(victim)
-    assert not engine.offload.plan_step([StepProgress("victim", (victim.block_ids,), 13)], 1.0)
+    assert not engine.offload.plan_step([StepProgress("victim", victim.tables, 13)], 1.0)
     engine.offload.on_step_failed(["victim"], 1.0)
+    engine.ledger.step_failed([victim])
     for key in held:
         engine.manager.unpin_block(key)
     engine.finish(victim)
@@ -605,14 +607,9 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
 
 
 def test_a_failed_step_is_no_measurement_and_no_prefill(engine: ToyEngine) -> None:
-    victim = request("victim", 10)
-    engine.add(victim)
-    engine.admit(victim)
-    plan = engine.offload.plan_step([StepProgress("victim", (victim.block_ids,), 41)], 10.0)
-    engine.offload.on_step_failed(["victim"], 1.0)
-    engine.offload.on_transfers_finished([TransferResult(job.job_id, error="x") for job in plan.stores], 10.0)
-    engine.finish(victim)
-    engine.offload.plan_step([], 10.0001)
+    engine.add(request("victim", 10))
+    engine.fail_step(budget=100)
+    engine.offload.plan_step([], engine.now_s + 0.0001)
     assert len(engine.offload.choice.tokens_rate) == 0
     assert engine.offload.snapshot().prompt_tokens.total == 0
 
@@ -632,7 +629,7 @@ def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
 def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: ToyEngine, whole: bool) -> None:
     engine.add(request("first", 10, max_tokens=30, tenant="t"))
     engine.step(budget=100)
-    engine.offload.reset(engine.now_s, None if whole else OriginMatch(tenant="t"))
+    engine.reset(None if whole else OriginMatch(tenant="t"))
     engine.add(request("second", 10, max_tokens=30, tenant="u"))
     engine.step(budget=100)
     assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0
@@ -677,10 +674,8 @@ def test_a_lost_load_is_told_to_nobody_who_came_after(engine: ToyEngine) -> None
     store_and_turn_over(engine)
     second = request("second", 5)
     engine.add(second)
-    assert engine.offload.match("second", 0, 1.0) == Hit(20)
-    engine.offload.reset(engine.now_s)
-    second.block_ids = engine._allocate(6)
-    engine.offload.commit("second", (second.block_ids,), 20, 1.0)
+    reset_before_commit(engine)
+    assert engine.admit(second)
     engine.finish(second)
     engine.add(request("second", 5))
     engine.deliver([])
@@ -697,9 +692,9 @@ def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() 
     engine.manager.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
-    engine.offload.reset(engine.now_s, OriginMatch(tenant="t"))
+    engine.reset(OriginMatch(tenant="t"))
     plan = engine.offload.plan_step([], engine.now_s)
-    engine.jobs[plan.stores[0].job_id] = plan.stores[0]
+    engine.submit(plan)
     engine.end_job(plan.stores[0].job_id)
     assert engine.offload.snapshot().pool.ready == 0
     engine.check_idle()
@@ -711,10 +706,10 @@ def test_a_device_block_can_be_stored_again_for_another_key(engine: ToyEngine) -
     engine.run()
     second = request("second", 3, first=700)
     engine.add(second)
-    second.block_ids = [0, 1, 2, 3]
-    engine.hold(second.block_ids)
+    second.tables = [[0, 1, 2, 3]]
+    engine.device.keep(second.tables[0])
     engine.offload.match("second", 0, 1.0)
-    engine.offload.commit("second", (second.block_ids,), 0, 1.0)
+    engine.offload.commit("second", second.tables, 0, 1.0)
     second.state = "running"
     engine.step()
     assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0

@@ -1,0 +1,168 @@
+"""What must hold at any moment: identities, every slot in one place, every pin and hold with an owner, right bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.slots import SlotState
+from core.stats import Snapshot
+from core.transfers import StepPlan
+from tests.core.toy_copies import blocks_of
+
+if TYPE_CHECKING:
+    from tests.core.toy_engine import ToyEngine
+
+def check_plan(plan: StepPlan) -> None:
+    """A plan names a device block at most once."""
+    named = [block_id for job in (*plan.loads, *plan.stores) for block_id in blocks_of(job)]
+    assert len(named) == len(set(named)), "a plan names a device block twice"
+
+
+def check(engine: ToyEngine) -> None:
+    """All of it."""
+    snapshot = engine.offload.snapshot()
+    _check_counts(engine, snapshot)
+    _check_sums(engine, snapshot)
+    _check_slots(engine)
+    _check_pins(engine)
+    _check_holds(engine)
+    _check_bytes(engine)
+    _check_disowned(engine)
+
+
+def _check_counts(engine: ToyEngine, snapshot: Snapshot) -> None:
+    store, pool, prompt, load = snapshot.store, snapshot.pool, snapshot.prompt_tokens, snapshot.load
+    assert store.offered == store.stored + sum(store.skipped.values()) + store.failed + store.in_flight
+    assert prompt.total == prompt.device_hit + prompt.host_hit + sum(prompt.tier_hit.values()) + prompt.recomputed
+    assert pool.slots == pool.free + pool.ready + pool.storing
+    for counts in (store, pool, prompt, load, snapshot.requests, snapshot.evictions):
+        for name in counts.__slots__:
+            value = getattr(counts, name)
+            assert isinstance(value, (str, dict)) or value >= 0, f"{name} is {value}"
+    assert min(store.skipped.values()) >= 0
+    assert pool.loading <= pool.ready
+    assert pool.pinned <= pool.ready
+    assert snapshot.evictions.total == sum(snapshot.evictions.by_reason.values())
+    assert snapshot.evictions.regretted <= snapshot.evictions.total
+
+
+def _check_sums(engine: ToyEngine, snapshot: Snapshot) -> None:
+    """Per request, per job and in total it is the same."""
+    ledger, requests = engine.ledger, snapshot.requests
+    assert (requests.seen, requests.running) == (ledger.num_seen, len(engine.requests))
+    assert (requests.finished, requests.preempted) == (ledger.num_finished, ledger.num_preempted)
+    assert requests.waiting_for_load == sum(r.state == "loading" for r in engine.requests.values())
+    total, prompt = ledger.sum_up()
+    total.seconds = snapshot.store.seconds
+    assert total == snapshot.store, f"requests sum up to {total}, in total it is {snapshot.store}"
+    assert prompt == snapshot.prompt_tokens, f"requests sum up to {prompt}, in total it is {snapshot.prompt_tokens}"
+    assert abs(snapshot.store.seconds - ledger.seconds["store"]) < 1e-6, "a store takes as long as its slowest worker"
+    assert abs(snapshot.load.seconds - ledger.seconds["load"]) < 1e-6, "a load takes as long as its slowest worker"
+    block_bytes = {group.spec.block_bytes for group in engine.groups}
+    if len(block_bytes) == 1:
+        (size,) = block_bytes
+        assert snapshot.store.bytes == snapshot.store.stored * size
+        assert snapshot.load.bytes == snapshot.load.blocks * size * engine.num_workers
+
+
+def _check_slots(engine: ToyEngine) -> None:
+    """Every slot is in one place: free, under one kind of transfer, or ready, and a candidate unless pinned."""
+    manager, offload = engine.manager, engine.offload
+    table = manager.table
+    states = table.current_states(0, table.num_slots)
+    ready = states == SlotState.READY
+    assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
+    assert len(manager.evictable) == np.count_nonzero(ready & (table.pins == 0))
+    loads_on = np.zeros_like(table.pins)
+    for pin in manager._loading.values():
+        loads_on[pin.slots] += 1
+    assert (loads_on <= table.pins).all(), "a slot under a load may be given out"
+    assert manager._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
+    free = set(table._returned[: table._num_returned].tolist())
+    assert len(free) == table._num_returned, "a slot is free twice"
+    free.update((np.flatnonzero(states[table._frontier :] != SlotState.HELD) + table._frontier).tolist())
+    assert len(free) == table.num_free, "a slot was lost, or is free twice"
+    assert not free.intersection(np.flatnonzero(ready).tolist()), "a ready slot is free"
+    stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
+    stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
+    loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
+    under_stores = set(stores)
+    assert len(stores) == len(under_stores), "a slot is under two stores"
+    assert under_stores.isdisjoint(loads), "a slot is stored and loaded at once"
+    assert free.isdisjoint(under_stores), "a slot under a store is free"
+    assert free.isdisjoint(loads), "a slot under a load is free"
+
+
+def _check_pins(engine: ToyEngine) -> None:
+    """No pin without an owner, and no owner without its pin."""
+    manager, epoch = engine.manager, engine.manager.epoch
+    owned = [0] * manager.num_slots
+    num_hit = 0
+    pins = [record.state.pin for record in engine.ledger.live.values() if record.state.pin is not None]
+    num_hit = sum(map(len, pins))
+    assert engine.offload._loads._num_pinned == num_hit
+    for pin in (*pins, *(job.pin for job in engine.offload._jobs if job.pin is not None)):
+        if pin.epoch == epoch:
+            for slot in pin.slots.tolist():
+                owned[slot] += 1
+    for key in manager._operator_pins._until_s:
+        slot = manager.index.get(key)
+        assert slot is not None, "an operator pins what is not there"
+        owned[slot] += 1
+    ready = manager.table.is_ready(np.arange(manager.num_slots))
+    if manager._lingering:
+        ready[list(manager._lingering)] = True
+    assert not np.array(owned)[~ready].any(), "a slot is pinned that holds no block"
+    assert (manager.table.pins[ready] == np.array(owned)[ready]).all(), "a pin without an owner, or the reverse"
+
+
+def _check_holds(engine: ToyEngine) -> None:
+    """Device blocks are held for the jobs that are open or decided, and for nothing else."""
+    held = [0] * len(engine.device.held)
+    for job in engine.offload._jobs:
+        for block_id in blocks_of(job.job):
+            held[block_id] += 1
+    for part in engine.offload._stores._parts:
+        for block_id in part.block_ids:
+            held[block_id] += 1
+    assert engine.device.held == held, "a device block is held for nobody, or not held for a job"
+
+
+def _check_bytes(engine: ToyEngine) -> None:
+    """Everything that can be found was allowed to be stored, and holds the right values on every rank."""
+    truth, grants, hosts = engine.truth, engine.ledger.grants, engine.copies.host
+    for shard in engine.manager.index.shards():
+        for key, slot in shard.items():
+            assert key in grants, "something was stored that no policy ever allowed"
+            values = truth.of(key)
+            for host in hosts:
+                assert host[slot][: len(values)] == values, f"slot {slot} can be found and holds something else"
+
+
+def _check_disowned(engine: ToyEngine) -> None:
+    """What a reset met under way is never published."""
+    disowned, table = engine.ledger.disowned, engine.manager.table
+    for slot, generation in list(disowned.items()):
+        if table.generations[slot] != generation:
+            del disowned[slot]
+        else:
+            assert not table.is_ready(np.array([slot]))[0], "what was under way at a reset was published"
+
+
+def check_idle(engine: ToyEngine) -> None:
+    """Nothing is left: no pin, hold, job, nothing in flight, nobody waiting."""
+    snapshot, device = engine.offload.snapshot(), engine.device
+    assert snapshot.open_jobs == 0
+    assert (snapshot.store.in_flight, snapshot.load.in_flight) == (0, 0)
+    assert (snapshot.pool.storing, snapshot.pool.loading, snapshot.pool.pinned) == (0, 0, 0)
+    assert (snapshot.requests.running, snapshot.requests.waiting_for_load) == (0, 0)
+    assert not any(device.refs)
+    assert not any(device.held)
+    assert len(device.free) == device.num_usable
+    assert not engine.offload._loads._leaders
+    assert not engine.offload._stores._storing
+    assert engine.offload._loads._bytes_in_flight == 0
+    table = engine.manager.table
+    assert not table.pins[table.is_ready(np.arange(table.num_slots))].any()

@@ -1,0 +1,118 @@
+"""A toy engine's device: one pool of blocks for all groups, a cache of what is free again, values for bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class Junk:
+    """Numbers that no block should hold, never the same twice."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last -= 1
+        return self._last
+
+
+class ToyDevice:
+    """A `DeviceView`. Every rank has the same blocks, with bytes of its own: `values[rank][block]`.
+
+    `refs` counts everyone who keeps a block, `held` only what the offload scheduler keeps. Free blocks are given out
+    in the order in which they became free, and are found by their hash until then.
+    """
+
+    def __init__(self, num_blocks: int, num_ranks: int, null_block: int) -> None:
+        self.null_block = null_block
+        self.junk = Junk()
+        self.refs = [0] * num_blocks
+        self.held = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(b for b in range(num_blocks) if b != null_block)
+        self.cached: dict[tuple[int, bytes], int] = {}
+        self.names: dict[int, tuple[int, bytes]] = {}
+        self.values = [[self.junk.next() for _ in range(num_blocks)] for _ in range(num_ranks)]
+        self.num_usable = len(self.free)
+
+    # --- what the offload scheduler asks ----------------------------------------------------------------------------
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            assert block_id != self.null_block, "a placeholder is held"
+            self.held[block_id] += 1
+        self.keep(block_ids)
+
+    def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
+        for block_id in block_ids:
+            self.held[block_id] -= 1
+            assert self.held[block_id] >= 0, "released more often than held"
+        self.drop(block_ids)
+        for block_id in block_ids if reuse_first else ():
+            if block_id in self.free:
+                self.free.move_to_end(block_id, last=False)
+
+    def free_blocks(self, after: int | None) -> Iterator[int] | None:
+        if after is not None and after not in self.free:
+            return None
+        queue = list(self.free)
+        return iter(queue if after is None else queue[queue.index(after) + 1 :])
+
+    def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
+        return [name[1] if (name := self.names.get(block_id)) else None for block_id in block_ids]
+
+    def resident(self, keys: Sequence[bytes]) -> list[bool]:
+        return [(key[-1], key[:-1]) in self.cached for key in keys]
+
+    # --- what its engine does ---------------------------------------------------------------------------------------
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        for block_id in self._real(block_ids):
+            self.refs[block_id] += 1
+            self.free.pop(block_id, None)
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        for block_id in self._real(block_ids):
+            self.refs[block_id] -= 1
+            assert self.refs[block_id] >= 0, "a block was given back too often"
+            if self.refs[block_id] == 0:
+                self.free[block_id] = None
+
+    def take(self, count: int) -> list[int]:
+        """The blocks that were free for longest, kept once; what they held is gone."""
+        taken = []
+        for _ in range(count):
+            block_id, _ = self.free.popitem(last=False)
+            self.forget(block_id)
+            self.spoil([block_id])
+            self.refs[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def cache(self, group: int, block_hash: bytes, block_id: int) -> None:
+        """Let a block be found; the first of a hash wins, and a block has one name."""
+        name = (group, block_hash)
+        if block_id != self.null_block and block_id not in self.names and name not in self.cached:
+            self.cached[name] = block_id
+            self.names[block_id] = name
+
+    def forget(self, block_id: int) -> None:
+        """Let a block be found no more."""
+        name = self.names.pop(block_id, None)
+        if name is not None:
+            del self.cached[name]
+
+    def forget_all(self) -> None:
+        """Let nothing be found."""
+        self.cached.clear()
+        self.names.clear()
+
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """Have blocks hold nothing that makes sense, on every rank."""
+        for block_id in self._real(block_ids):
+            for values in self.values:
+                values[block_id] = self.junk.next()
+
+    def _real(self, block_ids: Iterable[int]) -> Iterator[int]:
+        null_block = self.null_block
+        return (block_id for block_id in block_ids if block_id != null_block)

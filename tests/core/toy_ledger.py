@@ -1,0 +1,308 @@
+"""What a toy engine remembers of what it asked of core and what it was told, to hold the one against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core.engine import StoreMode
+from core.groups import GroupKind
+from core.origins import OriginMatch
+from core.rates import LoadDecision
+from core.requests import RequestState
+from core.scheduler import Hit, Later, MatchResult, ResetTicket
+from core.stats import PromptTokens, StoreCounts
+from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
+from tests.core.toy_compute import Chunk
+from tests.core.toy_oracle import PolicyOracle, key_of, longest_hit, matches
+from tests.core.toy_tokens import ToyRequest
+
+if TYPE_CHECKING:
+    from tests.core.toy_engine import ToyEngine
+
+PATIENCE_S = 1.0
+
+
+@dataclass
+class Record:
+    """One announced request. `told` are the tokens that core knows to be computed, None while it may not offer any."""
+
+    request: ToyRequest
+    state: RequestState
+    full: list[int]
+    granted: list[int]
+    told: int | None = None
+    was_preempted: bool = False
+    was_admitted: bool = False
+    failed: bool = False
+    waits_until_s: float | None = None
+
+
+@dataclass
+class JobNote:
+    """One planned job, and who has reported it."""
+
+    job: TransferJob
+    seconds: float = 0.0
+    reported: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """Called by the engine around what it does; every method either notes something or fails an assertion."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self._engine = engine
+        self._groups = engine.groups
+        self._events = engine.events
+        self.policies = PolicyOracle(engine.policies.settings)
+        self.live: dict[str, Record] = {}
+        self.ended: list[Record] = []
+        self._settled = (StoreCounts(), PromptTokens())
+        self.num_seen = self.num_finished = self.num_preempted = 0
+        self.grants: set[bytes] = set()
+        self.jobs: dict[int, JobNote] = {}
+        self.seconds = {"store": 0.0, "load": 0.0}
+        self.disowned: dict[int, int] = {}
+        self.clock_went_back_s = 0.0
+        self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
+        self._only_full = all(group.spec.kind is GroupKind.FULL for group in self._groups)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: ToyRequest) -> None:
+        """A request was announced."""
+        state = self._engine.offload._requests.get(request.request_id)
+        assert state is not None
+        self.num_seen += 1
+        count = len(self._groups)
+        self.live[request.request_id] = Record(request, state, [0] * count, [0] * count)
+        self.learn(request)
+
+    def learn(self, request: ToyRequest) -> None:
+        """A request has new tokens."""
+        self._engine.truth.learn(request)
+        self.grant(self.live[request.request_id])
+
+    def grant(self, record: Record) -> None:
+        """Note what may be stored of a request by its policy of this moment."""
+        request = record.request
+        limit = self.policies.storable_tokens(request, self._engine.now_s)
+        limit = min(limit, len(request.block_hashes) * request.hash_block_size)
+        for group in self._groups:
+            granted = record.granted[group.index]
+            if limit // group.slot_tokens > granted:
+                record.granted[group.index] = limit // group.slot_tokens
+                self.grants.update(key_of(request, group, slot) for slot in range(granted, limit // group.slot_tokens))
+
+    def grant_all(self) -> None:
+        """Policies may have changed."""
+        for record in self.live.values():
+            self.grant(record)
+
+    def finishing(self, request: ToyRequest) -> None:
+        """A request is about to be ended."""
+        record = self.live[request.request_id]
+        if request.state == "loading":
+            self._events["aborted while loading"] += 1
+        if not record.was_admitted:
+            self._events["ended before it was scheduled"] += 1
+        if any(chunk.request is request for chunks, _ in self._engine.flight for chunk in chunks):
+            self._events["ended with a step under way"] += 1
+
+    def finished(self, request: ToyRequest) -> None:
+        """All that was full has its answer, each slot once."""
+        record = self.live[request.request_id]
+        if record.told is not None:
+            self._note_full(record, record.told)
+        self._retire(record)
+        if record.failed or self.was_lazy:
+            return
+        offered = record.state.store.offered
+        most = sum(full * group.slot_blocks for full, group in zip(record.full, self._groups, strict=True))
+        assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and only {most} were ever full"
+        if record.told is not None and self._only_full:
+            assert offered == most, f"{request.request_id}: {offered} blocks have their answer, and {most} were full"
+
+    def forgetting(self, request: ToyRequest) -> None:
+        """An id is about to come again while its request is there."""
+        self._events["an id came again while its request was there"] += 1
+        self._retire(self.live[request.request_id])
+
+    def _retire(self, record: Record) -> None:
+        del self.live[record.request.request_id]
+        self.num_finished += 1
+        self.ended.append(record)
+
+    def sum_up(self) -> tuple[StoreCounts, PromptTokens]:
+        """What all requests add up to. One that has ended is added once for all when nothing of it is in flight."""
+        if not self.was_lazy:
+            done = [record for record in self.ended if record.state.store.in_flight == 0]
+            self.ended = [record for record in self.ended if record.state.store.in_flight != 0]
+            for record in done:
+                _add(*self._settled, record.state)
+        store, prompt = (counts.copy() for counts in self._settled)
+        for record in (*self.live.values(), *self.ended):
+            _add(store, prompt, record.state)
+        return store, prompt
+
+    def preempting(self, request: ToyRequest) -> None:
+        """A request is about to lose its blocks."""
+        record = self.live[request.request_id]
+        self.num_preempted += 1
+        self._events["preempted while loading" if request.state == "loading" else "preempted"] += 1
+        if any(part.request is record.state for job in self._engine.offload._jobs for part in job.parts):
+            self._events["preempted with its stores in flight"] += 1
+        if any(chunk.request is request for chunks, _ in self._engine.flight for chunk in chunks):
+            self._events["preempted with a step under way"] += 1
+        record.was_preempted = True
+        record.told = record.waits_until_s = None
+
+    # --- matching and loading ---------------------------------------------------------------------------------------
+
+    def matched(self, request: ToyRequest, prefix: int, answer: MatchResult) -> None:
+        """Hold an answer against the pool as it is."""
+        record, engine = self.live[request.request_id], self._engine
+        if isinstance(answer, Later):
+            self._check_leader(record, prefix)
+            return
+        end, keys = longest_hit(engine, request, prefix)
+        found = answer.num_tokens if isinstance(answer, Hit) else 0
+        assert 0 <= found <= end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix}"
+        assert found % engine.layout.alignment_tokens == 0
+        policy = self.policies.of(request, engine.now_s)
+        settled = self.policies.is_settled(request, engine.now_s)
+        assert policy.load or not found or not settled, "a request that may not load has a hit"
+        if found and record.waits_until_s is not None:
+            self._events["waited for another's load, then hit"] += 1
+        elif prefix and record.waits_until_s is not None:
+            self._events["waited for another's load, then found it on the device"] += 1
+        if not policy.load or not settled or engine.offload.choice.decision is not LoadDecision.ALWAYS:
+            self._events["a hit was declined"] += end > prefix and not found
+            return
+        pinned = sum(len(r.state.pin or ()) for r in self.live.values() if r is not record)
+        if len(keys) <= max(engine.manager.num_slots // 2, 1) - pinned:
+            assert found == end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix} and room to pin"
+        else:
+            self._events["a hit was cut short by pins"] += 1
+
+    def _check_leader(self, record: Record, prefix: int) -> None:
+        """Somebody else loads this very prefix, and the wait has a bound."""
+        engine, request = self._engine, record.request
+        place = (prefix + engine.layout.alignment_tokens) // request.hash_block_size - 1
+        assert any(
+            other is not request
+            and other.state == "loading"
+            and other.num_computed <= prefix < other.num_computed + other.num_loading
+            and other.block_hashes[place] == request.block_hashes[place]
+            for other in engine.requests.values()
+        ), f"{request.request_id} waits for a load that nobody leads"
+        if record.waits_until_s is None:
+            compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
+            record.waits_until_s = engine.now_s + (PATIENCE_S if compute_s is None else compute_s)
+            self._events["waited for another's load"] += 1
+        assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
+
+    def committed(self, request: ToyRequest) -> None:
+        """A request got its blocks."""
+        record = self.live[request.request_id]
+        record.was_admitted = True
+        record.waits_until_s = None
+        record.told = None if request.num_loading else request.num_computed
+        self._events["resumed after preemption"] += record.was_preempted
+        if request.num_loading:
+            self._events["loads"] += 1
+            end = request.num_computed + request.num_loading
+            for group in self._groups:
+                size = group.slot_tokens
+                self._events["loaded a slot without its head"] += request.num_computed % size > 0
+                self._events["loaded a slot without its tail"] += end % size > 0
+                self._events[f"loaded for a {group.spec.kind} group"] += 1
+
+    def loaded(self, request: ToyRequest, outcome: LoadOutcome) -> None:
+        """A load ended. Core offers nothing of the request before it hears of a step."""
+        self.live[request.request_id].told = None
+        self._events["loads that came"] += outcome.ok
+        self._events["loads that failed"] += not outcome.ok
+
+    # --- steps and jobs ---------------------------------------------------------------------------------------------
+
+    def planned(self, chunk: Chunk) -> None:
+        """A chunk is part of the next step."""
+        record = self.live[chunk.request.request_id]
+        record.told = chunk.end
+        self._note_full(record, chunk.end)
+
+    def _note_full(self, record: Record, num_tokens: int) -> None:
+        request = record.request
+        num_tokens = min(num_tokens, len(request.block_hashes) * request.hash_block_size)
+        for group in self._groups:
+            record.full[group.index] = max(record.full[group.index], num_tokens // group.slot_tokens)
+
+    def step_failed(self, requests: Sequence[ToyRequest]) -> None:
+        """What these hold was not computed."""
+        self._events["a step failed"] += 1
+        for request in requests:
+            self.live[request.request_id].failed = True
+
+    def opened(self, plan: StepPlan) -> None:
+        """Jobs were planned."""
+        if self.policies.overrides:
+            self.policies.expire(self._engine.now_s)
+            self.grant_all()
+        for job in (*plan.loads, *plan.stores):
+            self.jobs[job.job_id] = JobNote(job)
+
+    def reported(self, results: Sequence[TransferResult]) -> None:
+        """Sum up what ended, every rank's first report only, at the pace of the slowest."""
+        for result in results:
+            note = self.jobs.get(result.job_id)
+            if note is None or result.worker in note.reported or not 0 <= result.worker < self._engine.num_workers:
+                self._events["a report that nobody waited for"] += 1
+                continue
+            note.reported.add(result.worker)
+            note.seconds = max(note.seconds, result.seconds)
+            if len(note.reported) == self._engine.num_workers:
+                self.seconds[note.job.direction] += note.seconds
+                del self.jobs[result.job_id]
+
+    # --- resets -----------------------------------------------------------------------------------------------------
+
+    def resetting(self, match: OriginMatch | None) -> None:
+        """A reset is about to come: note what it disowns."""
+        offload, table = self._engine.offload, self._engine.manager.table
+        parts = [part for job in offload._jobs for part in job.parts] + offload._stores._parts
+        mine = [part for part in parts if match is None or matches(match, part.request.origin)]
+        for part in mine:
+            for slot in part.slots.tolist():
+                self.disowned[slot] = int(table.generations[slot])
+        kind = "whole reset" if match is None else "reset by match"
+        self._events[f"{kind} with stores in flight"] += bool(mine)
+        self._events[f"{kind} with loads in flight"] += any(not job.is_store for job in offload._jobs)
+        self._num_epochs = offload.snapshot().epoch
+        self._num_matching = sum(match is None or matches(match, origin) for origin in self._ready_origins())
+
+    def was_reset(self, match: OriginMatch | None, ticket: ResetTicket) -> None:
+        """It answered how much was dropped, and that is gone."""
+        assert ticket.epoch == self._num_epochs + 1
+        assert ticket.dropped_blocks == self._num_matching
+        assert ticket.dropped_bytes == ticket.dropped_blocks * self._engine.manager.slot_bytes
+        assert not any(match is None or matches(match, origin) for origin in self._ready_origins())
+
+    def _ready_origins(self) -> list:
+        table = self._engine.manager.table
+        return table.origins[table.is_ready(np.arange(table.num_slots))].tolist()
+
+
+def _add(store: StoreCounts, prompt: PromptTokens, state: RequestState) -> None:
+    for total, part in ((store, state.store), (prompt, state.prompt_tokens)):
+        for name in total.__slots__:
+            value = getattr(part, name)
+            if isinstance(value, dict):
+                counts = getattr(total, name)
+                for key, count in value.items():
+                    counts[key] = counts.get(key, 0) + count
+            elif value:
+                setattr(total, name, getattr(total, name) + value)

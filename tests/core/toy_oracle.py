@@ -1,0 +1,97 @@
+"""What core should answer, found the slow and obvious way: the longest hit in the pool, and a request's policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from core.events import Origin
+from core.groups import Group
+from core.origins import OriginMatch
+from core.policy import Override, RequestPolicy
+from tests.core.toy_compute import first_needed
+from tests.core.toy_tokens import ToyRequest
+
+if TYPE_CHECKING:
+    from tests.core.toy_engine import ToyEngine
+
+
+def key_of(request: ToyRequest, group: Group, slot: int) -> bytes:
+    """The key of a request's slot of this number; its last block names it."""
+    return request.block_hashes[(slot + 1) * group.slot_tokens // request.hash_block_size - 1] + bytes([group.index])
+
+
+def needed_slots(group: Group, first_token: int, end: int) -> range:
+    """The slots that a hit from `first_token` to `end` reads."""
+    first_block = max(first_needed(group, end), first_token // group.spec.block_size)
+    return range(first_block // group.slot_blocks, -(-end // group.slot_tokens))
+
+
+def longest_hit(engine: ToyEngine, request: ToyRequest, first_token: int) -> tuple[int, list[bytes]]:
+    """Where the longest hit behind `first_token` ends, and the keys of all that it reads."""
+    step = engine.layout.alignment_tokens
+    index, num_hashed = engine.manager.index, len(request.block_hashes) * request.hash_block_size
+    if first_token % step:
+        return first_token, []
+    for end in range((request.num_tokens - 1) // step * step, first_token, -step):
+        slots = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)]
+        if any((slot + 1) * group.slot_tokens > num_hashed for group, slot in slots):
+            continue
+        keys = [key_of(request, group, slot) for group, slot in slots]
+        if all(index.get(key) is not None for key in keys):
+            return end, keys
+    return first_token, []
+
+
+def matches(match: OriginMatch, origin: Origin) -> bool:
+    """Whether a reset by match means what this request stored."""
+    names = [origin.request_id, *origin.aliases]
+    return (
+        (match.request is None or any(fnmatchcase(name, match.request) for name in names))
+        and (match.tenant is None or fnmatchcase(origin.tenant or "", match.tenant))
+        and (match.lora is None or fnmatchcase(origin.lora or "", match.lora))
+    )
+
+
+class PolicyOracle:
+    """What operators and requests asked for, and what that comes to."""
+
+    def __init__(self, settings: RequestPolicy) -> None:
+        self.settings = settings
+        self.runtime: dict[str, object] = {}
+        self.overrides: dict[str, Override] = {}
+
+    def of(self, request: ToyRequest, now_s: float) -> RequestPolicy:
+        """Override, then what the request sent, then runtime defaults, then settings."""
+        sent = {k: v for k, v in (request.kv_transfer_params or {}).items() if _is_valid(k, v)}
+        fields = {**self.runtime, **sent}
+        for name in (request.request_id, *request.aliases):
+            override = self.overrides.get(name)
+            if override is not None and override.expires_s > now_s:
+                fields.update(override.patch)
+                break
+        return replace(self.settings, **fields)
+
+    def expire(self, now_s: float) -> None:
+        """Core lets go of overrides in every step, and they do not come back if the clock does."""
+        self.overrides = {name: one for name, one in self.overrides.items() if one.expires_s > now_s}
+
+    def is_settled(self, request: ToyRequest, now_s: float) -> bool:
+        """Whether none of its overrides ran out since the last step: core may or may not have noticed."""
+        names = (request.request_id, *request.aliases)
+        return all(self.overrides[name].expires_s > now_s for name in names if name in self.overrides)
+
+    def storable_tokens(self, request: ToyRequest, now_s: float) -> int:
+        """How many tokens from the start may be stored."""
+        policy = self.of(request, now_s)
+        limit = request.num_prompt_tokens if policy.offload_prompt_only else request.num_tokens
+        if policy.max_offload_tokens is not None:
+            limit = min(limit, policy.max_offload_tokens)
+        return limit if policy.store else 0
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if name == "max_offload_tokens":
+        return type(value) is int and value >= 0
+    return name in ("offload_prompt_only", "store", "load") and type(value) is bool

@@ -1,0 +1,40 @@
+"""Running worlds: one seed for so many steps, what came of it, and how to see it again."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.sim.picks import SeededPicks
+from tests.sim.world import World
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a seed's world fared. `error` is the traceback of what failed at step `num_steps`, None if all was well."""
+
+    seed: int
+    num_steps: int
+    events: Counter[str]
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"seed {self.seed}: {self.num_steps} steps, all well"
+        again = f"make soak SEED={self.seed} STEPS={self.num_steps}"
+        return f"{self.error}\nseed {self.seed} failed at step {self.num_steps}; to see it again:\n  {again}"
+
+
+def simulate(seed: int, num_steps: int) -> Report:
+    """Run a seed's world, and let it settle in the end."""
+    done = 0
+    world = None
+    try:
+        world = World(SeededPicks(seed))
+        for done in range(1, num_steps + 1):  # noqa: B007 - told when it fails
+            world.step()
+        world.settle()
+    except Exception:
+        return Report(seed, done, world.engine.events if world else Counter(), traceback.format_exc())
+    return Report(seed, num_steps, world.engine.events)

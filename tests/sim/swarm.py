@@ -1,0 +1,124 @@
+"""Which world a seed makes: a model, an engine with its habits, a pool, and how often what happens in it.
+
+Every seed has some features and lacks others ("swarm testing"): what only goes wrong without, or only with, or only
+often, has its seeds too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.eviction import EVICTION_POLICIES
+from core.groups import GroupKind, GroupSpec
+from core.policy import RequestPolicy
+from core.rates import LoadDecision, LoadOrCompute
+from tests.core.toy_engine import Habits, ToyEngine
+from tests.sim.picks import Picks
+
+FULL, SLIDING, RECURRENT = GroupKind.FULL, GroupKind.SLIDING, GroupKind.RECURRENT
+MODELS: tuple[tuple[GroupSpec, ...], ...] = (
+    (GroupSpec(4, 64),),
+    (GroupSpec(2, 64),),
+    (GroupSpec(4, 64), GroupSpec(4, 64, SLIDING, 9)),
+    (GroupSpec(4, 64, SLIDING, 6), GroupSpec(4, 64)),
+    (GroupSpec(4, 64), GroupSpec(2, 32, SLIDING, 5), GroupSpec(4, 64, SLIDING, 16)),
+    (GroupSpec(4, 64, SLIDING, 10),),
+    (GroupSpec(2, 32), GroupSpec(4, 96, RECURRENT)),
+    (GroupSpec(4, 64, RECURRENT),),
+    (GroupSpec(4, 64), GroupSpec(4, 64, SLIDING, 7), GroupSpec(8, 256, RECURRENT)),
+    (GroupSpec(6, 96), GroupSpec(4, 64, SLIDING, 1)),
+)
+
+
+@dataclass
+class Weather:
+    """How transfers fare: chances for each rank of each job in each step."""
+
+    end: float = 1.0
+    move_early: float = 0.0
+    fail: float = 0.0
+    repeat: float = 0.0
+    delay: float = 0.0
+    shuffle: bool = False
+    die: float = 0.0
+
+
+@dataclass
+class Swarm:
+    """One world's make. `rates` are the moves that happen in it, how often a step; `budgets` the tokens of a step."""
+
+    engine: ToyEngine
+    rates: dict[str, float]
+    weather: Weather = field(default_factory=Weather)
+    arrival_rate: float = 0.3
+    max_live: int = 6
+    longest_prompt: int = 40
+    longest_answer: int = 10
+    budgets: tuple[int, int] = (1, 32)
+    decline_rate: float = 0.0
+    wrong_draft_rate: float = 0.0
+    stop_rate: float = 0.0
+    num_tenants: int = 1
+
+
+def draw_swarm(picks: Picks, moves: tuple[str, ...]) -> Swarm:
+    """A world of this seed. The engine is new, and its device holds any one request that the world can make."""
+    specs = picks.choice(MODELS)
+    longest_prompt, longest_answer = picks.choice((8, 24, 40)), picks.choice((1, 6, 20))
+    longest = longest_prompt + longest_answer + 4
+    num_needed = sum(-(-longest // spec.block_size) for spec in specs)
+    num_blocks = 1 + num_needed + picks.choice((0, num_needed // 2, num_needed, 4 * num_needed))
+    engine = ToyEngine(
+        num_slots=picks.choice((1, 2, 3, 5, 8, 12, 20, 32, 60)),
+        num_blocks=num_blocks,
+        specs=specs,
+        settings=RequestPolicy(offload_prompt_only=picks.chance(0.5)),
+        num_workers=picks.choice((1, 1, 1, 2, 3)),
+        blocks_per_slot=picks.choice((1, 1, 2, 3, 8)),
+        null_block=0,
+        eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
+        choice=LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO))),
+        habits=_draw_habits(picks),
+    )
+    rates = {name: picks.choice((0.01, 0.04, 0.15)) for name in moves if picks.chance(0.6)}
+    fails = picks.chance(0.5)
+    return Swarm(
+        engine=engine,
+        rates=rates,
+        weather=Weather(
+            end=picks.choice((1.0, 0.7, 0.3, 0.1)),
+            move_early=picks.choice((0.0, 0.2, 0.5)),
+            fail=picks.choice((0.02, 0.1, 0.4)) if fails else 0.0,
+            repeat=picks.choice((0.0, 0.0, 0.1)),
+            delay=picks.choice((0.0, 0.0, 0.3)),
+            shuffle=picks.chance(0.5),
+            die=picks.choice((0.003, 0.02)) if fails and picks.chance(0.5) else 0.0,
+        ),
+        arrival_rate=picks.choice((0.1, 0.3, 0.6)),
+        max_live=picks.choice((2, 4, 7)),
+        longest_prompt=longest_prompt,
+        longest_answer=longest_answer,
+        budgets=picks.choice(((1, 4), (1, 32), (16, 64))),
+        decline_rate=picks.choice((0.0, 0.0, 0.2)),
+        wrong_draft_rate=picks.choice((0.0, 0.5)),
+        stop_rate=picks.choice((0.0, 0.5)),
+        num_tenants=picks.integer(1, 3),
+    )
+
+
+def _draw_habits(picks: Picks) -> Habits:
+    asynchronous = picks.chance(0.4)
+    return Habits(
+        asynchronous=asynchronous,
+        max_drafts=picks.choice((0, 0, 1, 3)),
+        drops_passed=picks.chance(0.8),
+        every_state=picks.chance(0.5),
+        allocates_ahead=picks.chance(0.5),
+        caches_early=picks.chance(0.4),
+        shares_tables=picks.chance(0.5),
+        ends_chunks_at=picks.choice((1, 4, 8, 24)),
+        commits_again=picks.chance(0.5),
+        keeps_failed=picks.chance(0.3),
+        fills_passed=picks.chance(0.2),
+        max_running=picks.choice((1000, 1000, 2)),
+    )

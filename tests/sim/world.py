@@ -1,0 +1,355 @@
+"""A simulated world: an engine under traffic, whose transfers end well or badly, and whose operators interfere.
+
+One step is: perhaps some moves, then transfers get on, then the engine takes a step, and then everything that must hold
+is checked. Every decision comes from the world's picks, so a seed says all.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from core.origins import OriginMatch
+from core.policy import Override
+from core.transfers import TransferResult
+from tests.core.toy_copies import OpenCopy
+from tests.core.toy_engine import ToyRequest
+from tests.core.toy_tokens import BLOCK_SIZE
+from tests.sim.picks import Picks
+from tests.sim.swarm import Swarm, Weather, draw_swarm
+
+_PARAMS = (
+    None,
+    {},
+    {"max_offload_tokens": 9},
+    {"max_offload_tokens": 0},
+    {"max_offload_tokens": True},
+    {"store": False},
+    {"load": False},
+    {"load": "no"},
+    {"offload_prompt_only": False},
+    {"offload_prompt_only": True, "max_offload_tokens": 16},
+)
+_PATCHES = (
+    {"offload_prompt_only": False},
+    {"offload_prompt_only": True},
+    {"max_offload_tokens": 0},
+    {"max_offload_tokens": 10},
+    {"max_offload_tokens": None},
+    {"store": False},
+    {"store": True, "load": True},
+    {"load": False},
+    {"priority": "high"},
+    {"priority": "low"},
+)
+_RESETS = (
+    OriginMatch(tenant="tenant*"),
+    OriginMatch(tenant="tenant1"),
+    OriginMatch(lora="lora"),
+    OriginMatch(request="r*1"),
+    OriginMatch(request="alias1", tenant=""),
+    OriginMatch(request="nobody"),
+)
+_TENANT_TOKENS = 1_000_000
+_FAMILY_TOKENS = 10_000
+
+
+class World:
+    """`moves` are what may happen to it, by name; the simulator and the hypothesis machine pick among the same."""
+
+    def __init__(self, picks: Picks) -> None:
+        self.picks = picks
+        self.swarm: Swarm = draw_swarm(picks, MOVES)
+        self.engine = self.swarm.engine
+        self.engine.take_hit = self._take_hit
+        self.engine.choose = self._choose
+        self.num_arrived = 0
+        self.told: list[list[int]] = []
+        self.reports: list[TransferResult] = []
+        self.past: list[TransferResult] = []
+        self.dead: dict[int, int] = {}
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Everything that happens in one step of a simulation."""
+        picks, rates = self.picks, self.swarm.rates
+        for name, rate in rates.items():
+            if picks.chance(rate):
+                self.move(name)
+        if picks.chance(self.swarm.arrival_rate):
+            self.arrive()
+        self.get_on_with_transfers()
+        self.step_engine()
+        self.engine.check()
+
+    def move(self, name: str) -> None:
+        """Have something happen, if it can."""
+        getattr(self, name)()
+
+    def step_engine(self) -> None:
+        """One step of the engine, with some budget."""
+        self.engine.step(self.picks.integer(*self.swarm.budgets))
+
+    def settle(self) -> None:
+        """Let everything come to its end, with no more trouble, and see that nothing is left."""
+        self.swarm.weather = Weather()
+        self.dead.clear()
+        for _ in range(2000):
+            if self.engine.is_idle() and not self.reports:
+                break
+            self.get_on_with_transfers()
+            self.engine.step(32)
+        else:
+            raise AssertionError(f"not idle after 2000 quiet steps: {self.engine.requests}")
+        self.engine.now_s += 10_000.0
+        self.engine.step(32)
+        self.engine.check()
+        self.engine.check_idle()
+
+    # --- traffic ----------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """A request comes: a prompt that shares a prefix, one that was there before, or the next turn of another."""
+        if len(self.engine.requests) < self.swarm.max_live:
+            self.num_arrived += 1
+            self.engine.add(self._new_request(f"r{self.num_arrived}"))
+
+    def _new_request(self, request_id: str) -> ToyRequest:
+        picks, swarm = self.picks, self.swarm
+        tenant = picks.integer(0, swarm.num_tenants - 1)
+        kind = picks.integer(0, 3) if self.told else 0
+        if kind <= 1:
+            base = tenant * _TENANT_TOKENS + picks.integer(0, 2) * _FAMILY_TOKENS
+            tokens = list(range(base, base + picks.integer(0, swarm.longest_prompt)))
+            tokens += [_FAMILY_TOKENS * 10 + self.num_arrived] * picks.integer(0, 9)
+        else:
+            tokens = list(picks.choice(self.told))
+            if kind == 3:
+                tokens += [picks.integer(1, 3)] * picks.integer(1, 9)
+        tokens = tokens[: swarm.longest_prompt] or [7]
+        return ToyRequest(
+            request_id,
+            tokens,
+            len(tokens),
+            picks.integer(0, swarm.longest_answer),
+            tenant=f"tenant{tenant}" if tenant else None,
+            lora="lora" if tenant == 1 else None,
+            kv_transfer_params=picks.choice(_PARAMS) if picks.chance(0.4) else None,
+            aliases=(f"alias{self.num_arrived % 3}",) if picks.chance(0.2) else (),
+            hash_block_size=self.engine.layout.hash_block_size,
+            stop_after=picks.integer(1, 6) if picks.chance(swarm.stop_rate) else None,
+        )
+
+    def abort(self) -> None:
+        """A client goes away."""
+        request = self._some_request()
+        if request is not None:
+            self.told = [*self.told[-9:], list(request.tokens)]
+            self.engine.finish(request)
+
+    def preempt(self) -> None:
+        """The engine takes a request's blocks."""
+        request = self._some_request("running", "loading")
+        if request is not None:
+            self.engine.preempt(request)
+
+    def come_again(self) -> None:
+        """An id is announced again, while its request is still there or after it."""
+        request = self._some_request()
+        if request is not None:
+            self.engine.add(self._new_request(request.request_id))
+
+    def ask_again(self) -> None:
+        """The engine asks for a hit, and does not act on the answer."""
+        request = self._some_request("waiting")
+        if request is not None:
+            prefix = self.picks.integer(0, request.num_tokens)
+            answer = self.engine.offload.match(request.request_id, prefix, self.engine.now_s)
+            self.engine.ledger.matched(request, prefix, answer)
+
+    def ask_for_nobody(self) -> None:
+        """Calls for a request that core never heard of."""
+        engine = self.engine
+        engine.offload.match("nobody", 0, engine.now_s)
+        engine.offload.commit("nobody", [[1]], BLOCK_SIZE, engine.now_s)
+        engine.offload.on_preempted("nobody", engine.now_s)
+        engine.offload.on_request_finished("nobody", engine.now_s)
+        engine.offload.on_step_failed(["nobody"], engine.now_s)
+
+    def turn_over(self) -> None:
+        """The device forgets every block that it could find."""
+        self.engine.device.forget_all()
+
+    def fail_step(self) -> None:
+        """A step's compute fails, and its requests with it."""
+        self.engine.fail_step(self.picks.integer(*self.swarm.budgets))
+
+    def _some_request(self, *states: str) -> ToyRequest | None:
+        found = [r for r in self.engine.requests.values() if not states or r.state in states]
+        return self.picks.choice(found) if found else None
+
+    def _take_hit(self, num_tokens: int) -> int:
+        """How much of a hit the engine takes."""
+        if self.swarm.decline_rate and self.picks.chance(self.swarm.decline_rate):
+            step = self.engine.layout.alignment_tokens
+            return self.picks.integer(0, num_tokens // step) * step
+        return num_tokens
+
+    def _choose(self, low: int, high: int) -> int:
+        """How many drafts there are, and how many of them are right."""
+        if self.swarm.wrong_draft_rate and self.picks.chance(self.swarm.wrong_draft_rate):
+            return self.picks.integer(low, high)
+        return high
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def get_on_with_transfers(self) -> None:
+        """Ranks copy, end, fail or die, each at its own pace; some of what they report is told to the engine."""
+        picks, weather = self.picks, self.swarm.weather
+        copies = list(self.engine.copies.open.values())
+        if weather.die and self.engine.num_workers > len(self.dead) and picks.chance(weather.die):
+            self.dead[picks.integer(0, self.engine.num_workers - 1)] = picks.integer(1, 12)
+            self.engine.events["a worker died"] += 1
+        if weather.shuffle and len(copies) > 1:
+            copies.insert(0, copies.pop(picks.integer(0, len(copies) - 1)))
+        for copy in copies:
+            for rank in list(copy.missing):
+                self._get_on(copy, rank)
+        for rank in list(self.dead):
+            self.dead[rank] -= 1
+            if self.dead[rank] <= 0:
+                # It has provably stopped: nothing it was at touches a byte from now on.
+                for copy in list(self.engine.copies.open.values()):
+                    if rank in copy.missing:
+                        self.reports.append(self.engine.copies.report(copy, rank, "the worker died", 0.0))
+                del self.dead[rank]
+        self._tell()
+
+    def _get_on(self, copy: OpenCopy, rank: int) -> None:
+        picks, weather = self.picks, self.swarm.weather
+        if rank in self.dead:
+            return
+        if weather.move_early and rank not in copy.moved and picks.chance(weather.move_early):
+            self.engine.copies.move(copy, rank)
+        if weather.end < 1.0 and not picks.chance(weather.end):
+            return
+        error = "injected" if weather.fail and picks.chance(weather.fail) else None
+        self.reports.append(self.engine.copies.report(copy, rank, error, picks.integer(1, 8) / 64))
+
+    def _tell(self) -> None:
+        """Tell the engine what was reported, all of it or late, and some of it again."""
+        picks, weather = self.picks, self.swarm.weather
+        if weather.delay and self.reports and picks.chance(weather.delay):
+            return
+        results, self.reports = self.reports, []
+        if weather.shuffle and len(results) > 1:
+            results.insert(0, results.pop())
+        if weather.repeat and self.past and picks.chance(weather.repeat):
+            results.insert(picks.integer(0, len(results)), picks.choice(self.past))
+        if results:
+            self.past = [*self.past[-20:], *results]
+        self.engine.deliver(results)
+
+    def report_nonsense(self) -> None:
+        """A report by a rank, or on a job, that never was."""
+        self.reports.append(TransferResult(self.picks.integer(-1, 99), self.picks.choice((-1, 7)), None, 5, 5.0))
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def reset_all(self) -> None:
+        """Forget everything."""
+        self.engine.reset()
+        assert self.engine.offload.snapshot().pool.ready == 0
+
+    def reset_some(self) -> None:
+        """Forget what matches."""
+        match = self.picks.choice(_RESETS)
+        self.engine.reset(match)
+
+    def override(self) -> None:
+        """Set the policy of a request: one that is there, one that will come, or one that goes by an alias."""
+        some = self._some_request()
+        name = self.picks.choice((some.request_id if some else "r1", f"r{self.num_arrived + 1}", "alias1"))
+        expires_s = self.engine.now_s + self.picks.choice((0.5, 5.0, 60.0))
+        self.engine.set_override(Override(name, self.picks.choice(_PATCHES), expires_s))
+
+    def drop_override(self) -> None:
+        """Take a request's policy away."""
+        known = sorted(self.engine.ledger.policies.overrides)
+        self.engine.drop_override(self.picks.choice(known) if known else "nobody")
+
+    def set_runtime(self) -> None:
+        """Set or unset runtime defaults."""
+        patch = self.picks.choice(_PATCHES)
+        self.engine.set_runtime(patch, ()) if self.picks.chance(0.4) else self.engine.set_runtime({}, tuple(patch))
+
+    def pin_block(self) -> None:
+        """Keep a block from eviction for a time, or let it go."""
+        key = self._some_key()
+        if key is not None:
+            if self.picks.chance(0.7):
+                now_s = self.engine.now_s
+                self.engine.manager.pin_block(key, now_s + self.picks.integer(1, 20), now_s)
+            else:
+                self.engine.manager.unpin_block(key)
+
+    def drop_block(self) -> None:
+        """Take a block out, whatever is being done with it."""
+        key = self._some_key()
+        if key is not None:
+            assert self.engine.manager.drop_block(key, self.engine.now_s)
+            assert self.engine.manager.find_block(key) is None
+
+    def _some_key(self) -> bytes | None:
+        rows = self.engine.manager.inventory.list_blocks(0, 100)
+        return self.picks.choice(rows.keys) if len(rows.keys) else None
+
+    def look(self) -> None:
+        """Operators look at everything there is to see."""
+        engine, offload = self.engine, self.engine.offload
+        live = {r.request_id for r in engine.requests.values()}
+        views = offload.list_requests(None, 5, engine.now_s)
+        assert all(view.sequence > after.sequence for view, after in pairwise(views))
+        assert live <= {view.request_id for view in offload.list_requests(None, 10**6, engine.now_s)}
+        for request_id in live:
+            assert offload.find_request(request_id, engine.now_s) is not None
+        assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
+        engine.manager.inventory.dirty_rows(5)
+        engine.manager.inventory.slot_states()
+        engine.manager.bury()
+
+    def jump(self) -> None:
+        """The clock is set, forwards or backwards."""
+        seconds = self.picks.choice((0.0, 30.0, 4000.0, -1.0, -50.0))
+        self.engine.now_s += seconds
+        self.engine.ledger.clock_went_back_s += max(-seconds, 0.0)
+
+    def change_pace(self) -> None:
+        """Steps take another time from now on."""
+        self.engine.step_s = self.picks.choice((0.0, 0.001, 0.1, 1.0))
+
+
+MOVES: tuple[str, ...] = tuple(
+    move.__name__
+    for move in (
+        World.abort,
+        World.preempt,
+        World.come_again,
+        World.ask_again,
+        World.ask_for_nobody,
+        World.turn_over,
+        World.fail_step,
+        World.report_nonsense,
+        World.reset_all,
+        World.reset_some,
+        World.override,
+        World.drop_override,
+        World.set_runtime,
+        World.pin_block,
+        World.drop_block,
+        World.look,
+        World.jump,
+        World.change_pace,
+    )
+)
+"""What can happen to a world besides arrivals, transfers and steps."""
