@@ -14,6 +14,7 @@ from tests.core.toy_copies import blocks_of
 if TYPE_CHECKING:
     from tests.core.toy_engine import ToyEngine
 
+
 def check_plan(plan: StepPlan) -> None:
     """A plan names a device block at most once."""
     named = [block_id for job in (*plan.loads, *plan.stores) for block_id in blocks_of(job)]
