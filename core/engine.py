@@ -67,8 +67,8 @@ class DeviceView(Protocol):
         None when `after` is not free any more.
         """
 
-    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
-        """The hash that each of these blocks can be found by, None where there is none."""
+    def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
+        """The hash and group that each of these blocks can be found by, None where there is none."""
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Which of these keys the device holds in some block, free ones among them."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from core.engine import DeviceView
 from core.groups import Group, GroupLayout
-from core.keys import Key, hash_of
+from core.keys import Key, make_keys
 from core.manager import OffloadManager
 from core.policy import PRIORITY_CLASS
 from core.requests import GroupProgress, RequestState
@@ -24,7 +24,7 @@ from core.stores import Offering, StoreSide
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """A slot's worth of device blocks that may be stored: `hashes` are what its `block_ids` hold while it stands."""
+    """A slot's worth of device blocks that may be stored: `contents` are what its `block_ids` hold while it stands."""
 
     request: RequestState
     groups: tuple[GroupProgress, ...]
@@ -32,7 +32,7 @@ class Verdict:
     number: int
     key: Key
     block_ids: tuple[int, ...]
-    hashes: tuple[bytes, ...]
+    contents: tuple[Key, ...]
     priority_class: int
     refused: bool = False
 
@@ -75,8 +75,8 @@ class LazySide:
             old = self._verdicts.get(blocks[0])
             if old is not None and old.key == key and old.block_ids == blocks and old.priority_class >= priority:
                 continue
-            hashes = self._hashes_of(state, group, number, key)
-            verdict = Verdict(state, state.groups, group, number, key, blocks, hashes, priority)
+            contents = self._contents_of(state, group, number, key)
+            verdict = Verdict(state, state.groups, group, number, key, blocks, contents, priority)
             for block in blocks:
                 self._drop(block)
                 self._verdicts[block] = verdict
@@ -134,7 +134,7 @@ class LazySide:
         contents = iter(self._device.contents([block for verdict in verdicts for block in verdict.block_ids]))
         standing: list[Verdict] = []
         for verdict in verdicts:
-            if tuple(islice(contents, len(verdict.block_ids))) != verdict.hashes:
+            if tuple(islice(contents, len(verdict.block_ids))) != verdict.contents:
                 for block in verdict.block_ids:
                     self._drop(block)
             elif not any(self._stores.is_storing(block) for block in verdict.block_ids):
@@ -172,9 +172,10 @@ class LazySide:
             verdict.refused = False
             self._stores.count_no_space(verdict.request, verdict.group.slot_blocks)
 
-    def _hashes_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[bytes, ...]:
+    def _contents_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[Key, ...]:
         if group.slot_blocks == 1:
-            return (hash_of(key),)
+            return (key,)
         step = group.spec.block_size // self._layout.hash_block_size
         first = (number * group.slot_blocks + 1) * step - 1
-        return tuple(state.request.block_hashes[first : (number + 1) * group.slot_blocks * step : step])
+        hashes = state.request.block_hashes[first : (number + 1) * group.slot_blocks * step : step]
+        return tuple(make_keys(hashes, group.index))

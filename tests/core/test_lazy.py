@@ -6,6 +6,7 @@ import pytest
 
 from core.engine import StoreMode
 from core.keys import make_keys
+from core.groups import GroupKind, GroupSpec
 from core.policy import RequestPolicy
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
@@ -90,6 +91,23 @@ def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> No
         engine.run()
         answer(engine, f"r{number}", 5, first=1000 * (number + 1))
         engine.check()
+
+
+def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() -> None:
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
+    engine = lazy_engine(64, 16, specs=specs)
+    answer(engine, "first", 3)
+    device = engine.device
+    mine, other = (device.cached[group, request("", 1).block_hashes[0]] for group in (0, 1))
+    names = {mine: device.names[other], other: device.names[mine]}
+    for block in names:
+        device.forget(block)
+    for block, name in names.items():
+        device.cache(*name, block)
+    for values in device.values:
+        values[mine], values[other] = values[other], values[mine]
+    for number in range(3):
+        answer(engine, f"r{number}", 2, first=1000 * (number + 1))
 
 
 def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:

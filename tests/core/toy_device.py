@@ -59,7 +59,8 @@ class ToyDevice:
         return iter(queue if after is None else queue[queue.index(after) + 1 :])
 
     def contents(self, block_ids: Sequence[int]) -> list[bytes | None]:
-        return [name[1] if (name := self.names.get(block_id)) else None for block_id in block_ids]
+        names = map(self.names.get, block_ids)
+        return [name[1] + bytes([name[0]]) if name is not None else None for name in names]
 
     def resident(self, keys: Sequence[bytes]) -> list[bool]:
         return [(key[-1], key[:-1]) in self.cached for key in keys]

@@ -103,7 +103,8 @@ class PoolMachine(RuleBasedStateMachine):
                 assert list(self.pool.free_blocks(block)) == self.queue[place + 1 :]
             for block in set(range(NUM_BLOCKS)) - set(self.queue):
                 assert self.pool.free_blocks(block) is None
-            assert self.pool.contents(range(NUM_BLOCKS)) == [self.content.get(block) for block in range(NUM_BLOCKS)]
+            keys = {block: content + b"\0" for block, content in self.content.items()}
+            assert self.pool.contents(range(NUM_BLOCKS)) == [keys.get(block) for block in range(NUM_BLOCKS)]
             held = [bytes([name]) in self.content.values() for name in range(10)]
             assert self.pool.resident([bytes([name, 0]) for name in range(10)]) == held
             assert self.pool.num_held == len({block for blocks in self.holds for block in blocks})

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from app.engines.embedded.free_queue import FreeQueue
-from core.keys import Key, hash_of
+from core.keys import Key, hash_of, make_keys
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,10 @@ class BlockPool:
             return iter(self._free)
         return self._free.behind(after) if after in self._free else None
 
-    def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
-        """What each block can be found by (`core.engine.DeviceView`)."""
-        return [self._hash_of[block] for block in block_ids]
+    def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
+        """What each block can be found by (`core.engine.DeviceView`); there is one group."""
+        hashes = [self._hash_of[block] for block in block_ids]
+        return [None if block_hash is None else make_keys((block_hash,), 0)[0] for block_hash in hashes]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Which keys some block holds (`core.engine.DeviceView`)."""
