@@ -131,13 +131,16 @@ class LazySide:
     def _standing(self, walked: Sequence[int]) -> list[Verdict]:
         """The verdicts on these blocks that still hold, each once; the others are forgotten."""
         verdicts = list(dict.fromkeys(found for block in walked if (found := self._verdicts.get(block)) is not None))
+        named: set[int] = set()
         contents = iter(self._device.contents([block for verdict in verdicts for block in verdict.block_ids]))
         standing: list[Verdict] = []
         for verdict in verdicts:
             if tuple(islice(contents, len(verdict.block_ids))) != verdict.contents:
                 for block in verdict.block_ids:
                     self._drop(block)
-            elif not any(self._stores.is_storing(block) for block in verdict.block_ids):
+            elif not any(block in named or self._stores.is_storing(block) for block in verdict.block_ids):
+                # Slots of requests that part within one have blocks in common, and a plan names a block once.
+                named.update(verdict.block_ids)
                 standing.append(verdict)
         return standing
 

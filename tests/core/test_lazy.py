@@ -110,6 +110,21 @@ def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() ->
         answer(engine, f"r{number}", 2, first=1000 * (number + 1))
 
 
+def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
+    engine = lazy_engine(64, 16, watermark=16, blocks_per_slot=3)
+    shared = list(range(4 * BLOCK_SIZE))
+    requests = [ToyRequest(f"r{i}", [*shared, *range(1000 * i, 1000 * i + 9)], 25, 5) for i in (1, 2)]
+    for one in requests:
+        engine.add(one)
+        engine.step()
+    assert requests[0].tables[0][:4] == requests[1].tables[0][:4]
+    for one in requests:
+        engine.finish(one)
+    engine.step(copy=True)
+    assert engine.offload.snapshot().store.stored >= 2 * 3
+    engine.check()
+
+
 def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:
     engine = ToyEngine(10, 64, watermark_blocks=64)
     cold, held = request("cold", 5), request("held", 5, first=1000, max_tokens=1000)
