@@ -16,6 +16,7 @@ from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import Override, PolicyBook, RequestPolicy
 from core.rates import LoadOrCompute
+from core.rules import Rule
 from core.scheduler import OffloadScheduler, ResetTicket
 from core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
@@ -140,7 +141,7 @@ class ToyEngine(ToySchedule):
     def _let_go(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             for table in chunk.tables:
-                self.device.drop(table)
+                self.device.drop(reversed(table))
 
     def _compute(self, chunk: Chunk) -> None:
         if chunk.end < len(chunk.request.chain):
@@ -259,6 +260,18 @@ class ToyEngine(ToySchedule):
         runtime = {**self.ledger.policies.runtime, **patch}
         self.ledger.policies.runtime = {name: value for name, value in runtime.items() if name not in removed}
         self.offload.set_runtime_policy(patch, removed)
+        self.ledger.grant_all()
+
+    def put_rule(self, rule: Rule) -> None:
+        """Set the policy of all whom a rule is about."""
+        self.ledger.policies.rules[rule.name] = rule
+        self.offload.put_rule(rule)
+        self.ledger.grant_all()
+
+    def drop_rule(self, name: str) -> None:
+        """Take a rule away."""
+        known = self.ledger.policies.rules.pop(name, None) is not None
+        assert self.offload.drop_rule(name) is known
         self.ledger.grant_all()
 
     def set_mode(self, mode: StoreMode) -> None:

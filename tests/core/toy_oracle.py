@@ -10,6 +10,7 @@ from core.events import Origin
 from core.groups import Group
 from core.origins import OriginMatch
 from core.policy import Override, RequestPolicy
+from core.rules import Rule
 from tests.core.toy_compute import first_needed
 from tests.core.toy_tokens import ToyRequest
 
@@ -60,12 +61,14 @@ class PolicyOracle:
     def __init__(self, settings: RequestPolicy) -> None:
         self.settings = settings
         self.runtime: dict[str, object] = {}
+        self.rules: dict[str, Rule] = {}
         self.overrides: dict[str, Override] = {}
 
     def of(self, request: ToyRequest, now_s: float) -> RequestPolicy:
-        """Override, then what the request sent, then runtime defaults, then settings."""
+        """Override, then what the request sent, then the first rule, then runtime defaults, then settings."""
         sent = {k: v for k, v in (request.kv_transfer_params or {}).items() if _is_valid(k, v)}
-        fields = {**self.runtime, **sent}
+        rules = sorted((rule.order, name) for name, rule in self.rules.items() if _rule_matches(rule, request))
+        fields = {**self.runtime, **(self.rules[rules[0][1]].patch if rules else {}), **sent}
         for name in (request.request_id, *request.aliases):
             override = self.overrides.get(name)
             if override is not None and override.expires_s > now_s:
@@ -89,6 +92,14 @@ class PolicyOracle:
         if policy.max_offload_tokens is not None:
             limit = min(limit, policy.max_offload_tokens)
         return limit if policy.store else 0
+
+
+def _rule_matches(rule: Rule, request: ToyRequest) -> bool:
+    asked = OriginMatch(rule.match.request, rule.match.tenant, rule.match.lora)
+    origin = Origin(request.request_id, request.tenant, request.lora, request.aliases)
+    least, most = rule.match.prompt_tokens.least or 0, rule.match.prompt_tokens.most
+    in_span = least <= request.num_prompt_tokens <= (10**9 if most is None else most)
+    return in_span and matches(asked, origin)
 
 
 def _is_valid(name: str, value: object) -> bool:

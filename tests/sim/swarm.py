@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from core.engine import StoreMode
 from core.eviction import EVICTION_POLICIES
 from core.groups import GroupKind, GroupSpec
 from core.policy import RequestPolicy
@@ -77,6 +78,8 @@ def draw_swarm(picks: Picks, moves: tuple[str, ...]) -> Swarm:
         blocks_per_slot=picks.choice((1, 1, 2, 3, 8)),
         null_block=0,
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
+        store_mode=picks.choice((StoreMode.EAGER, StoreMode.EAGER, StoreMode.LAZY)),
+        watermark_blocks=picks.choice((1, 4, 16)),
         choice=LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO))),
         habits=_draw_habits(picks),
     )
