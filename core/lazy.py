@@ -106,7 +106,7 @@ class LazySide:
         leaving = list(islice(self._device.free_blocks(None) or (), self._watermark))
         lost_soon = set(self._device.contents(leaving))
         resident = self._device.resident(keys)
-        return [held and hash_of(key) not in lost_soon for held, key in zip(resident, keys, strict=True)]
+        return [held and key not in lost_soon for held, key in zip(resident, keys, strict=True)]
 
     def look_again(self) -> None:
         """The pool was emptied: what the cursor has passed is not stored any more."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.engine import StoreMode
-from core.keys import make_keys
 from core.groups import GroupKind, GroupSpec
+from core.keys import make_keys
 from core.policy import RequestPolicy
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
