@@ -27,6 +27,8 @@ MIN_SECRET_CHARS = 4
 OWN_LOGGERS = ("app", "core", "cuda_ops", "migrations")
 CHATTY_LOGGERS = ("alembic",)
 """Libraries whose every step is INFO to them; only their warnings are news to an operator."""
+SPILLING_LOGGERS = ("sse_starlette",)
+"""Libraries that log what they carry, users' text among it, where they may debug."""
 UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 _BARE = logging.Formatter()
@@ -146,6 +148,8 @@ class LogPipe:
             logger.setLevel(level.value.upper())
         for name in CHATTY_LOGGERS:
             logging.getLogger(name).setLevel("DEBUG" if level is LogLevel.DEBUG else "WARNING")
+        for name in SPILLING_LOGGERS:
+            logging.getLogger(name).setLevel("WARNING")
 
     def close(self) -> None:
         """Write what is queued, and put logging back as it was. May be called again."""

@@ -20,7 +20,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 
+from app.api.problems import UNREADABLE_JSON
 from app.engines.embedded import (
     EmbeddedEngine,
     EngineStoppedError,
@@ -111,6 +113,8 @@ class OpenAIRoute(APIRoute):
                 error = ApiError(400, str(invalid), invalid.param)
             except EngineStoppedError as stopped:
                 error = ApiError(503, str(stopped))
+            except HTTPException as unreadable:
+                error = ApiError(unreadable.status_code, UNREADABLE_JSON)
             except ApiError as raised:
                 error = raised
             return JSONResponse(error.body, error.status)
@@ -257,7 +261,7 @@ def _submit(
     sampling: Sampling,
     request_id: str,
 ) -> list[RequestStream]:
-    """One engine request a prompt; several are numbered behind the client's id, which stays their alias."""
+    """One engine request a prompt; several are numbered behind the client's id. That and the answer's are aliases."""
     for prompt in prompts:
         engine.check(prompt, sampling)
     streams: list[RequestStream] = []
@@ -268,7 +272,7 @@ def _submit(
                 prompt,
                 sampling,
                 request_id=request_id if alone else f"{request_id}-{index}",
-                aliases=() if alone else (request_id,),
+                aliases=(f"cmpl-{request_id}",) if alone else (request_id, f"cmpl-{request_id}"),
                 cache_salt=body.cache_salt,
                 kv_transfer_params=body.kv_transfer_params,
                 priority=body.priority,

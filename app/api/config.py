@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
-from app.api.problems import FieldError, Problem, invalid_fields
+from app.api.problems import BODY_FIELD, FieldError, Problem, invalid_fields
 from app.event_feed import EventType
 from app.settings import BadSettings, NeedsRestart, Settings
 
@@ -70,7 +70,9 @@ def config_router(context: AdminContext) -> APIRouter:
         try:
             changed = live.change(patch)
         except BadSettings as exc:
-            errors = [FieldError(field=problem.name[:200], message=problem.advice) for problem in exc.problems]
+            errors = [
+                FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in exc.problems
+            ]
             raise invalid_fields(errors) from None
         except NeedsRestart as exc:
             raise Problem(

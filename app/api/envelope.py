@@ -49,6 +49,8 @@ class Envelope:
                 headers.setdefault("X-Content-Type-Options", "nosniff")
                 headers.setdefault("Referrer-Policy", "no-referrer")
                 headers.setdefault("Cache-Control", "no-store")
+                if message["status"] == 204:
+                    del headers["Content-Type"]
             await send(message)
 
         try:

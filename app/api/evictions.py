@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
@@ -13,6 +14,8 @@ from app.api.paging import DEFAULT_LIMIT, MAX_CURSOR_CHARS, MAX_LIMIT, Page, ref
 from app.api.times import rfc3339, rfc3339_or_none
 from app.store import EvictionFilter, EvictionRecord
 from core.events import EvictionReason
+
+_RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
 class Eviction(BaseModel):
@@ -66,12 +69,21 @@ class EvictionSummaryModel(BaseModel):
     reset_blocks: int = Field(description="blocks that those dropped")
 
 
+def _rfc3339(value: object) -> object:
+    if not isinstance(value, str) or not _RFC3339.fullmatch(value):
+        raise ValueError("must be RFC 3339 with Z or an offset, such as 2026-01-31T12:00:00Z; in a URL a + is %2B")
+    return value
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_rfc3339)]
+
+
 class Window(BaseModel):
     """A span of time; an unknown parameter is refused, since a filter that is misspelled would filter nothing."""
 
     model_config = ConfigDict(extra="forbid")
-    since: AwareDatetime | None = Field(default=None, description="RFC 3339, with an offset or Z; inclusive")
-    until: AwareDatetime | None = Field(default=None, description="RFC 3339, with an offset or Z; exclusive")
+    since: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; inclusive")
+    until: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; exclusive")
 
 
 class EvictionQuery(Window):

@@ -17,8 +17,9 @@ from starlette.types import Scope
 from app.store.errors import StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
+UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
 _URN = "urn:kvferry:problem:"
-_NO_BODY_FIELD = "body"
+BODY_FIELD = "body"
 
 
 class FieldError(BaseModel):
@@ -116,7 +117,7 @@ def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[Fie
     """
     messages: dict[str, list[str]] = {}
     for error in errors:
-        path = ".".join(str(part) for part in error["loc"][skip:]) or _NO_BODY_FIELD
+        path = ".".join(str(part) for part in error["loc"][skip:]) or BODY_FIELD
         messages.setdefault(path[:200], []).append(_message(error))
     return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
 
@@ -147,6 +148,9 @@ async def _on_invalid(request: Request, exc: Exception) -> Response:
 async def _on_http_exception(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, HTTPException):
         raise exc
+    if exc.status_code == 400:
+        # FastAPI's only one: a body that is no JSON where its own reader does not say so.
+        return Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON").response(request.scope)
     detail = _DETAILS.get(exc.status_code, str(exc.detail))
     if exc.status_code in _DETAILS:
         detail = detail.format(method=request.method, path=request.url.path)

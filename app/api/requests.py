@@ -17,7 +17,7 @@ from app.api.raw_ids import RequestId
 from app.api.stats_models import PromptTokenStats, StoreStats
 from app.api.times import rfc3339
 from core.policy import Override
-from core.requests import RequestView
+from core.requests import RequestPhase, RequestView
 from core.stats import PromptTokens, StoreCounts
 
 EXPECTED = "expected"
@@ -111,7 +111,7 @@ def requests_router(context: AdminContext) -> APIRouter:
     def list_requests(
         limit: Limit = 100,
         cursor: Cursor = None,
-        state: Annotated[str | None, Query(max_length=20, description="only those in this state")] = None,
+        state: Annotated[RequestPhase | None, Query(description="only those in this state")] = None,
     ) -> dict[str, Any]:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()

@@ -64,11 +64,19 @@ class NumberSpan(BaseModel):
         return Span(self.min, self.max)
 
 
+class LengthSpan(NumberSpan):
+    """Lengths from `min` to `max`, both included; null is without end."""
+
+    min: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    max: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+
+
 def _one_number(value: object) -> object:
     return {"min": value, "max": value} if type(value) is int else value
 
 
-NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_input_type=NumberSpan | Number)]
+NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_input_type=NumberSpan | int)]
+LengthOrSpan = Annotated[LengthSpan, BeforeValidator(_one_number, json_schema_input_type=LengthSpan | int)]
 
 
 class RuleMatchBody(BaseModel):
@@ -86,7 +94,7 @@ class RuleMatchBody(BaseModel):
     priority: NumberOrSpan | None = Field(
         default=None, description="the request's priority, where its engine knows one: a number, or a span"
     )
-    prompt_tokens: NumberOrSpan | None = Field(
+    prompt_tokens: LengthOrSpan | None = Field(
         default=None, description="length of the prompt in tokens: a number, or a span"
     )
 

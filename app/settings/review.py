@@ -36,7 +36,8 @@ class Report:
             elif name in self._names.settings:
                 self.known[name] = item
             elif name not in (URL, CONFIG) or item.place is RUNTIME:
-                self.problems[name] = unknown_problem(item, self._names.spellings(), self._names.secrets)
+                known = self._names.settings if item.place is RUNTIME else self._names.spellings()
+                self.problems[name] = unknown_problem(item, known, self._names.secrets)
         return {name: item.value for name, item in self.known.items()}
 
     def take_errors(self, error: ValidationError) -> None:

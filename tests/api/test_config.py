@@ -104,6 +104,13 @@ def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:
     assert "log_level" in error["message"]
 
 
+@pytest.mark.parametrize(("name", "field"), [("url", "url"), ("config", "config"), ("", "body")])
+def test_what_is_a_setting_elsewhere_is_none_here(api: httpx.Client, name: str, field: str) -> None:
+    (error,) = api.patch(CONFIG, json={name: "x"}).json()["errors"]
+    assert error["field"] == field
+    assert "did you mean" not in error["message"]
+
+
 def test_no_secret_comes_back_from_a_refusal(guarded: Service) -> None:
     with guarded.client(ADMIN) as client:
         for body in (

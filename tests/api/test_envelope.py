@@ -32,7 +32,18 @@ def test_unknown_routes_and_methods_are_problems(api: httpx.Client) -> None:
 def test_bad_json_is_a_problem(api: httpx.Client) -> None:
     for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
         answer = api.patch("/admin/v1/policy", content=body, headers={"Content-Type": "application/json"})
-        problem_of(answer, 400)
+        document = problem_of(answer, 400)
+        assert document["type"] == "urn:kvferry:problem:invalid-json"
+        assert "JSON" in str(document["detail"])
+
+
+def test_an_answer_without_a_body_has_no_type(fresh: Service) -> None:
+    with fresh.client() as client:
+        client.put("/admin/v1/rules/one", json={})
+        gone = client.delete("/admin/v1/rules/one")
+    assert (gone.status_code, gone.content) == (204, b"")
+    assert "Content-Type" not in gone.headers
+    assert gone.headers["X-Request-ID"]
 
 
 def test_bodies_must_be_json(api: httpx.Client) -> None:

@@ -88,6 +88,13 @@ def test_pages_are_stable_while_requests_come(fresh: Service) -> None:
     assert [item["id"] for item in first["items"] + second["items"]] == [f"r{number}" for number in reversed(range(10))]
 
 
+@pytest.mark.parametrize("state", ["", "done", "expected", "Running"])
+def test_a_state_that_no_listed_request_has_is_refused(api: httpx.Client, state: str) -> None:
+    answer = api.get(LIST, params={"state": state})
+    assert answer.status_code == 422
+    assert [error["field"] for error in answer.json()["errors"]] == ["state"]
+
+
 def test_requests_are_listed_by_state(fresh: Service) -> None:
     fresh.engine.run(LoopRequest("done", 32))
     with fresh.client() as client:

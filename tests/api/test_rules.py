@@ -162,6 +162,8 @@ BAD_RULES: list[tuple[Any, list[str]]] = [
     ({"match": {"priority": True}}, ["match.priority"]),
     ({"match": {"priority": 1.5}}, ["match.priority"]),
     ({"match": {"priority": 2**53}}, ["match.priority.max", "match.priority.min"]),
+    ({"match": {"prompt_tokens": -1}}, ["match.prompt_tokens.max", "match.prompt_tokens.min"]),
+    ({"match": {"prompt_tokens": {"max": -1}}}, ["match.prompt_tokens.max"]),
     ({"match": {"priority": {"least": 1}}}, ["match.priority.least"]),
     ({"match": {"prompt_tokens": {"min": 2, "max": 1}}}, ["match.prompt_tokens"]),
     ({"match": {"prompt_tokens": {"min": "2"}}}, ["match.prompt_tokens.min"]),

@@ -71,6 +71,18 @@ def test_level_may_change_while_running() -> None:
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["two"]
 
 
+@pytest.mark.parametrize("guest", [False, True])
+def test_what_streams_carry_is_logged_at_no_level(guest: bool) -> None:
+    """It is users' text, and the library would log each event that it sends."""
+    stream = io.StringIO()
+    with start_logging(Settings(log_level="debug"), stream=stream, guest=guest) as pipe:
+        pipe.set_level(LogLevel.DEBUG)
+        logging.getLogger("sse_starlette.sse").debug("chunk: %s", "private text")
+        logging.getLogger("app.api").debug("ours")
+    assert "ours" in stream.getvalue()
+    assert "private text" not in stream.getvalue()
+
+
 def test_secrets_are_masked_wherever_they_come_from() -> None:
     stream = io.StringIO()
     settings = Settings(

@@ -160,7 +160,7 @@ def test_the_request_is_what_the_client_said(service: Service) -> None:
     assert answer.headers["X-Request-ID"] == "by-name"
     assert answer.json()["id"] == "cmpl-by-name"
     request = service.seen.requests[-1]
-    assert (request.request_id, request.aliases) == ("by-name", ())
+    assert (request.request_id, request.aliases) == ("by-name", ("cmpl-by-name",))
     assert request.kv_transfer_params == {"store": False}
     assert request.tenant == "2bb80d537b1da3e3"
     assert answer.json()["usage"]["completion_tokens"] <= 16
@@ -170,6 +170,16 @@ def test_seeds(service: Service) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 10, "return_token_ids": True, "ignore_eos": True}
     first, second, other = (service.post(**asked, seed=seed).json()["choices"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == second != other
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b'{"prompt": [5], "seed": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_cannot_be_read_is_told_in_the_same_shape(service: Service, body: bytes) -> None:
+    answer = httpx.post(
+        f"{service.url}/completions", content=body, headers={"Content-Type": "application/json"}, trust_env=False
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "JSON" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
