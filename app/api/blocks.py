@@ -54,8 +54,7 @@ class Block(BaseModel):
     stored_at: str
     last_hit: str | None
     hits: int
-    epoch: int
-    generation: int
+    generation: int = Field(description="raised each time the slot is given out")
     pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
     tiers: list[str] = Field(examples=[["host"]], description="where the block is held")
 
@@ -96,7 +95,6 @@ def _rows_to_blocks(manager: OffloadManager, rows: SlotRows) -> list[dict[str, A
         rows.stored_s.tolist(),
         rows.hit_s.tolist(),
         rows.hits.tolist(),
-        rows.epochs.tolist(),
         rows.generations.tolist(),
         strict=True,
     )
@@ -115,12 +113,11 @@ def _rows_to_blocks(manager: OffloadManager, rows: SlotRows) -> list[dict[str, A
             "stored_at": rfc3339(stored_s),
             "last_hit": rfc3339_or_none(hit_s),
             "hits": hits,
-            "epoch": epoch,
             "generation": generation,
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
             "tiers": ["host"],
         }
-        for hold, key, slot, size, position, origin, stored_s, hit_s, hits, epoch, generation in columns
+        for hold, key, slot, size, position, origin, stored_s, hit_s, hits, generation in columns
         if hold is not None
     ]
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from app.api.audit_trail import EMERGENCY
 from app.api.context import AdminContext
+from app.api.tenants import TenantMatch
 from core.origins import OriginMatch
 from core.scheduler import ResetTicket
 
@@ -24,10 +25,9 @@ SEARCH_GRACE_S = 0.5
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 
-class ResetMatch(BaseModel):
+class ResetMatch(TenantMatch):
     """Which request's blocks: shell globs, all given ones together, of the request that stored the block."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     tenant: Glob | None = Field(default=None, description="of the tenant's digest (16 hex digits)")
     lora: Glob | None = None
     request: Glob | None = None
@@ -136,6 +136,7 @@ def _answer(answer: ResetAnswer) -> JSONResponse:
 
 
 def _to_core(match: ResetMatch | None) -> OriginMatch | None:
-    if match is None or (match.tenant is None and match.lora is None and match.request is None):
+    if match is None:
         return None
-    return OriginMatch(request=match.request, tenant=match.tenant, lora=match.lora)
+    asked = OriginMatch(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
+    return None if asked == OriginMatch() else asked

@@ -1,7 +1,4 @@
-"""Rules on the wire: what they match, and what they settle.
-
-A tenant is named by a glob over its digest, or by its cache salt, which becomes the digest here and is nowhere kept.
-"""
+"""Rules on the wire: what they match, and what they settle."""
 
 from __future__ import annotations
 
@@ -13,18 +10,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
 from app.api.policy_models import MAX_TOKENS, PolicyBody, patch_to_wire
-from app.api.tenants import is_digest_glob
-from core.keys import TENANT_HEX_DIGITS, tenant_digest
+from app.api.tenants import TenantMatch, is_digest_glob
+from core.keys import TENANT_HEX_DIGITS
 from core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
-MAX_SALT_CHARS = 1024
 MAX_ORDER = 2**31 - 1
 RULE_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -79,17 +73,13 @@ NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_in
 LengthOrSpan = Annotated[LengthSpan, BeforeValidator(_one_number, json_schema_input_type=LengthSpan | int)]
 
 
-class RuleMatchBody(BaseModel):
+class RuleMatchBody(TenantMatch):
     """Which requests a rule is about: all conditions given hold together, none is every request. Globs know case."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     request: Glob | None = Field(default=None, description="glob of the request's id, or of any id it goes by")
     lora: Glob | None = Field(default=None, description="glob of the LoRA's name; `?*` is any, `*` also none")
     tenant: DigestGlob | None = Field(
         default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
-    )
-    cache_salt: Annotated[SecretStr, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
-        default=None, description="the tenant's cache salt, in place of `tenant`: it becomes the digest and is not kept"
     )
     priority: NumberOrSpan | None = Field(
         default=None, description="the request's priority, where its engine knows one: a number, or a span"
@@ -98,24 +88,11 @@ class RuleMatchBody(BaseModel):
         default=None, description="length of the prompt in tokens: a number, or a span"
     )
 
-    @field_validator("cache_salt")
-    @classmethod
-    def _encodable(cls, salt: SecretStr | None) -> SecretStr | None:
-        if salt is not None and any("\ud800" <= char <= "\udfff" for char in salt.get_secret_value()):
-            raise ValueError("is not valid Unicode")
-        return salt
-
-    @model_validator(mode="after")
-    def _one_tenant(self) -> Self:
-        if self.tenant is not None and self.cache_salt is not None:
-            raise ValueError("give tenant or cache_salt, not both")
-        return self
-
     def to_core(self) -> RuleMatch:
         """The same, as core says it; of a cache salt only its digest."""
         return RuleMatch(
             request=self.request,
-            tenant=self.tenant if self.cache_salt is None else tenant_digest(self.cache_salt.get_secret_value()),
+            tenant=self.tenant_glob(),
             lora=self.lora,
             priority=EVERYTHING if self.priority is None else self.priority.to_core(),
             prompt_tokens=EVERYTHING if self.prompt_tokens is None else self.prompt_tokens.to_core(),

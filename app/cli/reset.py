@@ -8,6 +8,7 @@ import typer
 
 from app.cli.console import count, note, out, print_json, size
 from app.cli.remote import JsonOption, UrlOption, connect
+from app.cli.tenants import SaltFileOption, tenant_of
 
 
 def reset(
@@ -15,6 +16,7 @@ def reset(
     tenant: Annotated[
         str | None, typer.Option(help="Only blocks stored for tenants like this.", metavar="GLOB")
     ] = None,
+    cache_salt_file: SaltFileOption = None,
     lora: Annotated[str | None, typer.Option(help="Only blocks stored with LoRAs like this.", metavar="GLOB")] = None,
     request: Annotated[
         str | None, typer.Option(help="Only blocks stored by requests like this.", metavar="GLOB")
@@ -28,7 +30,7 @@ def reset(
     as_json: JsonOption = False,
 ) -> int:
     """Drop what is stored: all of it, or what requests like these stored. The engine keeps serving."""
-    given = {"tenant": tenant, "lora": lora, "request": request}
+    given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
     match = {name: glob for name, glob in given.items() if glob is not None}
     with connect(url) as client:
         answer = client.reset(tiers=tier, match=match or None, drain_timeout_s=drain_timeout_s, reason=reason)

@@ -11,7 +11,7 @@ import typer
 from app.cli.console import new_table, note, out, print_json, words
 from app.cli.policy import parse_fields
 from app.cli.remote import JsonOption, UrlOption, connect
-from core.keys import tenant_digest
+from app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -76,12 +76,7 @@ def change(
     request: Annotated[str | None, typer.Option(metavar="GLOB", help="Only requests with ids like this.")] = None,
     lora: Annotated[str | None, typer.Option(metavar="GLOB", help="Only with LoRAs like this; '?*' is any.")] = None,
     tenant: Annotated[str | None, typer.Option(metavar="GLOB", help="Only tenants with digests like this.")] = None,
-    cache_salt_file: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            metavar="FILE", help="Only the tenant of the cache salt in this file; - is stdin. Sent as digest."
-        ),
-    ] = None,
+    cache_salt_file: SaltFileOption = None,
     priority: Annotated[
         str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only requests of this priority.")
     ] = None,
@@ -92,11 +87,8 @@ def change(
     as_json: JsonOption = False,
 ) -> int:
     """Set a rule: what it matches, and the policy fields it settles. Replaces the one of this name."""
-    if cache_salt_file is not None:
-        if tenant is not None:
-            raise typer.BadParameter("give --tenant or --cache-salt-file, not both", param_hint="--cache-salt-file")
-        tenant = tenant_digest(_salt(cache_salt_file.read()))
-    given = {"request": request, "lora": lora, "tenant": tenant, "priority": priority, "prompt_tokens": prompt_tokens}
+    given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
+    given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
     policy = parse_fields(fields or [])
     with connect(url) as client:
@@ -113,13 +105,6 @@ def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> in
     else:
         out.print(f"no rule {name} any more")
     return 0
-
-
-def _salt(text: str) -> str:
-    salt = text.removesuffix("\n").removesuffix("\r")
-    if not salt:
-        raise typer.BadParameter("the file is empty", param_hint="--cache-salt-file")
-    return salt
 
 
 def _print_rule(rule: Mapping[str, Any], as_json: bool) -> int:

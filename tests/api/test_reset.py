@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from core.keys import tenant_digest
+
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service, start_service
 from .serving import wait_until
@@ -137,6 +139,9 @@ def test_a_waiting_reset_ends_with_the_server(tmp_path: Path) -> None:
         ({"lora": "sql-?"}, {"a1", "a2", "b1"}),
         ({"tenant": "r*", "request": "a*"}, {"a2", "b1", "c1"}),
         ({"tenant": "nobody"}, {"a1", "a2", "b1", "c1"}),
+        ({"cache_salt": "salt-of-blue"}, {"a1", "b1", "c1"}),
+        ({"cache_salt": "blue"}, {"a1", "a2", "b1", "c1"}),
+        ({"cache_salt": "salt-of-blue", "request": "b*"}, {"a1", "a2", "b1", "c1"}),
         ({"request": "*"}, set()),
         ({"request": "a1", "tenant": None}, {"a2", "b1", "c1"}),
         ({}, set()),
@@ -149,7 +154,7 @@ def test_a_reset_by_match_drops_what_matching_requests_stored(
     fill(
         fresh,
         LoopRequest("a1", 32, seed=1, tenant="red"),
-        LoopRequest("a2", 32, seed=2, tenant="blue"),
+        LoopRequest("a2", 32, seed=2, tenant=tenant_digest("salt-of-blue")),
         LoopRequest("b1", 32, seed=3, tenant="red"),
         LoopRequest("c1", 32, seed=4, lora="sql-7"),
     )
@@ -171,6 +176,8 @@ def test_a_reset_by_match_drops_what_matching_requests_stored(
         ({"match": {"tenants": "x"}}, ["match.tenants"]),
         ({"match": {"tenant": 5}}, ["match.tenant"]),
         ({"match": {"tenant": ""}}, ["match.tenant"]),
+        ({"match": {"cache_salt": ""}}, ["match.cache_salt"]),
+        ({"match": {"cache_salt": "x", "tenant": "y"}}, ["match"]),
         ({"match": "x"}, ["match"]),
         ({"drain_timeout_s": -1}, ["drain_timeout_s"]),
         ({"drain_timeout_s": 3601}, ["drain_timeout_s"]),

@@ -197,9 +197,12 @@ def test_config_show(ask: Run) -> None:
     assert ask("config", "show", "--json").json["admin_token"]["value"] == "***"
 
 
-def test_reset_by_match_then_all(ask: Run) -> None:
+def test_reset_by_match_then_all(ask: Run, clean_world: Path) -> None:
     none = ask("reset", "--request", "nobody-*", "--reason", "a test", "--json")
     assert (none.code, none.json["dropped_blocks"], none.json["pending_jobs"]) == (0, 0, 0)
+    (clean_world / "salt").write_text("nobody's")
+    nobodys = ask("reset", "--cache-salt-file", "salt", "--json")
+    assert (nobodys.code, nobodys.json["dropped_blocks"]) == (0, 0)
     shown = ask("reset", "--tier", "host", "--drain-timeout-s", "5")
     assert shown.code == 0, shown.err
     assert "dropped 16 blocks" in shown.out
