@@ -227,13 +227,13 @@ class Process:
     def _attach(self, pool: HostPool) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
         from cuda_ops.cpu_copy import CpuCopyEngine
+        from cuda_ops.layout import DeviceLayout
 
         engine = self.engine
         if engine is None:
             return
-        copies = CpuCopyEngine(
-            [engine.cache.block_bytes.numpy()], pool, engine.wake, blocks_per_slot=self._host.layout.blocks_per_slot
-        )
+        blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], self._host.layout.blocks_per_slot)
+        copies = CpuCopyEngine(blocks, pool, engine.wake)
         self.copies = copies
         self._closers.append(copies.close)
         engine.attach(self.scheduler, copies)

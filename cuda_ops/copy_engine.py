@@ -1,7 +1,8 @@
-"""The seam of every copy engine: jobs go in, results come out, and no call waits for a byte to move."""
+"""The seam of every copy engine: jobs go in, results come out, and no call but `wait` waits for a byte to move."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from core.transfers import TransferJob, TransferResult
@@ -15,10 +16,14 @@ class CopyEngine(Protocol):
     """
 
     def submit(self, job: TransferJob) -> None:
-        """Queue a job. On CUDA a store reads after all work queued so far on the current stream. Never blocks."""
+        """Queue a job. On CUDA it reads and writes after all work queued so far on the current stream. Never blocks."""
 
     def poll(self) -> list[TransferResult]:
         """Results of the jobs that ended since the last call. Never blocks."""
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """Wait until these jobs have ended, so that `poll` has their results; whether they have. Ended jobs and such
+        as were never submitted count as ended."""
 
     def is_alive(self) -> bool:
         """Whether jobs still make progress."""

@@ -1,27 +1,34 @@
-"""The CPU copy engine: one thread that gathers and scatters whole blocks with vectorised copies.
+"""The CPU copy engine: threads that copy blocks between two places in host memory, a batch in one native call.
 
-Rows are moved through a buffer that stays in the processor's cache, since NumPy either gathers or scatters in one
-native call but not both. The calls run without the interpreter's lock, so the engine computes meanwhile.
+Whichever thread takes a job plans it and cuts it into shares, one a thread, which go to the front of the queue. The
+thread that ends the last share ends the job. Nobody waits for anybody.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from core.transfers import BlockIds, Direction, Slots, TransferJob, TransferResult
+from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.ledger import JobLedger
+from cuda_ops.native import Addresses, segment_copier
+from cuda_ops.segments import SegmentBuffer, SegmentPlanner, Segments
 
 _log = logging.getLogger(__name__)
 
-_STAGE_BYTES = 256 << 10
+_SHARE_BYTES = 2 << 20
+"""Less than this is not worth waking another thread for."""
+_RECHECK_S = 0.1
 
 
 class CpuCopyEngine:
@@ -29,151 +36,214 @@ class CpuCopyEngine:
 
     def __init__(
         self,
-        groups: Sequence[NDArray[np.uint8]],
+        layout: DeviceLayout,
         pool: HostPool,
         on_finished: Callable[[], None],
         worker: int = 0,
-        blocks_per_slot: int = 1,
+        num_threads: int | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
-        """`groups` has the blocks of each, `[num_blocks, block_bytes]` of bytes, contiguous by row.
+        """`on_finished` is called on a copy thread after each job; it may only notify. `cpus` are the processors that
+        the threads may run on, by default those of the thread that makes the engine.
 
-        `on_finished` is called on the copy thread after each job; it may only notify.
+        Raises `ValueError` if a slot of the pool is too small for the layout.
         """
-        for group, blocks in enumerate(groups):
-            if blocks.shape[1] * blocks_per_slot > pool.slot_bytes:
-                raise ValueError(
-                    f"{blocks_per_slot} blocks of group {group} have {blocks.shape[1] * blocks_per_slot:,} bytes, "
-                    f"which do not fit a slot of {pool.slot_bytes:,}"
-                )
-        self._blocks_per_slot = blocks_per_slot
-        self._groups = [_as_rows(blocks, blocks.shape[1]) for blocks in groups]
+        if num_threads is None:
+            num_threads = default_threads(len(os.sched_getaffinity(0) if cpus is None else cpus))
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}, and must be at least 1")
+        self._planner = SegmentPlanner(layout, pool)
         self._pool = pool
-        self._on_finished = on_finished
-        self._worker = worker
-        self._stage = np.empty(max(_STAGE_BYTES, *(rows.dtype.itemsize for rows in self._groups)), dtype=np.uint8)
-        self._jobs: queue.SimpleQueue[TransferJob | None] = queue.SimpleQueue()
-        self._results: deque[TransferResult] = deque()
-        self._lock = threading.Lock()
-        self._current: TransferJob | None = None
+        self._ledger = JobLedger(worker, on_finished)
+        self._copy = segment_copier()
+        self._buffers: deque[SegmentBuffer] = deque()
+        self._cpus = cpus
+        self._work: deque[TransferJob | _Share] = deque()
+        self._changed = threading.Condition()
         self._closed = False
-        self._thread = self._start()
+        self._threads = [_CopyThread(self._serve, cpus) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: TransferJob) -> None:
-        """See `CopyEngine`. A job that can no longer be carried out fails at once."""
-        with self._lock:
+        """See `CopyEngine`. A job that comes after `close` fails at once."""
+        self._ledger.open(job)
+        with self._changed:
             if not self._closed:
-                self._jobs.put(job)
+                self._work.append(job)
+                self._changed.notify()
                 return
-        self._end(job, "the copy engine is closed")
+        self._ledger.end(job, "the copy engine is closed")
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
-        if not self._thread.is_alive() and not self._closed:
-            self._revive()
-        results: list[TransferResult] = []
-        while self._results:
-            results.append(self._results.popleft())
-        return results
+        self._replace_dead_threads()
+        return self._ledger.take_results()
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See `CopyEngine`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._ledger.wait(job_ids, min(max(deadline_s - time.monotonic(), 0.0), _RECHECK_S)):
+            self._replace_dead_threads()
+            if time.monotonic() >= deadline_s:
+                return False
+        return True
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
-        return self._thread.is_alive() and not self._closed
+        return not self._closed and all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """See `CopyEngine`. Waits for the job under way, whose bytes may not be freed under it."""
-        with self._lock:
+        """See `CopyEngine`. Waits for the jobs under way, whose memory may not be freed under them."""
+        with self._changed:
             self._closed = True
-            self._jobs.put(None)
-        self._thread.join()
-        if self._current is not None:
-            self._end(self._current, "the copy thread died")
-        self._fail_queued("the copy engine was closed before the job started")
+            waiting = [work for work in self._work if isinstance(work, TransferJob)]
+            shares = [work for work in self._work if isinstance(work, _Share)]
+            self._work = deque(shares)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+            self._bury(thread)
+        while self._work:
+            self._fail(self._work.popleft(), "every copy thread died")
+        for job in waiting:
+            self._ledger.end(job, "the copy engine was closed before the job started")
 
-    def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="kvferry-copy", daemon=True)
-        thread.start()
-        return thread
+    # ---- on the copy threads ----------------------------------------------------------------------------------------
 
-    def _revive(self) -> None:
-        """The thread has died: what it had taken on has provably stopped, so it fails, and a new thread goes on."""
-        _log.error("the copy thread died; its jobs fail and it is started again")
-        if self._current is not None:
-            self._end(self._current, "the copy thread died")
-            self._current = None
-        self._fail_queued("the copy thread died")
-        self._thread = self._start()
-
-    def _fail_queued(self, error: str) -> None:
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                self._end(job, error)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._current = job
-            if self._closed:
-                self._end(job, "the copy engine was closed before the job started")
-                continue
-            started_s = time.perf_counter()
-            error: str | None = None
-            try:
-                self._copy(job)
-            except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                _log.exception("%s job %d failed", job.direction, job.job_id)
-                error = f"{type(failure).__name__}: {failure}"
-            self._end(job, error, time.perf_counter() - started_s)
-
-    def _end(self, job: TransferJob, error: str | None, seconds: float = 0.0) -> None:
-        self._current = None
-        num_bytes = 0 if error else sum(len(run) * self._groups[run.group].dtype.itemsize for run in job.runs)
-        self._results.append(TransferResult(job.job_id, self._worker, error, num_bytes, seconds))
-        self._on_finished()
-
-    def _copy(self, job: TransferJob) -> None:
-        for run in job.runs:
-            if not len(run.block_ids) == len(run.slots) == len(run.parts):
-                raise ValueError(f"{len(run.block_ids)} blocks for {len(run.slots)} slots and {len(run.parts)} parts")
-            if len(run) and not 0 <= run.parts.min() <= run.parts.max() < self._blocks_per_slot:
-                raise IndexError(f"parts {run.parts} are not all among the {self._blocks_per_slot} of a slot")
-            for part in range(self._blocks_per_slot):
-                here = slice(None) if self._blocks_per_slot == 1 else np.flatnonzero(run.parts == part)
-                self._copy_part(job.direction, self._groups[run.group], part, run.block_ids[here], run.slots[here])
-
-    def _copy_part(
-        self, direction: Direction, blocks: NDArray[np.void], part: int, block_ids: BlockIds, slots: Slots
-    ) -> None:
-        """Copy blocks that lie at one place in each of their slots."""
-        start, row_bytes = part * blocks.dtype.itemsize, blocks.dtype.itemsize
-        for extent, rows, chosen in self._pool.extents_of(slots):
-            host = _as_rows(extent[:, start : start + row_bytes], row_bytes)
-            if direction is Direction.STORE:
-                self._move(blocks, block_ids[chosen], host, rows)
+    def _serve(self, thread: _CopyThread) -> None:
+        """What a copy thread does until the engine closes."""
+        while (work := self._take(thread)) is not None:
+            if isinstance(work, TransferJob):
+                try:
+                    share = self._plan(work, thread)
+                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+                    self._fail(work, _describe(failure))
+                    continue
             else:
-                self._move(host, rows, blocks, block_ids[chosen])
+                share = work
+            try:
+                targets, sources, sizes = share.segments()
+                self._copy(targets, sources, sizes)
+            except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+                self._fail(share, _describe(failure))
+            else:
+                self._end_share(share.plan, None)
 
-    def _move(
-        self,
-        source: NDArray[np.void],
-        source_rows: NDArray[np.int64],
-        target: NDArray[np.void],
-        target_rows: NDArray[np.int64],
-    ) -> None:
-        """Copy rows of one array to rows of another; an index out of range raises before anything is copied."""
-        for rows, table in ((source_rows, source), (target_rows, target)):
-            if len(rows) and not 0 <= rows.min() <= rows.max() < len(table):
-                raise IndexError(f"rows {rows.min()} to {rows.max()} are not all among the {len(table)} there are")
-        row_bytes = source.dtype.itemsize
-        step = len(self._stage) // row_bytes
-        stage = self._stage[: step * row_bytes].view(source.dtype)
-        for start in range(0, len(source_rows), step):
-            part = source_rows[start : start + step]
-            staged = stage[: len(part)]
-            # Checked above; "raise" would make NumPy copy through one more buffer.
-            np.take(source, part, out=staged, mode="clip")
-            target[target_rows[start : start + step]] = staged
+    def _take(self, thread: _CopyThread) -> TransferJob | _Share | None:
+        """The next work, which is in the thread's hands before anybody else can look; None once there will be none."""
+        with self._changed:
+            thread.in_hand = None
+            while not self._work:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            thread.in_hand = self._work.popleft()
+            return thread.in_hand
+
+    def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
+        """Compute what the job copies and cut it into shares; the first is in the thread's hands instead of the job."""
+        started_s = time.perf_counter()
+        buffer = self._buffers.pop() if self._buffers else SegmentBuffer()
+        segments = self._planner.plan(job, buffer, coalesce=False)
+        num_bytes = self._planner.num_bytes(job)
+        count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)
+        cuts = [0, len(segments.sizes)]
+        if count > 1:
+            cuts[1:1] = np.searchsorted(np.cumsum(segments.sizes), np.arange(1, count) * (num_bytes // count)).tolist()
+        plan = _Plan(job, segments, buffer, self._pool.hold(), num_bytes, started_s, remaining=count)
+        first, *others = (_Share(plan, start, stop) for start, stop in pairwise(cuts))
+        with self._changed:
+            self._work.extendleft(reversed(others))
+            self._changed.notify(len(others))
+            thread.in_hand = first
+        return first
+
+    # ---- how work ends ----------------------------------------------------------------------------------------------
+
+    def _fail(self, work: TransferJob | _Share, error: str) -> None:
+        if isinstance(work, TransferJob):
+            self._ledger.end(work, error)
+        else:
+            self._end_share(work.plan, error)
+
+    def _end_share(self, plan: _Plan, error: str | None) -> None:
+        with self._changed:
+            plan.remaining -= 1
+            plan.error = plan.error or error
+            if plan.remaining:
+                return
+        self._buffers.append(plan.buffer)
+        num_bytes = 0 if plan.error else plan.num_bytes
+        self._ledger.end(plan.job, plan.error, num_bytes, time.perf_counter() - plan.started_s)
+
+    def _replace_dead_threads(self) -> None:
+        """What a dead thread had in hand has provably stopped, so it fails; what waits goes to its successor."""
+        if self._closed or all(thread.is_alive() for thread in self._threads):
+            return
+        for index, thread in enumerate(self._threads):
+            if not thread.is_alive():
+                _log.error("a copy thread died; what it was copying fails and it is started again")
+                self._bury(thread)
+                self._threads[index] = _CopyThread(self._serve, self._cpus)
+                self._threads[index].start()
+
+    def _bury(self, thread: _CopyThread) -> None:
+        work, thread.in_hand = thread.in_hand, None
+        if work is not None:
+            self._fail(work, "the copy thread died")
 
 
-def _as_rows(table: NDArray[np.uint8], row_bytes: int) -> NDArray[np.void]:
-    """A table of bytes as a vector of rows that are copied whole; rows may lie apart, but each is contiguous."""
-    return table.view(f"V{row_bytes}")[:, 0]
+class _CopyThread(threading.Thread):
+    """`in_hand` is what the thread works on; it is still there when the thread has died of it."""
+
+    def __init__(self, serve: Callable[[_CopyThread], None], cpus: Collection[int] | None) -> None:
+        super().__init__(name="kvferry-copy", daemon=True)
+        self.in_hand: TransferJob | _Share | None = None
+        self._serve = serve
+        self._cpus = cpus
+
+    def run(self) -> None:
+        if self._cpus is not None:
+            try:
+                os.sched_setaffinity(0, self._cpus)
+            except OSError as error:
+                _log.warning("a copy thread may not run on processors %s: %s", sorted(self._cpus), error)
+        self._serve(self)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A job under way: what it copies, and how many of its shares have not ended. `memory` keeps the pool mapped."""
+
+    job: TransferJob
+    segments: Segments
+    buffer: SegmentBuffer
+    memory: object
+    num_bytes: int
+    started_s: float
+    remaining: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The segments of a plan from `start` up to `stop`."""
+
+    plan: _Plan
+    start: int
+    stop: int
+
+    def segments(self) -> tuple[Addresses, Addresses, Addresses]:
+        """Targets, sources and sizes."""
+        device, host, sizes = (array[self.start : self.stop] for array in self.plan.segments)
+        return (host, device, sizes) if self.plan.job.direction is Direction.STORE else (device, host, sizes)
+
+
+def default_threads(num_cpus: int) -> int:
+    """A quarter of the processors, and no more than it takes to keep memory busy: the rest computes."""
+    return max(1, min(4, num_cpus // 4))
+
+
+def _describe(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"

@@ -1,73 +1,215 @@
-"""The host pool: the memory that holds the slots, in extents of bounded size that are mapped one by one.
+"""The host pool: the memory that holds the slots, in extents of bounded size that are mapped and registered one by one.
 
-Slot `s` lives in extent `s // slots_per_extent` at row `s % slots_per_extent`. Rows are page-aligned when slots are.
+A row is one slot of every rank, side by side: rows are slots, columns are ranks, and a copy engine reaches the column
+of its own rank. Extents start on a page; rows do where their size is a multiple of one.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.transfers import Slots
-from cuda_ops.limits import NotEnoughMemory, check_fits, memory_limits
+from cuda_ops.backing import AnonymousMemory, Backing
+from cuda_ops.limits import NotEnoughMemory, check_fits
+from cuda_ops.prepare import Preparation, prepare, unregister
 
 DEFAULT_EXTENT_BYTES = 1 << 30
 
 
-class HostPool:
-    """Anonymous memory for `num_slots` slots of `slot_bytes` each. Nothing is kept when the process ends."""
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """`memory` is the mapping, whole pages, which starts with `rows`; `offset` is where the backing has it. The mapping
+    goes with the last view of it."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, extent_bytes: int = DEFAULT_EXTENT_BYTES) -> None:
-        """Map the extents, after checking that memory and cgroup have room; raises `NotEnoughMemory`."""
-        check_fits("POOL_BYTES", num_slots * slot_bytes, memory_limits())
-        self.num_slots = num_slots
+    memory: NDArray[np.uint8]
+    rows: NDArray[np.uint8]
+    offset: int
+    is_registered: bool = False
+
+
+class _Table:
+    """Where the slots lie at one moment. Never changes, so that a copy under way can rely on it."""
+
+    def __init__(self, extents: tuple[_Extent, ...]) -> None:
+        self.extents = extents
+        counts = np.array([len(extent.rows) for extent in extents], dtype=np.int64)
+        self.num_slots = int(counts.sum())
+        self.end_offset = extents[-1].offset + extents[-1].memory.nbytes if extents else 0
+        self._starts = np.cumsum(counts) - counts
+        self._addresses = np.array([extent.rows.ctypes.data for extent in extents], dtype=np.int64)
+        self._row_bytes = extents[0].rows.shape[1] if extents else 0
+        full = set(counts[:-1].tolist())
+        self._slots_per_extent = full.pop() if len(full) == 1 and counts[-1] <= counts[0] else None
+
+    def extents_of(self, slots: Slots) -> NDArray[np.int64]:
+        if len(self.extents) == 1:
+            return np.zeros(len(slots), dtype=np.int64)
+        extents: NDArray[np.int64]
+        if self._slots_per_extent is not None:
+            extents = slots // self._slots_per_extent
+        else:
+            extents = np.searchsorted(self._starts, slots, side="right") - 1
+        return extents
+
+    def addresses(self, slots: Slots) -> NDArray[np.int64]:
+        extents = self.extents_of(slots)
+        addresses = slots - self._starts[extents]
+        addresses *= self._row_bytes
+        addresses += self._addresses[extents]
+        return addresses
+
+    def row(self, slot: int) -> NDArray[np.uint8]:
+        extent = int(self.extents_of(np.array([slot]))[0])
+        row: NDArray[np.uint8] = self.extents[extent].rows[slot - int(self._starts[extent])]
+        return row
+
+
+class HostPool:
+    """Memory for `num_slots` slots of `slot_bytes` for each of `num_ranks` ranks.
+
+    What several processes map must be made with equal numbers in each. Slots may be added and removed while others are
+    copied; whoever removes some sees to it that nobody uses them.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        extent_bytes: int = DEFAULT_EXTENT_BYTES,
+        *,
+        backing: Backing | None = None,
+        num_ranks: int = 1,
+        rank: int = 0,
+        preparation: Preparation | None = None,
+    ) -> None:
+        """Map the extents and make them ready, after checking that there is room; raises `NotEnoughMemory`."""
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank {rank} is not one of the {num_ranks} ranks")
         self.slot_bytes = slot_bytes
-        self.slots_per_extent = max(extent_bytes // slot_bytes, 1)
-        self._maps: list[mmap.mmap] = []
-        self._extents: list[NDArray[np.uint8]] = []
-        for first in range(0, num_slots, self.slots_per_extent):
-            count = min(self.slots_per_extent, num_slots - first)
-            try:
-                mapped = mmap.mmap(-1, count * slot_bytes)
-            except OSError as error:
-                self.close()
-                raise NotEnoughMemory(
-                    f"POOL_BYTES: mapping an extent of {count * slot_bytes:,} bytes after {first * slot_bytes:,} "
-                    f"failed: {error}"
-                ) from error
-            self._maps.append(mapped)
-            self._extents.append(np.frombuffer(mapped, dtype=np.uint8).reshape(count, slot_bytes))
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self.row_bytes = num_ranks * slot_bytes
+        self.slots_per_extent = max(extent_bytes // self.row_bytes, 1)
+        self._backing = AnonymousMemory() if backing is None else backing
+        wanted = Preparation() if preparation is None else preparation
+        self._preparation = replace(wanted, touch=wanted.touch or self._backing.must_touch)
+        self._table = _Table(())
+        try:
+            self.add_slots(num_slots)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are now."""
+        return self._table.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """All slots together."""
-        return self.num_slots * self.slot_bytes
+        """All slots of all ranks together."""
+        return self.num_slots * self.row_bytes
 
-    def extents_of(self, slots: Slots) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64], slice | Slots]]:
-        """The rows of a batch of slots, extent by extent: the extent as `[rows, slot_bytes]`, the rows, and which of
-        the batch they are."""
-        if len(self._extents) == 1:
-            yield self._extents[0], slots, slice(None)
-            return
-        extents = slots // self.slots_per_extent
-        for index in np.unique(extents).tolist():
-            chosen = np.flatnonzero(extents == index)
-            yield self._extents[index], slots[chosen] - index * self.slots_per_extent, chosen
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the device knows all of it."""
+        return bool(self._table.extents) and all(extent.is_registered for extent in self._table.extents)
+
+    @property
+    def extent_slots(self) -> list[int]:
+        """How many slots each extent has."""
+        return [len(extent.rows) for extent in self._table.extents]
+
+    def addresses(self, slots: Slots) -> NDArray[np.int64]:
+        """Where this rank's bytes of each slot start. A new array. The slots must be there."""
+        addresses = self._table.addresses(slots)
+        addresses += self.rank * self.slot_bytes
+        return addresses
+
+    def extents_of(self, slots: Slots) -> NDArray[np.int64]:
+        """The index of each slot's extent."""
+        return self._table.extents_of(slots)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of one slot, not a copy."""
-        row: NDArray[np.uint8] = self._extents[slot // self.slots_per_extent][slot % self.slots_per_extent]
-        return row
+        """This rank's bytes of one slot, not a copy."""
+        start = self.rank * self.slot_bytes
+        return self._table.row(slot)[start : start + self.slot_bytes]
+
+    def row(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of all ranks of one slot, `[num_ranks, slot_bytes]`, not a copy."""
+        return self._table.row(slot).reshape(self.num_ranks, self.slot_bytes)
+
+    def hold(self) -> object:
+        """Whatever keeps the memory mapped that is there now, also behind `close`, for as long as it is referenced."""
+        return self._table
+
+    def add_slots(self, num_slots: int) -> None:
+        """Map so many more, in extents of their own; on failure nothing has changed. Raises `NotEnoughMemory`."""
+        table = self._table
+        full, rest = divmod(num_slots, self.slots_per_extent)
+        end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
+        end_offset += _whole_pages(rest * self.row_bytes)
+        missing_bytes = end_offset - max(self._backing.reserved_bytes(), table.end_offset)
+        check_fits("POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
+        added = self._reserve(end_offset)
+        try:
+            extents: list[_Extent] = []
+            offset = table.end_offset
+            for count in [self.slots_per_extent] * full + [rest] * (rest > 0):
+                extents.append(self._map(offset, count))
+                offset += extents[-1].memory.nbytes
+            if prepare([extent.memory for extent in extents], self._preparation):
+                extents = [replace(extent, is_registered=True) for extent in extents]
+        except BaseException:
+            extents.clear()
+            if added:
+                self._backing.free(table.end_offset)
+            raise
+        self._table = _Table((*table.extents, *extents))
+
+    def remove_extents(self, count: int, *, free: bool = True) -> None:
+        """Unmap the last extents. `free` gives a shared file's memory back too, and is for the last process to do."""
+        extents = self._table.extents
+        if not 0 <= count <= len(extents):
+            raise ValueError(f"{count} extents cannot be removed from the {len(extents)} there are")
+        keep = len(extents) - count
+        self._unregister(extents[keep:])
+        self._table = _Table(extents[:keep])
+        if free:
+            self._backing.free(self._table.end_offset)
 
     def close(self) -> None:
-        """Unmap everything. No copy may be running; views that are still about keep their extent mapped."""
-        self._extents.clear()
-        for mapped in self._maps:
-            try:
-                mapped.close()
-            except BufferError:
-                continue
-        self._maps.clear()
+        """Unmap everything. No copy may be running; an extent of which there still is a view stays mapped for it."""
+        self._unregister(self._table.extents)
+        self._table = _Table(())
+        self._backing.close()
+
+    def _reserve(self, num_bytes: int) -> bool:
+        try:
+            return self._backing.reserve(num_bytes)
+        except OSError as error:
+            raise NotEnoughMemory(f"POOL_BYTES: taking {num_bytes:,} bytes for the pool failed: {error}") from error
+
+    def _map(self, offset: int, count: int) -> _Extent:
+        num_bytes = count * self.row_bytes
+        try:
+            mapped = self._backing.map(offset, _whole_pages(num_bytes))
+        except OSError as error:
+            raise NotEnoughMemory(
+                f"POOL_BYTES: mapping an extent of {num_bytes:,} bytes after {offset:,} failed: {error}"
+            ) from error
+        memory = np.frombuffer(mapped, dtype=np.uint8)
+        return _Extent(memory, memory[:num_bytes].reshape(count, self.row_bytes), offset)
+
+    def _unregister(self, extents: tuple[_Extent, ...]) -> None:
+        registrar = self._preparation.registrar
+        if registrar is not None:
+            unregister([extent.memory for extent in extents if extent.is_registered], registrar)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

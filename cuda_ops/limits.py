@@ -1,7 +1,9 @@
-"""How much memory this process may still take: the machine's and its cgroup's."""
+"""How much memory this process may still take: the machine's, its cgroup's, and what a file system has room for."""
 
 from __future__ import annotations
 
+import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,23 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     limits = [MemoryLimit("memory available on this machine", psutil.virtual_memory().available)]
     limits += _cgroup_limits(root)
     return limits
+
+
+def shared_memory_limits(folder: Path) -> list[MemoryLimit]:
+    """The limits on shared memory in this folder, which counts as memory and has to fit into its file system, too."""
+    name = f"room left in {folder} (a container gets more by --shm-size, or by the sizeLimit of a volume in memory)"
+    return [MemoryLimit(name, _free_bytes(folder)), *memory_limits()]
+
+
+def file_limits(folder: Path) -> list[MemoryLimit]:
+    """The limits on a mapped file in this folder: the room on its disk, since its pages need not stay in memory."""
+    return [MemoryLimit(f"room left on the disk of {folder}", _free_bytes(folder))]
+
+
+def locked_memory_bytes() -> int | None:
+    """What this process may lock by `RLIMIT_MEMLOCK`; None for no limit. Not every driver is bound by it."""
+    soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft_bytes == resource.RLIM_INFINITY else soft_bytes
 
 
 def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> None:
@@ -82,3 +101,8 @@ def _read_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize

@@ -20,6 +20,7 @@ from core.scheduler import Hit, Later, OffloadScheduler
 from core.transfers import TransferJob, TransferResult
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096
@@ -112,7 +113,7 @@ class LoopEngine:
         self._pool = HostPool(num_slots, BLOCK_BYTES)
         self._device = np.zeros((DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._wake = threading.Event()
-        self.copies = GatedCopies(CpuCopyEngine([self._device], self._pool, self._wake.set))
+        self.copies = GatedCopies(CpuCopyEngine(DeviceLayout.of_arrays([self._device]), self._pool, self._wake.set))
         self._free = list(range(DEVICE_BLOCKS))
         self._held: Counter[int] = Counter()
         self._zombies: set[int] = set()

@@ -16,6 +16,7 @@ from core.stats import Snapshot
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
 
 
 class GatedCopies:
@@ -26,7 +27,7 @@ class GatedCopies:
 
     def __init__(self, engine: EmbeddedEngine, pool: HostPool) -> None:
         self._engine = engine
-        self._inner = CpuCopyEngine([engine.cache.block_bytes.numpy()], pool, engine.wake)
+        self._inner = CpuCopyEngine(DeviceLayout.of_tensors([[engine.cache.block_bytes]]), pool, engine.wake)
         self._open = threading.Event()
         self._open.set()
         self._kept: list[TransferJob] = []

@@ -7,7 +7,7 @@ engine's thread, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from core.engine import BlockTables, EngineRequest, StepProgress
@@ -74,6 +74,10 @@ class NoCopies:
     def poll(self) -> list[TransferResult]:
         """Nothing ended."""
         return []
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """Nothing to wait for."""
+        return True
 
     def is_alive(self) -> bool:
         """Nothing to be dead."""

@@ -1,0 +1,252 @@
+"""Bytes arrive where they belong, and every job ends exactly once, whatever becomes of the engine and its threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from cuda_ops.cpu_copy import CpuCopyEngine, default_threads
+from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
+from tests.cuda_ops.drawn import Device, contents, devices, jobs, pieces, pools
+from tests.waiting import wait_until
+
+PATIENCE_S = 30.0
+
+
+def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
+    ids, places = np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64)
+    return TransferJob(number, direction, (BlockRun(0, ids, places, np.zeros_like(places)),))
+
+
+def store(number: int, block: int) -> TransferJob:
+    return job(number, Direction.STORE, [block], [block])
+
+
+def engine_over(
+    blocks: NDArray[np.uint8], pool: HostPool, on_finished=lambda: None, num_threads: int = 2
+) -> CpuCopyEngine:
+    return CpuCopyEngine(DeviceLayout.of_arrays([blocks]), pool, on_finished, num_threads=num_threads)
+
+
+def results_of(copies: CpuCopyEngine, wanted: list[TransferJob]) -> dict[int, TransferResult]:
+    for one in wanted:
+        copies.submit(one)
+    assert copies.wait([one.job_id for one in wanted], PATIENCE_S)
+    results = copies.poll()
+    assert sorted(result.job_id for result in results) == sorted(one.job_id for one in wanted)
+    return {result.job_id: result for result in results}
+
+
+@settings(max_examples=150)
+@given(device=devices(), threads=st.integers(1, 3), data=st.data())
+def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
+    device: Device, threads: int, data: st.DataObject
+) -> None:
+    pool = data.draw(pools(device.layout))
+    copies = CpuCopyEngine(device.layout, pool, lambda: None, num_threads=threads)
+    try:
+        for direction in (Direction.STORE, Direction.LOAD):
+            one = data.draw(jobs(device.layout, pool, direction))
+            device_before, pool_before = device.memory.copy(), contents(pool)
+            result = results_of(copies, [one])[one.job_id]
+            device_after, pool_after = device.memory.copy(), contents(pool)
+            device.memory[:] = device_before
+            for slot in range(pool.num_slots):
+                pool.row(slot)[:] = pool_before[slot]
+            moved = 0
+            for on_device, on_host in pieces(device, pool, one):
+                moved += len(on_device)
+                if direction is Direction.STORE:
+                    on_host[:] = on_device
+                else:
+                    on_device[:] = on_host
+            assert result.error is None
+            assert result.num_bytes == moved
+            assert np.array_equal(device_after, device.memory)
+            assert np.array_equal(pool_after, contents(pool))
+    finally:
+        copies.close()
+        pool.close()
+
+
+def test_a_large_job_is_shared_among_the_threads_and_arrives_whole() -> None:
+    blocks = np.random.default_rng(1).integers(0, 256, (100, 256 << 10), dtype=np.uint8)
+    before = blocks.copy()
+    pool = HostPool(100, 256 << 10, extent_bytes=7 << 20)
+    copies = engine_over(blocks, pool, num_threads=3)
+    order = np.random.default_rng(2).permutation(100).tolist()
+    assert results_of(copies, [job(1, Direction.STORE, list(range(100)), order)])[1].num_bytes == blocks.nbytes
+    blocks[:] = 0
+    assert results_of(copies, [job(2, Direction.LOAD, list(range(100)), order)])[2].error is None
+    assert np.array_equal(blocks, before)
+    copies.close()
+
+
+def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written() -> None:
+    blocks, pool = np.ones((4, 64), dtype=np.uint8), HostPool(4, 64)
+    copies = engine_over(blocks, pool)
+    results = results_of(
+        copies,
+        [
+            job(1, Direction.STORE, [0, 9], [0, 1]),
+            job(2, Direction.LOAD, [0, -1], [1, 1]),
+            job(3, Direction.STORE, [0, 1], [0]),
+            job(4, Direction.STORE, [3], [3]),
+        ],
+    )
+    assert "blocks of group 0 0 to 9 are not all among the 4" in str(results[1].error)
+    assert [results[number].error is None for number in (1, 2, 3, 4)] == [False, False, False, True]
+    assert [results[number].num_bytes for number in (1, 2, 3, 4)] == [0, 0, 0, 64]
+    assert contents(pool).sum(axis=(1, 2)).tolist() == [0, 0, 0, 64]
+    assert blocks.all()
+    copies.close()
+
+
+def test_an_empty_job_ends_too() -> None:
+    copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64))
+    assert results_of(copies, [job(1, Direction.STORE, [], []), TransferJob(2, Direction.LOAD, ())])[2].error is None
+    copies.close()
+
+
+class Dying:
+    """An `on_finished` under which copy threads die, at the ends named."""
+
+    def __init__(self, *ends: int) -> None:
+        self._ends = ends
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._count += 1
+            die = self._count in self._ends
+        if die and threading.current_thread().name == "kvferry-copy":
+            raise SystemExit
+
+
+def copy_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvferry-copy"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied() -> None:
+    copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), Dying(1), num_threads=1)
+    (thread,) = copy_threads()
+    copies.submit(store(1, 0))
+    thread.join(PATIENCE_S)
+    assert not copies.is_alive()
+    copies.submit(store(2, 1))
+    assert copies.wait([2], PATIENCE_S)
+    assert copies.is_alive()
+    assert {result.job_id: result.error for result in copies.poll()} == {1: None, 2: None}
+    copies.close()
+
+
+class DyingPool(HostPool):
+    """A pool that kills the thread which asks it for addresses."""
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("ending", ["poll", "wait", "close"])
+def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stopped(ending: str) -> None:
+    copies = engine_over(np.ones((4, 64), dtype=np.uint8), DyingPool(4, 64), num_threads=1)
+    (thread,) = copy_threads()
+    copies.submit(store(1, 0))
+    thread.join(PATIENCE_S)
+    if ending == "wait":
+        assert copies.wait([1], PATIENCE_S)
+    if ending == "close":
+        copies.close()
+    assert [(result.job_id, result.error) for result in copies.poll()] == [(1, "the copy thread died")]
+    copies.close()
+    assert copies.poll() == []
+
+
+def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_ones_too() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        go_on.wait(PATIENCE_S)
+
+    copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), hold, num_threads=1)
+    copies.submit(store(1, 0))
+    assert started.wait(PATIENCE_S)
+    copies.submit(store(2, 1))
+    closing = threading.Thread(target=copies.close)
+    closing.start()
+    wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+    go_on.set()
+    closing.join(PATIENCE_S)
+    copies.submit(store(3, 2))
+    errors = {result.job_id: result.error for result in copies.poll()}
+    assert errors[1] is None
+    assert "closed before the job started" in str(errors[2])
+    assert errors[3] == "the copy engine is closed"
+    assert not copy_threads()
+
+
+def test_waiting_is_bounded_and_ended_or_unknown_jobs_are_not_waited_for() -> None:
+    go_on = threading.Event()
+    copies = engine_over(
+        np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), lambda: go_on.wait(PATIENCE_S) and None, num_threads=1
+    )
+    copies.submit(store(1, 0))
+    assert copies.wait([1, 77], PATIENCE_S)
+    copies.submit(store(2, 1))
+    assert not copies.wait([1, 2], 0.01)
+    go_on.set()
+    assert copies.wait([1, 2], PATIENCE_S)
+    assert [result.job_id for result in copies.poll()] == [1, 2]
+    copies.close()
+
+
+def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError("nobody home")
+
+    copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), fail)
+    assert len(results_of(copies, [store(1, 0), store(2, 1)])) == 2
+    assert copies.is_alive()
+    copies.close()
+    assert "nobody home" in caplog.text
+
+
+def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot() -> None:
+    blocks = np.ones((64, 1 << 20), dtype=np.uint8)
+    pool = HostPool(64, 1 << 20)
+    copies = engine_over(blocks, pool)
+    copies.submit(job(1, Direction.STORE, list(range(64)), list(range(64))))
+    pool.close()
+    copies.close()
+    assert [result.job_id for result in copies.poll()] == [1]
+
+
+def test_copy_threads_run_where_they_are_told_to() -> None:
+    (first, *_) = sorted(os.sched_getaffinity(0))
+    seen: list[set[int]] = []
+    copies = CpuCopyEngine(
+        DeviceLayout.of_arrays([np.ones((4, 64), dtype=np.uint8)]),
+        HostPool(4, 64),
+        lambda: seen.append(os.sched_getaffinity(0)),
+        cpus=[first],
+    )
+    results_of(copies, [store(1, 0)])
+    copies.close()
+    assert seen == [{first}]
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
+def test_the_threads_leave_most_processors_to_the_engine(cpus: int, threads: int) -> None:
+    assert default_threads(cpus) == threads

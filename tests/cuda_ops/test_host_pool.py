@@ -1,0 +1,308 @@
+"""The host pool: slots lie where they should, for every rank and process, and memory is checked, touched and pinned."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import resource
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuda_ops.backing import SHARED_MEMORY, SharedFile
+from cuda_ops.host_pool import HostPool
+from cuda_ops.limits import NotEnoughMemory
+from cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
+
+PAGE = mmap.PAGESIZE
+
+
+@given(
+    per_extent=st.integers(1, 5),
+    additions=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    num_ranks=st.integers(1, 3),
+    removed=st.integers(0, 2),
+)
+def test_every_slot_has_bytes_of_its_own_in_every_rank(
+    per_extent: int, additions: list[int], num_ranks: int, removed: int
+) -> None:
+    slot_bytes = 24
+    pool = HostPool(additions[0], slot_bytes, per_extent * num_ranks * slot_bytes, num_ranks=num_ranks)
+    for count in additions[1:]:
+        pool.add_slots(count)
+    assert pool.num_slots == sum(additions) == sum(pool.extent_slots)
+    assert max(pool.extent_slots) <= per_extent
+    gone = min(removed, len(pool.extent_slots))
+    kept = sum(pool.extent_slots[: len(pool.extent_slots) - gone])
+    pool.remove_extents(gone)
+    assert pool.num_slots == kept
+    assert pool.num_bytes == kept * num_ranks * slot_bytes
+    for slot in range(kept):
+        for rank in range(num_ranks):
+            pool.row(slot)[rank] = (slot * num_ranks + rank) % 251
+    for slot in range(kept):
+        assert pool.row(slot).tolist() == [[(slot * num_ranks + rank) % 251] * slot_bytes for rank in range(num_ranks)]
+        assert pool.addresses(np.array([slot])).tolist() == [pool.row(slot).ctypes.data]
+        assert pool.addresses(np.array([slot])).tolist() == [pool.slot(slot).ctypes.data]
+
+
+def test_a_rank_reaches_its_own_column_of_each_row() -> None:
+    pool = HostPool(3, 64, num_ranks=4, rank=2)
+    pool.slot(1)[:] = 7
+    assert [row.any() for row in pool.row(1)] == [False, False, True, False]
+    assert pool.addresses(np.array([1])).tolist() == [pool.row(1)[2].ctypes.data]
+    with pytest.raises(ValueError, match="rank 4 is not one of the 4"):
+        HostPool(3, 64, num_ranks=4, rank=4)
+
+
+def test_extents_start_on_a_page_and_rows_do_where_their_size_is_whole_pages() -> None:
+    pool = HostPool(9, PAGE, extent_bytes=4 * PAGE)
+    assert pool.extent_slots == [4, 4, 1]
+    assert not (pool.addresses(np.arange(9)) % PAGE).any()
+    odd = HostPool(9, 100, extent_bytes=400)
+    assert not (odd.addresses(np.array([0, 4, 8])) % PAGE).any()
+
+
+def test_views_outlive_the_pool() -> None:
+    pool = HostPool(2, 64)
+    view = pool.slot(1)
+    pool.close()
+    view[:] = 3
+    assert view.sum() == 3 * 64
+    assert pool.num_slots == 0
+
+
+def test_no_more_extents_are_removed_than_there_are() -> None:
+    with pytest.raises(ValueError, match="3 extents cannot be removed from the 2"):
+        HostPool(4, 64, extent_bytes=128).remove_extents(3)
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_larger_than_memory_is_refused_with_both_numbers() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"POOL_BYTES asks for 1,125,899,906,842,624 bytes .* bytes"):
+        HostPool(1 << 30, 1 << 20)
+
+
+def test_adding_what_does_not_fit_changes_nothing() -> None:
+    pool = HostPool(4, 64)
+    with pytest.raises(NotEnoughMemory, match=r"POOL_BYTES asks for"):
+        pool.add_slots(1 << 45)
+    assert pool.num_slots == 4
+
+
+def test_a_pool_larger_than_shared_memory_is_refused_naming_what_to_change(shared_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"room left in /dev/shm .*--shm-size|memory available"):
+        HostPool(1 << 30, 1 << 20, backing=SharedFile(shared_path))
+    assert shared_path.stat().st_size == 0
+
+
+def test_a_pool_larger_than_its_disk_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"room left on the disk of .* bytes"):
+        HostPool(1 << 40, 1 << 20, backing=SharedFile(tmp_path / "pool"))
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"])
+def test_memory_that_cannot_be_had_after_all_leaves_the_file_as_it_was(
+    kind: str, shared_path: Path, tmp_path: Path
+) -> None:
+    path = shared_path if kind == "shm" else tmp_path / "pool"
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from cuda_ops.backing import SharedFile; from cuda_ops.host_pool import HostPool\n"
+        "pool = HostPool(4, 65536, backing=SharedFile(Path(sys.argv[1])))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try:\n    pool.add_slots(64)\n"
+        "except Exception as error:\n    print(type(error).__name__, error, pool.num_slots)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith("NotEnoughMemory POOL_BYTES: taking 4,456,448 bytes for the pool failed"), run
+    assert run.stdout.endswith(" 4\n")
+    assert path.stat().st_size == 4 * 65536
+
+
+# ---- shared by several processes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared_path() -> Iterator[Path]:
+    path = SHARED_MEMORY / f"kvferry-test-{secrets.token_hex(8)}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"])
+def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Path, tmp_path: Path) -> None:
+    path = shared_path if kind == "shm" else tmp_path / "pool"
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from cuda_ops.backing import SharedFile; from cuda_ops.host_pool import HostPool\n"
+        "rank = int(sys.argv[2])\n"
+        "pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(Path(sys.argv[1])), num_ranks=3, rank=rank)\n"
+        "for slot in range(10):\n    pool.slot(slot)[:] = 10 * slot + rank\n"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(path), str(rank)]) for rank in range(3)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(path), num_ranks=3)
+    assert [pool.row(slot).max(axis=1).tolist() for slot in range(10)] == [
+        [10 * slot + rank for rank in range(3)] for slot in range(10)
+    ]
+    assert [pool.row(slot).min(axis=1).tolist() for slot in range(10)] == [
+        [10 * slot + rank for rank in range(3)] for slot in range(10)
+    ]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size == pool.num_bytes
+
+
+def test_an_unlinked_mapping_stays_shared_by_those_who_have_it(shared_path: Path) -> None:
+    backing = SharedFile(shared_path)
+    first = HostPool(4, 4096, backing=backing)
+    second = HostPool(4, 4096, backing=SharedFile(shared_path))
+    backing.unlink()
+    backing.unlink()
+    assert not shared_path.exists()
+    first.slot(2)[:] = 9
+    assert second.slot(2).min() == 9
+    first.close()
+    assert second.slot(2).min() == 9
+
+
+def test_extents_added_by_one_process_are_found_by_another_and_removed_by_the_last(shared_path: Path) -> None:
+    first = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
+    second = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
+    first.add_slots(3)
+    first.slot(6)[:] = 5
+    second.add_slots(3)
+    assert second.slot(6).min() == 5
+    first.remove_extents(2, free=False)
+    assert shared_path.stat().st_size == 7 * 4096
+    second.remove_extents(2)
+    assert shared_path.stat().st_size == 4 * 4096
+    assert first.num_slots == second.num_slots == 4
+
+
+# ---- made ready -----------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Registers memory as a device's driver does, up to a number of bytes."""
+
+    def __init__(self, limit_bytes: int = 1 << 40) -> None:
+        self._left_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self.registered: dict[int, int] = {}
+
+    def register(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            if num_bytes > self._left_bytes:
+                raise OSError("out of memory")
+            if address % PAGE or num_bytes % PAGE or address in self.registered:
+                raise OSError("invalid value")
+            self._left_bytes -= num_bytes
+            self.registered[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            if address not in self.registered:
+                raise OSError("not registered")
+            self._left_bytes += self.registered.pop(address)
+
+
+def resident_bytes(pool: HostPool, slot: int) -> int:
+    """What the kernel says is in memory of the mapping that holds a slot."""
+    address, inside = pool.slot(slot).ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, *_ = line.split()
+        if "-" in head:
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "Rss:":
+            return int(line.split()[1]) << 10
+    raise LookupError("no such mapping")
+
+
+def test_a_pinned_pool_is_touched_and_registered_extent_by_extent_and_says_how_far_it_is() -> None:
+    device, told = Device(), list[PoolProgress]()
+    pool = HostPool(10, PAGE, 4 * PAGE, preparation=Preparation(registrar=device, progress=told.append, num_threads=3))
+    assert pool.is_pinned
+    assert sorted(device.registered.values()) == [2 * PAGE, 4 * PAGE, 4 * PAGE]
+    assert set(device.registered) == set(pool.addresses(np.array([0, 4, 8])).tolist())
+    for phase in PoolPhase:
+        steps = [step for step in told if step.phase is phase]
+        assert [step.done_bytes for step in steps] == sorted(step.done_bytes for step in steps)
+        assert steps[-1].done_bytes == steps[-1].total_bytes == 10 * PAGE
+    pool.add_slots(3)
+    pool.remove_extents(2)
+    assert sorted(device.registered.values()) == [4 * PAGE, 4 * PAGE]
+    pool.close()
+    assert not device.registered
+
+
+def test_memory_that_cannot_be_pinned_is_rolled_back_works_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(limit_bytes=9 * PAGE)
+    with caplog.at_level(logging.WARNING):
+        pool = HostPool(16, PAGE, 4 * PAGE, preparation=Preparation(registrar=device, num_threads=1))
+    assert not pool.is_pinned
+    assert not device.registered
+    pool.slot(15)[:] = 1
+    (record,) = caplog.records
+    assert "extent 3 of 4, 16,384 bytes, failed: out of memory" in record.getMessage()
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert f"{locked:,}" in record.getMessage() or locked == resource.RLIM_INFINITY
+    pool.close()
+
+
+@pytest.mark.parametrize("new_kernel", [True, False])
+def test_touched_memory_is_there_at_once_and_unchanged(
+    new_kernel: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not new_kernel:
+        monkeypatch.setattr("cuda_ops.prepare.can_populate", lambda: False)
+        monkeypatch.setattr("cuda_ops.backing.can_populate", lambda: False)
+    lazy = HostPool(256, PAGE)
+    assert resident_bytes(lazy, 0) == 0
+    eager = HostPool(256, PAGE, preparation=Preparation(touch=True))
+    assert resident_bytes(eager, 0) == 256 * PAGE
+    shared = HostPool(256, PAGE, backing=SharedFile(shared_path))
+    assert resident_bytes(shared, 0) == 256 * PAGE
+    shared.slot(200)[:] = 9
+    again = HostPool(256, PAGE, backing=SharedFile(shared_path))
+    assert again.slot(200).min() == 9
+
+
+def test_shared_memory_that_is_not_there_is_an_error_and_no_bus_error(shared_path: Path) -> None:
+    shared_path.write_bytes(bytes(2 * PAGE))
+    with shared_path.open("r+b") as file:
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 2 * PAGE), dtype=np.uint8)
+        os.ftruncate(file.fileno(), PAGE)
+        with pytest.raises(NotEnoughMemory, match=r"taking 8,192 bytes of the pool failed.*no room left"):
+            prepare([memory], Preparation(touch=True))
+
+
+def test_whoever_watches_the_preparation_cannot_stop_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: PoolProgress) -> None:
+        raise OSError("nobody home")
+
+    device = Device()
+    assert HostPool(8, PAGE, PAGE, preparation=Preparation(registrar=device, progress=fail)).is_pinned
+    assert len(device.registered) == 8
+    assert "nobody home" in caplog.text
+
+
+def test_huge_pages_and_a_numa_node_are_asked_for_and_are_no_condition(caplog: pytest.LogCaptureFixture) -> None:
+    here = os.sched_getaffinity(0)
+    pool = HostPool(4, 4 << 20, preparation=Preparation(touch=True, huge_pages=True, numa_node=4095))
+    pool.slot(3)[:] = 1
+    assert "no processor of NUMA node 4095" in caplog.text
+    HostPool(4, PAGE, preparation=Preparation(touch=True, numa_node=0)).slot(3)[:] = 1
+    assert os.sched_getaffinity(0) == here

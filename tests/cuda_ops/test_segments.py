@@ -1,0 +1,122 @@
+"""A job's segments name exactly the bytes that it is to copy, checked before one is named, and neighbors become one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.transfers import BlockRun, Direction, TransferJob
+from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from tests.cuda_ops.drawn import Device, devices, jobs, pieces, pools
+
+
+def as_bytes(device: list[int], host: list[int], sizes: list[int]) -> np.ndarray:
+    """Each byte to copy, by both its addresses, in order."""
+    named = [
+        np.stack([np.arange(size) + start_on_device, np.arange(size) + start_on_host], axis=1)
+        for start_on_device, start_on_host, size in zip(device, host, sizes, strict=True)
+    ]
+    every = np.concatenate([np.empty((0, 2), dtype=np.int64), *named])
+    return every[np.argsort(every[:, 0], kind="stable")]
+
+
+def run_of(group: int, blocks: list[int], slots: list[int], parts: list[int] | None = None) -> BlockRun:
+    arrays = (np.array(values, dtype=np.int64) for values in (blocks, slots, parts or [0] * len(blocks)))
+    return BlockRun(group, *arrays)
+
+
+def job_of(*runs: BlockRun) -> TransferJob:
+    return TransferJob(1, Direction.STORE, runs)
+
+
+@settings(max_examples=300)
+@given(device=devices(), data=st.data())
+def test_segments_name_exactly_the_bytes_of_the_obvious_reference(device: Device, data: st.DataObject) -> None:
+    pool = data.draw(pools(device.layout))
+    planner = SegmentPlanner(device.layout, pool)
+    buffer = SegmentBuffer(1)
+    for _ in range(2):
+        job = data.draw(jobs(device.layout, pool, Direction.STORE))
+        reference = pieces(device, pool, job)
+        expected = as_bytes(
+            [on_device.ctypes.data for on_device, _ in reference],
+            [on_host.ctypes.data for _, on_host in reference],
+            [len(on_device) for on_device, _ in reference],
+        )
+        plain = planner.plan(job, buffer, coalesce=False)
+        assert np.array_equal(as_bytes(*(array.tolist() for array in plain)), expected)
+        assert len(plain.sizes) == len(reference)
+        merged = planner.plan(job, buffer, coalesce=True)
+        assert np.array_equal(as_bytes(*(array.tolist() for array in merged)), expected)
+        assert len(merged.sizes) <= len(reference)
+        assert merged.num_bytes == len(expected) == planner.num_bytes(job)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_neighbors_on_both_sides_become_one_segment_but_not_across_extents(order: int) -> None:
+    blocks = np.zeros((20, 64), dtype=np.uint8)
+    pool = HostPool(20, 64, extent_bytes=8 * 64)
+    planner = SegmentPlanner(DeviceLayout.of_arrays([blocks]), pool)
+    ids = list(range(3, 20))[::order]
+    slots = list(range(17))[::order]
+    merged = planner.plan(job_of(run_of(0, ids, slots)), SegmentBuffer(), coalesce=True)
+    assert sorted(merged.sizes.tolist()) == [64, 8 * 64, 8 * 64]
+    apart = planner.plan(job_of(run_of(0, [0, 2, 4], [0, 1, 2])), SegmentBuffer(), coalesce=True)
+    assert apart.sizes.tolist() == [64, 64, 64]
+
+
+def test_parts_of_one_slot_become_one_segment() -> None:
+    blocks = np.zeros((8, 64), dtype=np.uint8)
+    planner = SegmentPlanner(DeviceLayout.of_arrays([blocks], slot_blocks=4), HostPool(4, 1000))
+    merged = planner.plan(
+        job_of(run_of(0, [0, 1, 2, 3, 4], [2, 2, 2, 2, 0], [0, 1, 2, 3, 0])), SegmentBuffer(), coalesce=True
+    )
+    assert merged.sizes.tolist() == [256, 64]
+
+
+def test_regions_that_lie_side_by_side_are_not_merged_since_they_may_be_two_allocations() -> None:
+    memory = np.zeros(128, dtype=np.uint8)
+    start = memory.ctypes.data
+    layout = DeviceLayout((GroupRegions((Region(start, 1, 64, 64), Region(start + 64, 1, 64, 64))),))
+    merged = SegmentPlanner(layout, HostPool(1, 128)).plan(job_of(run_of(0, [0], [0])), SegmentBuffer(), coalesce=True)
+    assert merged.sizes.tolist() == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (run_of(1, [0], [0]), "group 1 is not one of the 1"),
+        (run_of(0, [0, 4], [0, 1]), r"blocks of group 0 0 to 4 are not all among the 4"),
+        (run_of(0, [-1], [0]), r"blocks of group 0 -1 to -1"),
+        (run_of(0, [0], [5]), r"slots 5 to 5 are not all among the 5"),
+        (run_of(0, [0], [0], [2]), r"parts of a slot of group 0 2 to 2 are not all among the 2"),
+        (run_of(0, [0, 1], [0]), "2 blocks for 1 slots"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_numbers(run: BlockRun, message: str) -> None:
+    planner = SegmentPlanner(DeviceLayout.of_arrays([np.zeros((4, 8), np.uint8)], slot_blocks=2), HostPool(5, 16))
+    with pytest.raises((IndexError, ValueError), match=message):
+        planner.plan(job_of(run_of(0, [0], [0]), run), SegmentBuffer(), coalesce=True)
+
+
+def test_a_slot_that_was_removed_is_refused_and_one_that_was_added_is_not() -> None:
+    pool = HostPool(4, 64, extent_bytes=2 * 64)
+    planner = SegmentPlanner(DeviceLayout.of_arrays([np.zeros((4, 64), np.uint8)]), pool)
+    pool.remove_extents(1)
+    with pytest.raises(IndexError, match="among the 2"):
+        planner.plan(job_of(run_of(0, [0], [2])), SegmentBuffer(), coalesce=False)
+    pool.add_slots(3)
+    segments = planner.plan(job_of(run_of(0, [0], [4])), SegmentBuffer(), coalesce=False)
+    assert segments.host.tolist() == [pool.slot(4).ctypes.data]
+
+
+def test_a_block_that_does_not_fit_a_slot_is_refused_with_both_sizes() -> None:
+    with pytest.raises(ValueError, match=r"2 blocks of group 1 have 66 bytes.*slot of 65"):
+        SegmentPlanner(
+            DeviceLayout.of_arrays([np.zeros((2, 8), np.uint8), np.zeros((2, 33), np.uint8)], slot_blocks=2),
+            HostPool(2, 65),
+        )
