@@ -1,0 +1,70 @@
+"""The commands and bodies of the documentation work as they stand there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.event_feed import EventType
+from core.keys import tenant_digest
+from core.policy import POLICY_FIELDS
+from core.rules import MAX_RULES
+from tests.api.service import ADMIN, Service
+
+from .conftest import COMMAND_DEADLINE_S, ROOT, command_environment
+
+STEERING = (ROOT / "docs" / "steering.md").read_text()
+BLOCKS = re.findall(r"(?:^    .*\n)+", STEERING, re.MULTILINE)
+COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block)]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.split("\n")[0].strip())
+def test_commands_run_in_their_order(block: str, service: Service, clean_world: Path) -> None:
+    program = clean_world / "kvferry"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m app.cli "$@"\n')
+    program.chmod(0o755)
+    environment = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN)
+    done = subprocess.run(
+        ["sh", "-e", "-c", block],
+        cwd=clean_world,
+        env=environment | {"PATH": f"{clean_world}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_DEADLINE_S * 2,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if "sha256sum" in block:
+        assert done.stdout.strip() == tenant_digest("the salt")
+    with service.client(ADMIN) as client:
+        for rule in client.get("/admin/v1/rules").json()["items"]:
+            client.delete(f"/admin/v1/rules/{rule['name']}")
+
+
+def test_bodies_are_taken(service: Service) -> None:
+    (block,) = [block for block in BLOCKS if "PUT" in block]
+    call, body = (line.strip() for line in block.strip().splitlines())
+    with service.client(ADMIN) as client:
+        answer = client.request(*call.split(), json=json.loads(body))
+        assert answer.status_code == 201, answer.text
+        assert client.delete(call.split()[1]).status_code == 204
+
+
+def test_it_names_every_field_condition_and_event(service: Service) -> None:
+    with service.client(ADMIN) as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    names = [*POLICY_FIELDS, *schemas["RuleMatchBody"]["properties"], *EventType, "gap", "missed"]
+    assert [name for name in names if f"`{name}`" not in STEERING] == []
+    assert f"There may be {MAX_RULES}." in STEERING
+
+
+def test_its_links_lead_somewhere() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
