@@ -101,8 +101,8 @@ class Process:
             raise
 
     def start(self) -> None:
-        """Start the threads: history, then the engine."""
-        self.store.start(self.manager.inventory)
+        """Read what is kept, then start the threads: history, then the engine."""
+        # Before the journal, which in another database would write what memory knows over it.
         try:
             kept = self.policies.load(time.time())
         except StoreUnavailable as error:
@@ -111,6 +111,7 @@ class Process:
             ) from error
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
+        self.store.start(self.manager.inventory)
         if self.engine is not None:
             self.engine.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)

@@ -132,9 +132,9 @@ def start_service(
     )
     feed = EventFeed(store.journal)
     engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction)
-    store.start(engine.manager.inventory)
     policies = KeptPolicies(store, engine.scheduler, feed)
     policies.load(time.time())
+    store.start(engine.manager.inventory)
     closing = ClosingFlag()
     reasons: list[list[str]] = [[]]
     context = AdminContext(

@@ -123,6 +123,19 @@ def test_a_rule_by_tenant_and_priority_settles_what_is_stored(served: Served) ->
     assert served.http.delete("/admin/v1/rules/paying").status_code == 204
 
 
+def test_a_pin_ends_by_itself_while_the_engine_idles(served: Served) -> None:
+    served.complete(prompt(3006), "pinned", max_tokens=2)
+    served.settle()
+    block = next(item for item in served.get("/admin/v1/blocks?limit=1000")["items"] if item["request"] == "pinned")
+    path = f"/admin/v1/blocks/{block['hash']}"
+    assert block["state"] == "ready"
+    assert served.http.put(f"{path}/pin", json={"ttl_s": 2}).status_code == 200
+    assert served.get(path)["state"] == "pinned"
+    wait_until(lambda: served.get(path)["state"] == "ready", "the pin has ended")
+    assert served.get(path)["pinned_until"] is None
+    assert served.http.delete(f"{path}/pin").status_code == 404
+
+
 def test_events_tell_what_a_request_left_behind(served: Served) -> None:
     with connect_sse(served.http, "GET", "/admin/v1/events", params={"type": ["stored", "finished"]}) as source:
         events = (json.loads(event.data) for event in source.iter_sse())
