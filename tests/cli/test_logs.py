@@ -78,7 +78,7 @@ def test_what_streams_carry_is_logged_at_no_level(guest: bool) -> None:
     with start_logging(Settings(log_level="debug"), stream=stream, guest=guest) as pipe:
         pipe.set_level(LogLevel.DEBUG)
         logging.getLogger("sse_starlette.sse").debug("chunk: %s", "private text")
-        logging.getLogger("app.api").debug("ours")
+        logging.getLogger("cuda_ops.pool").debug("ours")
     assert "ours" in stream.getvalue()
     assert "private text" not in stream.getvalue()
 
