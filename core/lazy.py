@@ -118,13 +118,16 @@ class LazySide:
         standing = self._standing(walked)
         found = self._manager.find_each([verdict.key for verdict in standing])
         missing = [standing[i] for i in np.flatnonzero(found < 0).tolist()]
+        # Copies of what is leaving too are worth as much: evicting them would have an idle engine store for ever.
+        present = list(dict.fromkeys(standing[i].key for i in np.flatnonzero(found >= 0).tolist()))
+        self._manager.touch(present)
         by_origin: dict[tuple[int, int, int], list[Verdict]] = {}
         for verdict in missing:
             place = (id(verdict.request), verdict.group.index, verdict.priority_class)
             by_origin.setdefault(place, []).append(verdict)
         for verdicts in by_origin.values():
             verdicts.sort(key=lambda verdict: verdict.number)
-            if not self._offer_batch(verdicts, now_s):
+            if not self._offer_batch(verdicts, present, now_s):
                 return False
         return True
 
@@ -144,7 +147,7 @@ class LazySide:
                 standing.append(verdict)
         return standing
 
-    def _offer_batch(self, verdicts: Sequence[Verdict], now_s: float) -> bool:
+    def _offer_batch(self, verdicts: Sequence[Verdict], spared: Sequence[Key], now_s: float) -> bool:
         first = verdicts[0]
         answered = self._stores.offer_slots(
             Offering(
@@ -156,6 +159,7 @@ class LazySide:
                 block_ids=[block for verdict in verdicts for block in verdict.block_ids],
                 priority_class=first.priority_class,
                 leaving=True,
+                spared=spared,
             ),
             now_s,
         )

@@ -34,7 +34,7 @@ _REORDER_SHARE = 16
 class Offering:
     """Slots of one request and group that can be read now, in their order: `numbers` within it, and their keys.
 
-    `block_ids` has the device blocks of each, one after the other.
+    `block_ids` has the device blocks of each, one after the other. Nothing in `spared` is evicted for them.
     """
 
     request: RequestState
@@ -45,6 +45,7 @@ class Offering:
     block_ids: Sequence[int]
     priority_class: int
     leaving: bool = False
+    spared: Sequence[Key] = ()
 
 
 Keeper = Callable[[RequestState, GroupProgress, int, int], None]
@@ -165,6 +166,8 @@ class StoreSide:
         state, group = offering.request, offering.group
         known = [each.keys[: each.answered] for each in offering.groups]
         own = known[0] if len(known) == 1 else list(itertools.chain.from_iterable(known))
+        if offering.spared:
+            own = list(dict.fromkeys([*own, *offering.spared]))
         keys, numbers = offering.keys, offering.numbers
         answer = self._manager.offer(
             keys, state.origin, numbers, offering.priority_class, now_s, prefix=own, size_bytes=group.slot_bytes

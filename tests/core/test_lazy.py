@@ -125,6 +125,17 @@ def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
     engine.check()
 
 
+@pytest.mark.parametrize(("num_slots", "watermark"), [(1, 2), (1, 16), (3, 16), (3, 1), (4, 5)])
+def test_an_idle_engine_comes_to_rest_though_more_is_about_to_leave_than_the_pool_holds(num_slots, watermark) -> None:
+    engine = lazy_engine(num_slots, 12, watermark=watermark)
+    for number in range(6):
+        engine.add(request(f"r{number}", 1, first=1000 * number, max_tokens=2))
+    engine.run()
+    plans = [engine.step(copy=True) for _ in range(20)]
+    assert not any(plans[10:])
+    engine.check_idle()
+
+
 def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:
     engine = ToyEngine(10, 64, watermark_blocks=64)
     cold, held = request("cold", 5), request("held", 5, first=1000, max_tokens=1000)
