@@ -1,4 +1,4 @@
-# make serve | test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | soak | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 CODE := app core cuda_ops migrations tests bench
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
+SEED ?= 1
+STEPS ?= 100000
 
-.PHONY: help serve test lint format clean
+.PHONY: help serve test soak lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -19,6 +21,10 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# One simulated world for as long as one likes; what it prints when it fails shows the failure again.
+soak: $(STAMP)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.sim $(SEED) $(STEPS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         self.world = World(DrawnPicks(data))
 
-    @rule(data=st.data(), move=st.sampled_from(OFTEN * 3 + MOVES))
+    @rule(data=st.data(), move=st.sampled_from([*OFTEN * 3, *MOVES]))
     def happen(self, data: st.DataObject, move: str) -> None:
         self.world.picks = DrawnPicks(data)
         self.world.move(move)

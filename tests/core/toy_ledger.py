@@ -61,6 +61,7 @@ class Ledger:
         self.live: dict[str, Record] = {}
         self.ended: list[Record] = []
         self._settled = (StoreCounts(), PromptTokens())
+        self._num_checks = 0
         self.num_seen = self.num_finished = self.num_preempted = 0
         self.grants: set[bytes] = set()
         self.jobs: dict[int, JobNote] = {}
@@ -68,7 +69,7 @@ class Ledger:
         self.disowned: dict[int, int] = {}
         self.clock_went_back_s = 0.0
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
-        self._only_full = all(group.spec.kind is GroupKind.FULL for group in self._groups)
+        self._one_full = [group.spec.kind for group in self._groups] == [GroupKind.FULL]
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Ledger:
         offered = record.state.store.offered
         most = sum(full * group.slot_blocks for full, group in zip(record.full, self._groups, strict=True))
         assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and only {most} were ever full"
-        if record.told is not None and self._only_full:
+        if record.told is not None and self._one_full:
             assert offered == most, f"{request.request_id}: {offered} blocks have their answer, and {most} were full"
 
     def forgetting(self, request: ToyRequest) -> None:
@@ -135,6 +136,11 @@ class Ledger:
         del self.live[record.request.request_id]
         self.num_finished += 1
         self.ended.append(record)
+
+    def may_sum_up(self) -> bool:
+        """Whether to look at all requests now: in lazy mode not every time, since ended ones never settle there."""
+        self._num_checks += 1
+        return not self.was_lazy or self._num_checks % 16 == 0
 
     def sum_up(self) -> tuple[StoreCounts, PromptTokens]:
         """What all requests add up to. One that has ended is added once for all when nothing of it is in flight."""
@@ -159,6 +165,9 @@ class Ledger:
             self._events["preempted with a step under way"] += 1
         record.was_preempted = True
         record.told = record.waits_until_s = None
+        if len(self._groups) == 1:
+            # What was full and had found no space is lost with its blocks.
+            record.full = [record.state.store.offered // self._groups[0].slot_blocks]
 
     # --- matching and loading ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 
 from tests.sim.simulation import simulate
 
@@ -19,11 +18,11 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     failed = 0
     for seed in range(options.seed, options.seed + options.seeds):
-        started_s = time.perf_counter()
         report = simulate(seed, options.steps)
         failed += report.error is not None
-        print(report, f"({time.perf_counter() - started_s:.1f} s)")
+        print(report)
         if options.seeds == 1 and report.error is None:
+            print(report.outcome)
             for name, count in sorted(report.events.items()):
                 print(f"  {count:7} {name}")
     return 1 if failed else 0

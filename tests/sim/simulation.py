@@ -12,12 +12,16 @@ from tests.sim.world import World
 
 @dataclass(frozen=True)
 class Report:
-    """How a seed's world fared. `error` is the traceback of what failed at step `num_steps`, None if all was well."""
+    """How a seed's world fared: `error` is the traceback of what failed at step `num_steps`, None if all was well.
+
+    `outcome` are core's counters in the end.
+    """
 
     seed: int
     num_steps: int
     events: Counter[str]
     error: str | None = None
+    outcome: str = ""
 
     def __str__(self) -> str:
         if self.error is None:
@@ -37,4 +41,4 @@ def simulate(seed: int, num_steps: int) -> Report:
         world.settle()
     except Exception:
         return Report(seed, done, world.engine.events if world else Counter(), traceback.format_exc())
-    return Report(seed, num_steps, world.engine.events)
+    return Report(seed, num_steps, world.engine.events, outcome=str(world.engine.offload.snapshot()))

@@ -6,6 +6,7 @@ often, has its seeds too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.engine import StoreMode
@@ -60,22 +61,23 @@ class Swarm:
     wrong_draft_rate: float = 0.0
     stop_rate: float = 0.0
     num_tenants: int = 1
+    num_families: int = 2
 
 
-def draw_swarm(picks: Picks, moves: tuple[str, ...]) -> Swarm:
-    """A world of this seed. The engine is new, and its device holds any one request that the world can make."""
+def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
+    """A world, in which some of `moves` happen, at rates in proportion. Its device holds any one request of it."""
     specs = picks.choice(MODELS)
-    longest_prompt, longest_answer = picks.choice((8, 24, 40)), picks.choice((1, 6, 20))
+    longest_prompt, longest_answer = picks.choice((8, 24, 24, 48)), picks.choice((1, 4, 12))
     longest = longest_prompt + longest_answer + 4
     num_needed = sum(-(-longest // spec.block_size) for spec in specs)
-    num_blocks = 1 + num_needed + picks.choice((0, num_needed // 2, num_needed, 4 * num_needed))
+    num_blocks = 1 + num_needed + picks.choice((0, num_needed // 2, num_needed, 3 * num_needed))
     engine = ToyEngine(
-        num_slots=picks.choice((1, 2, 3, 5, 8, 12, 20, 32, 60)),
+        num_slots=picks.choice((1, 3, 6, 12, 20, 32, 32, 60, 100)),
         num_blocks=num_blocks,
         specs=specs,
         settings=RequestPolicy(offload_prompt_only=picks.chance(0.5)),
         num_workers=picks.choice((1, 1, 1, 2, 3)),
-        blocks_per_slot=picks.choice((1, 1, 2, 3, 8)),
+        blocks_per_slot=picks.choice((1, 1, 1, 2, 2, 3, 8)),
         null_block=0,
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
         store_mode=picks.choice((StoreMode.EAGER, StoreMode.EAGER, StoreMode.LAZY)),
@@ -83,13 +85,14 @@ def draw_swarm(picks: Picks, moves: tuple[str, ...]) -> Swarm:
         choice=LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO))),
         habits=_draw_habits(picks),
     )
-    rates = {name: picks.choice((0.01, 0.04, 0.15)) for name in moves if picks.chance(0.6)}
+    rates = {name: picks.choice((0.01, 0.03, 0.1)) * moves[name] for name in moves if picks.chance(0.6)}
+    rates["turn_over"] = picks.choice((0.0, 0.05, 0.2, 0.5))
     fails = picks.chance(0.5)
     return Swarm(
         engine=engine,
         rates=rates,
         weather=Weather(
-            end=picks.choice((1.0, 0.7, 0.3, 0.1)),
+            end=picks.choice((1.0, 0.7, 0.4, 0.15)),
             move_early=picks.choice((0.0, 0.2, 0.5)),
             fail=picks.choice((0.02, 0.1, 0.4)) if fails else 0.0,
             repeat=picks.choice((0.0, 0.0, 0.1)),
@@ -97,15 +100,16 @@ def draw_swarm(picks: Picks, moves: tuple[str, ...]) -> Swarm:
             shuffle=picks.chance(0.5),
             die=picks.choice((0.003, 0.02)) if fails and picks.chance(0.5) else 0.0,
         ),
-        arrival_rate=picks.choice((0.1, 0.3, 0.6)),
+        arrival_rate=picks.choice((0.2, 0.5, 1.0)),
         max_live=picks.choice((2, 4, 7)),
         longest_prompt=longest_prompt,
         longest_answer=longest_answer,
-        budgets=picks.choice(((1, 4), (1, 32), (16, 64))),
+        budgets=picks.choice(((1, 6), (1, 32), (16, 64), (16, 64))),
         decline_rate=picks.choice((0.0, 0.0, 0.2)),
         wrong_draft_rate=picks.choice((0.0, 0.5)),
         stop_rate=picks.choice((0.0, 0.5)),
         num_tenants=picks.integer(1, 3),
+        num_families=picks.integer(1, 3),
     )
 
 

@@ -72,7 +72,7 @@ class World:
         self.engine.take_hit = self._take_hit
         self.engine.choose = self._choose
         self.num_arrived = 0
-        self.told: list[list[int]] = []
+        self.known: list[ToyRequest] = []
         self.reports: list[TransferResult] = []
         self.past: list[TransferResult] = []
         self.dead: dict[int, int] = {}
@@ -125,18 +125,23 @@ class World:
         """A request comes: a prompt that shares a prefix, one that was there before, or the next turn of another."""
         if len(self.engine.requests) < self.swarm.max_live:
             self.num_arrived += 1
-            self.engine.add(self._new_request(f"r{self.num_arrived}"))
+            self._announce(f"r{self.num_arrived}")
+
+    def _announce(self, request_id: str) -> None:
+        request = self._new_request(request_id)
+        self.known = [*self.known[-9:], request]
+        self.engine.add(request)
 
     def _new_request(self, request_id: str) -> ToyRequest:
         picks, swarm = self.picks, self.swarm
         tenant = picks.integer(0, swarm.num_tenants - 1)
-        kind = picks.integer(0, 3) if self.told else 0
+        kind = picks.integer(0, 3) if self.known else 0
         if kind <= 1:
-            base = tenant * _TENANT_TOKENS + picks.integer(0, 2) * _FAMILY_TOKENS
+            base = tenant * _TENANT_TOKENS + picks.integer(1, swarm.num_families) * _FAMILY_TOKENS
             tokens = list(range(base, base + picks.integer(0, swarm.longest_prompt)))
             tokens += [_FAMILY_TOKENS * 10 + self.num_arrived] * picks.integer(0, 9)
         else:
-            tokens = list(picks.choice(self.told))
+            tokens = list(picks.choice(self.known).tokens)
             if kind == 3:
                 tokens += [picks.integer(1, 3)] * picks.integer(1, 9)
         tokens = tokens[: swarm.longest_prompt] or [7]
@@ -157,7 +162,6 @@ class World:
         """A client goes away."""
         request = self._some_request()
         if request is not None:
-            self.told = [*self.told[-9:], list(request.tokens)]
             self.engine.finish(request)
 
     def preempt(self) -> None:
@@ -170,7 +174,7 @@ class World:
         """An id is announced again, while its request is still there or after it."""
         request = self._some_request()
         if request is not None:
-            self.engine.add(self._new_request(request.request_id))
+            self._announce(request.request_id)
 
     def ask_again(self) -> None:
         """The engine asks for a hit, and does not act on the answer."""
@@ -199,6 +203,9 @@ class World:
 
     def _some_request(self, *states: str) -> ToyRequest | None:
         found = [r for r in self.engine.requests.values() if not states or r.state in states]
+        loading = [r for r in found if r.state == "loading"]
+        if loading and self.picks.chance(0.5):
+            found = loading
         return self.picks.choice(found) if found else None
 
     def _take_hit(self, num_tokens: int) -> int:
@@ -270,12 +277,16 @@ class World:
     # --- operators --------------------------------------------------------------------------------------------------
 
     def reset_all(self) -> None:
-        """Forget everything."""
+        """Forget everything, most often while something is under way."""
+        if not self.engine.copies.open and self.picks.chance(0.8):
+            return
         self.engine.reset()
         assert self.engine.offload.snapshot().pool.ready == 0
 
     def reset_some(self) -> None:
         """Forget what matches."""
+        if not self.engine.copies.open and self.picks.chance(0.8):
+            return
         match = self.picks.choice(_RESETS)
         self.engine.reset(match)
 
@@ -334,11 +345,9 @@ class World:
     def look(self) -> None:
         """Operators look at everything there is to see."""
         engine, offload = self.engine, self.engine.offload
-        live = {r.request_id for r in engine.requests.values()}
         views = offload.list_requests(None, 5, engine.now_s)
         assert all(view.sequence > after.sequence for view, after in pairwise(views))
-        assert live <= {view.request_id for view in offload.list_requests(None, 10**6, engine.now_s)}
-        for request_id in live:
+        for request_id in engine.requests:
             assert offload.find_request(request_id, engine.now_s) is not None
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
         engine.manager.inventory.dirty_rows(5)
@@ -356,30 +365,30 @@ class World:
         self.engine.step_s = self.picks.choice((0.0, 0.001, 0.1, 1.0))
 
 
-MOVES: tuple[str, ...] = tuple(
-    move.__name__
-    for move in (
-        World.abort,
-        World.preempt,
-        World.come_again,
-        World.ask_again,
-        World.ask_for_nobody,
-        World.turn_over,
-        World.fail_step,
-        World.report_nonsense,
-        World.reset_all,
-        World.reset_some,
-        World.override,
-        World.drop_override,
-        World.set_runtime,
-        World.put_rule,
-        World.drop_rule,
-        World.switch_mode,
-        World.pin_block,
-        World.drop_block,
-        World.look,
-        World.jump,
-        World.change_pace,
+MOVES: dict[str, float] = {
+    move.__name__: weight
+    for move, weight in (
+        (World.abort, 0.5),
+        (World.preempt, 0.5),
+        (World.come_again, 0.2),
+        (World.ask_again, 1.0),
+        (World.ask_for_nobody, 0.3),
+        (World.turn_over, 1.0),
+        (World.fail_step, 0.1),
+        (World.report_nonsense, 0.3),
+        (World.reset_all, 0.3),
+        (World.reset_some, 0.4),
+        (World.override, 0.5),
+        (World.drop_override, 0.5),
+        (World.set_runtime, 0.5),
+        (World.put_rule, 0.5),
+        (World.drop_rule, 0.5),
+        (World.switch_mode, 0.5),
+        (World.pin_block, 0.5),
+        (World.drop_block, 0.5),
+        (World.look, 0.5),
+        (World.jump, 0.3),
+        (World.change_pace, 0.3),
     )
-)
-"""What can happen to a world besides arrivals, transfers and steps."""
+}
+"""What can happen to a world besides arrivals, transfers and steps, and how often in proportion."""

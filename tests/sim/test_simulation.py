@@ -1,0 +1,107 @@
+"""Many seeded worlds: none breaks a promise, and together they come by everything that is known to be dangerous.
+
+`make soak SEED=... STEPS=...` runs one world for longer, and shows a failure again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from tests.sim.simulation import Report, simulate
+from tests.sim.world import MOVES, World
+
+SEEDS = range(150)
+STEPS = 2000
+RARELY, SOMETIMES, OFTEN = 20, 200, 2000
+EXPECTED = {
+    "loads that came": OFTEN,
+    "loads that failed": SOMETIMES,
+    "loaded for a full group": OFTEN,
+    "loaded for a sliding group": OFTEN,
+    "loaded for a recurrent group": SOMETIMES,
+    "loaded a slot without its head": SOMETIMES,
+    "loaded a slot without its tail": SOMETIMES,
+    "a hit was declined": SOMETIMES,
+    "a hit was cut short by pins": SOMETIMES,
+    "no room on the device for what was matched": OFTEN,
+    "waited for another's load": SOMETIMES,
+    "waited for another's load, then hit": SOMETIMES,
+    "waited for another's load, then found it on the device": SOMETIMES,
+    "preempted": OFTEN,
+    "preempted while loading": RARELY,
+    "preempted with its stores in flight": SOMETIMES,
+    "preempted with a step under way": SOMETIMES,
+    "resumed after preemption": OFTEN,
+    "aborted while loading": RARELY,
+    "ended before it was scheduled": SOMETIMES,
+    "ended with a step under way": OFTEN,
+    "an id came again while its request was there": SOMETIMES,
+    "a step's result was not wanted any more": OFTEN,
+    "drafts taken back": SOMETIMES,
+    "a step failed": SOMETIMES,
+    "a worker died": SOMETIMES,
+    "a report that nobody waited for": OFTEN,
+    "whole reset with stores in flight": SOMETIMES,
+    "whole reset with loads in flight": RARELY,
+    "reset by match with stores in flight": RARELY,
+    "reset by match with loads in flight": RARELY,
+}
+
+
+def run(seed: int) -> Report:
+    logging.disable(logging.CRITICAL)
+    return simulate(seed, STEPS)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[list[Report]]:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as processes:
+        yield list(processes.map(run, SEEDS))
+
+
+def test_no_world_breaks_a_promise(reports: list[Report]) -> None:
+    failed = [report for report in reports if report.error is not None]
+    assert not failed, "\n\n".join(map(str, failed))
+    assert sum(report.num_steps for report in reports) >= 300_000
+
+
+def test_the_worlds_come_by_everything_that_is_dangerous(reports: list[Report]) -> None:
+    events: Counter[str] = Counter()
+    for report in reports:
+        events.update(report.events)
+    rare = {name: events[name] for name, least in EXPECTED.items() if events[name] < least}
+    assert not rare, f"seen too seldom to rely on: {rare}"
+
+
+def test_the_same_seed_is_the_same_world_in_any_process() -> None:
+    said = []
+    for hash_seed in ("1", "2"):
+        command = [sys.executable, "-m", "tests.sim", "7", "200"]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        said.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert said[0] == said[1]
+    assert "200 steps, all well" in said[0]
+
+
+def test_a_failure_is_told_with_the_command_that_shows_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(world: World) -> None:
+        if world.num_arrived == 3:
+            raise AssertionError("planted")
+
+    monkeypatch.setattr(World, "look", lies)
+    monkeypatch.setitem(MOVES, "look", 10.0)
+    report = next(report for seed in range(20) if (report := simulate(seed, 200)).error is not None)
+    assert "planted" in str(report)
+    assert f"make soak SEED={report.seed} STEPS={report.num_steps}" in str(report)
+    again = simulate(report.seed, report.num_steps)
+    assert (again.num_steps, again.error is None) == (report.num_steps, False)
+    assert simulate(report.seed, report.num_steps - 1).error is None
