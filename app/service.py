@@ -7,10 +7,12 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 
 from app.api.app import create_app
+from app.api.context import AdminContext
 from app.logs import start_logging
 from app.settings import Settings
 from app.wiring import Process, StartRefused
@@ -21,6 +23,13 @@ GRACE_S = 5
 """How long answers under way may take once the service is told to stop; then they are aborted, and told so."""
 ABORT_S = 5
 BACKLOG = 2048
+
+
+class Served(Protocol):
+    """Whatever can be served: a process of our own, or kvferry in an engine's."""
+
+    def context(self, closing: Callable[[], bool]) -> AdminContext: ...
+    def abort_requests(self) -> None: ...
 
 
 class Server(uvicorn.Server):
@@ -48,13 +57,13 @@ class Server(uvicorn.Server):
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartRefused`."""
     with start_logging(settings) as logs:
-        listener = listen(settings)
+        listener = listen(settings.host, settings.port)
         with listener:
             process = Process(settings, logs)
             try:
                 process.start()
                 server = make_server(process)
-                _log.info("serving on %s: dashboard /ui/, API /docs", _url_of(listener))
+                _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
                 server.run(sockets=[listener])
             finally:
                 process.close()
@@ -62,7 +71,8 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def make_server(process: Process) -> Server:
+def make_server(process: Served) -> Server:
+    """A server for this process's API, which runs until its `should_exit` is set."""
     servers: list[Server] = []
     app = create_app(process.context(closing=lambda: bool(servers) and servers[0].should_exit))
     config = uvicorn.Config(
@@ -78,24 +88,25 @@ def make_server(process: Process) -> Server:
     return servers[0]
 
 
-def listen(settings: Settings) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Take the port first: a second service on it must find out before it loads a model."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named in full: without the protocol asyncio would not switch off Nagle's delay, which costs 40 ms an answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise StartRefused(
-            f"HOST={settings.host} PORT={settings.port} cannot be listened on: {error.strerror or error}; "
+            f"HOST={host} PORT={port} cannot be listened on: {error.strerror or error}; "
             "stop what holds it, or set PORT to another (0 takes a free one)"
         ) from error
     return listener
 
 
-def _url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
+    """Where a listening socket can be reached."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

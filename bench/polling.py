@@ -116,7 +116,7 @@ def main() -> None:
     cpus: dict[int, list[float]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder, another_service(Path(folder) / "other") as other_url:
         settings = Settings(_env_file=None, state_dir=str(Path(folder) / "own"), port=0, log_level="error")
-        with start_logging(settings) as logs, listen(settings) as listener:
+        with start_logging(settings) as logs, listen(settings.host, settings.port) as listener:
             process = Process(settings, logs)
             process.start()
             server = make_server(process)

@@ -265,7 +265,7 @@ class LoadSide:
         self._lost.append((state, state.lost_load))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
-        job = TransferJob(self._jobs.new_id(), Direction.LOAD, runs)
+        job = TransferJob(self._jobs.new_id(), Direction.LOAD, runs, state.request.request_id)
         self._jobs.open(OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit))
         self._pending.append(job)
         for run in runs:

@@ -43,11 +43,15 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Copy what the runs name, all in one direction. A device block and a place in a slot are named at most once."""
+    """Copy what the runs name, all in one direction. A device block and a place in a slot are named at most once.
+
+    `request_id` is the request that waits for a load.
+    """
 
     job_id: int
     direction: Direction
     runs: tuple[BlockRun, ...]
+    request_id: str | None = None
 
     @property
     def num_blocks(self) -> int:

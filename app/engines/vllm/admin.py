@@ -1,0 +1,63 @@
+"""The admin API in vLLM's engine-core process: a server on a thread of its own, and the file that says where it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from app.discovery import Announcement, announce_service
+from app.engines.vllm.host import EngineCoreHost
+from app.engines.vllm.refusal import ConnectorRefused
+from app.service import listen, make_server, url_of
+from app.settings import Settings
+from app.wiring import StartRefused
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+
+
+class AdminServer:
+    """Takes its port when made, serves from `start` to `close`."""
+
+    def __init__(self, host: EngineCoreHost, settings: Settings) -> None:
+        """Raises `ConnectorRefused` where the port is taken. Each data-parallel engine has a port of its own."""
+        port = settings.port + host.data_parallel_rank if settings.port else 0
+        try:
+            self._listener = listen(settings.host, port)
+        except StartRefused as error:
+            raise ConnectorRefused(str(error)) from error
+        self.url = url_of(self._listener)
+        self._server = make_server(host)
+        self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
+        self._announcement: Announcement | None = None
+        self._settings = settings
+        self._name = host.name
+
+    def start(self) -> None:
+        """Serve, and let clients on this host find it."""
+        self._thread.start()
+        try:
+            self._announcement = announce_service(self._settings.state_dir, self._name, self.url)
+        except OSError as error:
+            _log.warning(
+                "state_dir=%s: clients will need --url, since the discovery file cannot be written: %s",
+                self._settings.state_dir,
+                error,
+            )
+        _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
+
+    def close(self) -> None:
+        """Stop; may be called again."""
+        if self._announcement is not None:
+            self._announcement.withdraw()
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except Exception:  # noqa: BLE001 - the engine goes on without its admin API, and says so
+            _log.exception("the admin API has stopped; the engine goes on")

@@ -1,0 +1,266 @@
+"""The class that vLLM loads. It splits by role and passes every hook on; what it does is in the two sides.
+
+vLLM makes the workers' halves first, hands them their tensors, and then makes the scheduler's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from app.engines.vllm.admin import AdminServer
+from app.engines.vllm.copies import Copies, check_caches
+from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.host import EngineCoreHost
+from app.engines.vllm.kv_events import KVEventSink
+from app.engines.vllm.layout import VllmLayout, read_layout
+from app.engines.vllm.logs import GuestLogs
+from app.engines.vllm.metadata import RankFacts
+from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
+from app.engines.vllm.options import check_caching, check_parallel, read_options
+from app.engines.vllm.refusal import ConnectorRefused
+from app.engines.vllm.scheduler_side import SchedulerSide
+from app.engines.vllm.sizing import PoolSize, announce, size_pool
+from app.engines.vllm.worker_side import WorkerSide, orders_of
+from app.settings import Settings
+from cuda_ops.limits import NotEnoughMemory
+
+_log = logging.getLogger(__name__)
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV blocks in host memory, and brings them back."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._host: EngineCoreHost | None = None
+        self._admin: AdminServer | None = None
+        self._stats: StatsSource | None = None
+        self._events: KVEventSink | None = None
+        self._facts: RankFacts | None = None
+        self._logs: GuestLogs | None = None
+        try:
+            check_caching(vllm_config.cache_config)
+            check_parallel(vllm_config.parallel_config)
+            settings = read_options(self._kv_transfer_config)
+            self._logs = GuestLogs(settings)
+            layout = read_layout(kv_cache_config)
+            size = size_pool(settings, layout, vllm_config.parallel_config)
+            if role is KVConnectorRole.WORKER:
+                self._settings, self._layout, self._size = settings, layout, size
+                self._worker = WorkerSide(vllm_config.parallel_config.rank)
+            else:
+                self._start_scheduler(settings, self._logs, layout, size)
+        except BaseException as error:
+            self._refuse(error)
+            raise
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a block that is not stored is only a miss later."""
+        return False
+
+    # --- worker ---------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Map the pool and start copying."""
+        worker, rank = self._the_worker(), self._vllm_config.parallel_config.rank
+        try:
+            check_caches(self._layout, kv_caches)
+            if rank == 0:
+                announce(self._size, self._settings, self._layout)
+            worker.attach(
+                lambda on_finished: Copies(
+                    self._layout, self._size.rank_slot_bytes, kv_caches, self._size.num_slots, rank, on_finished
+                )
+            )
+        except BaseException as error:
+            self._refuse(error)
+            raise
+        self._facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What this rank made of the configuration."""
+        return self._facts
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the step's loads. Nobody waits for them within the step."""
+        self._the_worker().start_loads(orders_of(self._connector_metadata))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No step runs on blocks that are being loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, behind the step."""
+
+    def wait_for_save(self) -> None:
+        """Start the step's stores, whose blocks the step has just filled."""
+        self._the_worker().start_stores(orders_of(self._connector_metadata))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended. Failures go by request, since blocks are named alike in several groups."""
+        received, failed = self._the_worker().collect(orders_of(self._connector_metadata))
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same without failures, for callers that do not know them: there are none."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The jobs that have ended."""
+        return None if self._worker is None else self._worker.take_reports()
+
+    # --- scheduler ------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The blocks that transfers hold."""
+        self._the_scheduler().device.bind(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Refuse ranks that hold other bytes than the scheduler thinks."""
+        for facts in metadata.values():
+            if isinstance(facts, RankFacts):
+                self._compare(facts)
+
+    def on_new_request(self, request: Any) -> None:
+        """See `SchedulerSide`."""
+        self._the_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide`."""
+        return self._the_scheduler().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `SchedulerSide`."""
+        self._the_scheduler().commit(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See `SchedulerSide`."""
+        return self._the_scheduler().plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `SchedulerSide`."""
+        self._the_scheduler().take_reports(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over; its blocks may be freed at once, since those under transfer are held."""
+        self._the_scheduler().finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for models with several groups."""
+        return self.request_finished(request, [])
+
+    def has_pending_push_work(self) -> bool:
+        """Whether transfers are open, whose ends are only seen in a step."""
+        return self._scheduler is not None and self._scheduler.has_open_work()
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that was stored; True, also while transfers are under way."""
+        self._the_scheduler().reset()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """What entered and left the pool since the last call."""
+        return () if self._events is None else self._events.take()
+
+    def shutdown(self) -> None:
+        """Stop. A killed engine never calls this."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._admin is not None:
+            self._admin.close()
+        if self._host is not None:
+            self._host.close()
+        if self._logs is not None:
+            self._logs.close()
+
+    # --- vLLM's statistics ----------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        """What happened since the last call, of the scheduler's half only."""
+        return None if self._stats is None else self._stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats | None:
+        """Statistics as they came over from the engine's process."""
+        return KVFerryStats(data=data) if data is not None else KVFerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVFerryPromMetrics:
+        """vLLM's `/metrics` shows ours."""
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _start_scheduler(self, settings: Settings, logs: GuestLogs, layout: VllmLayout, size: PoolSize) -> None:
+        config, device = self._vllm_config, VllmDevice()
+        self._events = KVEventSink.for_config(config, layout, size.slots)
+        self._size = size
+        self._host = EngineCoreHost(
+            config,
+            self._kv_cache_config,
+            settings,
+            layout,
+            size,
+            device,
+            logs,
+            wrap_sink=lambda sink: sink if self._events is None else self._events.before(sink),
+        )
+        self._host.start()
+        core = self._host.core
+        self._scheduler = SchedulerSide(core, device, layout, size.num_ranks, events=self._events)
+        self._stats = StatsSource(core, self._scheduler)
+        self._admin = AdminServer(self._host, settings)
+        self._admin.start()
+
+    def _compare(self, facts: RankFacts) -> None:
+        if (facts.num_slots, facts.slot_bytes) != (self._size.num_slots, self._size.rank_slot_bytes):
+            self._refuse(
+                error := ConnectorRefused(
+                    f"rank {facts.rank} has {facts.num_slots:,} slots of {facts.slot_bytes:,} bytes, the scheduler "
+                    f"{self._size.num_slots:,} of {self._size.rank_slot_bytes:,}: ranks with unequal shares of the KV "
+                    "cache are not supported; choose a pipeline_parallel_size that divides the layers"
+                )
+            )
+            raise error
+
+    def _refuse(self, error: BaseException) -> None:
+        """Say why in one line of our own, and undo what was started."""
+        if isinstance(error, (ConnectorRefused, NotEnoughMemory)):
+            for line in str(error).splitlines():
+                _log.error("kvferry does not start: %s", line)
+        self.shutdown()
+
+    def _the_worker(self) -> WorkerSide:
+        if self._worker is None:
+            raise RuntimeError("this is the scheduler's half of the connector")
+        return self._worker
+
+    def _the_scheduler(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise RuntimeError("this is a worker's half of the connector")
+        return self._scheduler

@@ -1,0 +1,194 @@
+"""kvferry in vLLM's engine-core process: core, history and the admin API, started with the engine and stopped with it.
+
+Nothing here is needed for an answer: what fails beside the engine's thread is logged, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from app.api.auth import Tokens
+from app.api.context import AdminContext, EngineInfo
+from app.api.live_settings import LiveSettings
+from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.fingerprint import engine_name, fingerprint
+from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from app.engines.vllm.logs import GuestLogs
+from app.engines.vllm.refusal import ConnectorRefused
+from app.engines.vllm.sizing import PoolSize
+from app.event_feed import EventFeed
+from app.policies import KeptPolicies
+from app.settings import Settings
+from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from core.events import EventSink
+from core.manager import OffloadManager
+from core.policy import PolicyBook
+from core.rates import LoadOrCompute
+from core.scheduler import OffloadScheduler
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+OVERDUE_S = 60.0
+"""A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
+SUPERVISE_S = 1.0
+
+
+class EngineCoreHost:
+    """One kvferry in one engine-core process. Made, then started; `close` undoes what was done."""
+
+    def __init__(
+        self,
+        config: Any,
+        cache: Any,
+        settings: Settings,
+        layout: VllmLayout,
+        size: PoolSize,
+        device: VllmDevice,
+        logs: GuestLogs,
+        wrap_sink: Callable[[EventSink], EventSink] = lambda sink: sink,
+    ) -> None:
+        """Open the store and make core. Raises `ConnectorRefused`. `wrap_sink` may listen to what the cache does."""
+        self.settings = LiveSettings(settings, self._apply)
+        self._logs = logs
+        self._stopping = threading.Event()
+        self._started_s = time.time()
+        parallel = config.parallel_config
+        self.data_parallel_rank = int(parallel.data_parallel_index)
+        name = settings.engine_name or engine_name(config, fingerprint(config, cache, layout))
+        self.name = name if parallel.data_parallel_size == 1 else f"{name}-dp{self.data_parallel_rank}"
+        self.info = EngineInfo(
+            "vllm",
+            str(config.model_config.model),
+            str(config.device_config.device_type),
+            layout.groups[0].spec.block_size,
+            groups=len(layout.groups),
+            workers=size.num_ranks,
+        )
+        try:
+            self.store = Store(
+                settings.resolved_database_url(),
+                self.name,
+                settings.pool_kind.value,
+                _history_limits(settings),
+                on_replaced=lambda: self.policies.write_again(time.time()),
+            )
+        except (ValueError, StoreError) as error:
+            raise ConnectorRefused(str(error)) from error
+        self.feed = EventFeed(self.store.journal)
+        self.manager = OffloadManager(
+            size.num_slots,
+            size.slots.slot_bytes,
+            settings.eviction_policy,
+            sink=wrap_sink(self.feed),
+            max_pinned_fraction=settings.max_pinned_fraction,
+        )
+        self.core = OffloadScheduler(
+            self.manager,
+            PolicyBook(settings.request_policy(), settings.request_policy_sources()),
+            device,
+            size.slots,
+            choice=LoadOrCompute(settings.load_decision),
+            request_fields=settings.request_fields,
+            num_workers=size.num_ranks,
+            null_block=NULL_BLOCK,
+            store_mode=settings.store_mode,
+            watermark_blocks=_watermark_blocks(config, layout),
+        )
+        self.policies = KeptPolicies(self.store, self.core, self.feed)
+
+    def start(self) -> None:
+        """Start history and the supervisor, and let what operators had set before hold again."""
+        self.store.start(self.manager.inventory)
+        try:
+            kept = self.policies.load(time.time())
+        except StoreUnavailable as error:
+            raise ConnectorRefused(
+                f"database_url: the overrides and rules that were kept cannot be read: {error}"
+            ) from error
+        if kept.num_overrides or kept.num_rules:
+            _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
+        threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True).start()
+
+    def context(self, closing: Callable[[], bool]) -> AdminContext:
+        """What the admin API gets to see; `closing` turns true once the server is to stop."""
+        settings = self.settings.current
+        admin, read = settings.admin_token, settings.read_token
+        return AdminContext(
+            scheduler=self.core,
+            manager=self.manager,
+            store=self.store,
+            policies=self.policies,
+            feed=self.feed,
+            settings=self.settings,
+            engine_info=self.info,
+            pool_kind=settings.pool_kind.value,
+            tokens=Tokens(
+                admin=None if admin is None else admin.get_secret_value(),
+                read=None if read is None else read.get_secret_value(),
+            ),
+            readiness=self.readiness,
+            wake=_nothing,
+            started_s=self._started_s,
+            closing=closing,
+        )
+
+    def readiness(self) -> list[str]:
+        """Why this process should get no traffic now; empty when it should."""
+        reasons = ["stopping"] if self._stopping.is_set() else []
+        overdue = self.core.overdue_jobs(time.time(), OVERDUE_S)
+        if overdue:
+            reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
+        return reasons + self.store.health()
+
+    def abort_requests(self) -> None:
+        """Clients are vLLM's, and so is what becomes of their requests."""
+
+    def close(self) -> None:
+        """Stop what was started; may be called again."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self.store.close(CLOSE_S)
+
+    def _apply(self, settings: Settings) -> None:
+        """Carry settings that changed while running to whoever holds a copy."""
+        self._logs.set_level(settings.log_level)
+        self.manager.max_pinned_fraction = settings.max_pinned_fraction
+        self.core.choice.decision = settings.load_decision
+        self.core.set_store_mode(settings.store_mode)
+        self.store.set_limits(_history_limits(settings))
+
+    def _supervise(self) -> None:
+        """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
+        while not self._stopping.wait(SUPERVISE_S):
+            try:
+                if not self.store.journal.is_alive():
+                    _log.error("the journal's thread died and is started again")
+                    self.store.start(self.manager.inventory)
+                self.core.expire(time.time())
+                while self.manager.bury() and not self._stopping.is_set():
+                    continue
+            except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
+                _log.exception("the supervisor failed at a round")
+
+
+def _nothing() -> None:
+    """vLLM steps for as long as transfers are open, and nothing else needs a step."""
+
+
+def _watermark_blocks(config: Any, layout: VllmLayout) -> int:
+    """What one step may take from the free queue, in all groups, but no more of the device than a quarter."""
+    scheduler = config.scheduler_config
+    step_blocks = sum(
+        -(-scheduler.max_num_batched_tokens // group.spec.block_size) + scheduler.max_num_seqs
+        for group in layout.groups
+    )
+    return max(min(int(step_blocks), layout.num_blocks // 4), 1)
+
+
+def _history_limits(settings: Settings) -> HistoryLimits:
+    return HistoryLimits(settings.eviction_history_rows, float(settings.eviction_history_days))

@@ -1,0 +1,47 @@
+"""A request of vLLM's as core reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.engines.vllm.names import aliases_of
+from core.keys import tenant_digest
+
+
+class VllmRequest:
+    """Wraps vLLM's own, live request object; satisfies `core.engine.EngineRequest`."""
+
+    __slots__ = ("aliases", "lora", "num_preemptions", "priority", "request", "request_id", "tenant")
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.request_id: str = request.request_id
+        self.aliases: tuple[str, ...] = aliases_of(self.request_id)
+        self.tenant = tenant_digest(request.cache_salt)
+        self.lora: str | None = None if request.lora_request is None else request.lora_request.lora_name
+        self.priority: int = request.priority
+        self.num_preemptions: int = request.num_preemptions
+        """As many as core was told of."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return int(self.request.num_tokens)
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One chained hash for each full block, as a live list. Tokens still being sampled are not in it."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client sent."""
+        params: Mapping[str, Any] | None = self.request.kv_transfer_params
+        return params

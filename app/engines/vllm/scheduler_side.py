@@ -1,0 +1,224 @@
+"""The scheduler's half: vLLM's hooks as calls of core's `OffloadScheduler`, and its answers in vLLM's words.
+
+Nothing is decided here. What vLLM says late or not at all is made up for: a preemption shows when the request asks for
+a match again, and a load that core calls failed after all is taken back from what the workers reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from app.engines.vllm.metadata import StepOrders, StepReports
+from app.engines.vllm.requests import VllmRequest
+from core.engine import BlockTables, StepProgress
+from core.scheduler import Hit, Later, OffloadScheduler
+from core.transfers import TransferResult
+
+Match = tuple[int | None, bool]
+_NOTHING: Match = (0, False)
+_LATER: Match = (None, False)
+
+
+class FillListener(Protocol):
+    """Told what fills the device's blocks, and when a request is over."""
+
+    def note(self, request: VllmRequest, num_computed_tokens: int) -> None: ...
+    def forget(self, request_id: str) -> None: ...
+
+
+class SchedulerSide:
+    """On the engine's thread only."""
+
+    def __init__(
+        self,
+        core: OffloadScheduler,
+        device: VllmDevice,
+        layout: VllmLayout,
+        num_workers: int = 1,
+        events: FillListener | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.core = core
+        self._events = events
+        self.device = device
+        self._by_offer = [group.by_offer for group in layout.groups]
+        self._block_sizes = [group.spec.block_size for group in layout.groups]
+        self._num_workers = num_workers
+        self._clock = clock
+        self._requests: dict[str, VllmRequest] = {}
+        self._tables: dict[str, BlockTables] = {}
+        self._lost: list[str] = []
+        self._open_stores: dict[int, int] = {}
+        self._distrusted: set[int] = set()
+        self.num_changes = 0
+        """Raised with every step that started or ended a transfer."""
+
+    # --- the life of a request -----------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was added. vLLM's object is kept until the request is over."""
+        ours = VllmRequest(request)
+        self._requests[ours.request_id] = ours
+        self.core.on_new_request(ours, self._clock())
+
+    def match(self, request: Any, num_computed_tokens: int) -> Match:
+        """How many tokens can be loaded (None: ask again), and whether the load runs beside the steps: always."""
+        now_s = self._clock()
+        self._note_preemption(request.request_id, now_s)
+        found = self.core.match(request.request_id, num_computed_tokens, now_s)
+        if isinstance(found, Hit):
+            return found.num_tokens, True
+        return _LATER if isinstance(found, Later) else _NOTHING
+
+    def commit(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has allocated, and loads so many tokens; 0 also where it only says so once more after a load."""
+        tables: BlockTables = blocks.get_block_ids()
+        self.core.commit(request.request_id, tables, num_external_tokens, self._clock())
+
+    def finish(self, request_id: str) -> None:
+        """A request is over, in whatever state. Blocks that are still copied are held by themselves."""
+        if self._requests.pop(request_id, None) is not None:
+            self.core.on_request_finished(request_id, self._clock())
+        self._tables.pop(request_id, None)
+        if self._events is not None:
+            self._events.forget(request_id)
+
+    # --- the step ------------------------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepOrders:
+        """This step's jobs, given what vLLM has scheduled."""
+        now_s = self._clock()
+        for request_id in output.preempted_req_ids or ():
+            self._note_preemption(request_id, now_s)
+        self._take_lost(now_s)
+        plan = self.core.plan_step(list(self._progress(output)), now_s)
+        self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
+        lost, self._lost = self._lost, []
+        self.num_changes += bool(plan)
+        return StepOrders(plan.loads, plan.stores, lost, is_idle=output.total_num_scheduled_tokens == 0)
+
+    def take_reports(self, output: Any) -> None:
+        """What the workers report after a step."""
+        if output.invalid_block_ids:
+            self._distrust(output.invalid_block_ids)
+        reports = output.kv_connector_worker_meta
+        results = reports.results if isinstance(reports, StepReports) else []
+        failed = output.failed_recving or ()
+        for outcome in self.core.on_transfers_finished(self._checked(results), self._clock()):
+            if outcome.ok or outcome.request_id in failed:
+                continue
+            # The bytes came, but under a reset or beside a failure: vLLM must not take them for good.
+            if output.finished_recving:
+                output.finished_recving.discard(outcome.request_id)
+            self._lost.append(outcome.request_id)
+        self.num_changes += bool(results)
+
+    def has_open_work(self) -> bool:
+        """Whether steps are needed although no request may be there."""
+        return bool(self._lost) or self.core.has_open_work()
+
+    def reset(self) -> None:
+        """Forget all blocks. Transfers under way end, and publish nothing."""
+        self.core.reset(self._clock())
+        self.num_changes += 1
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _progress(self, output: Any) -> Iterable[StepProgress]:
+        """How far each scheduled request will have come, with its tables as they are now."""
+        state = output.kv_connector_block_state
+        num_new = output.num_scheduled_tokens
+        drafts = output.scheduled_spec_decode_tokens
+        offers = state.boundary_state_offloads
+        for request_id, num_computed in _scheduled(output):
+            ours = self._requests.get(request_id)
+            if ours is None:
+                continue
+            # Tables that are only appended to would go on naming blocks that have left a sliding window.
+            tables = state.get_block_ids(request_id)
+            self._tables[request_id] = tables
+            end = num_computed + num_new[request_id] - len(drafts.get(request_id, ()))
+            if self._events is not None:
+                self._events.note(ours, end)
+            if any(self._by_offer):
+                yield from self._by_boundaries(request_id, tables, end, offers.get(request_id, ()))
+            else:
+                yield StepProgress(request_id, tables, end)
+
+    def _by_boundaries(
+        self, request_id: str, tables: Sequence[Sequence[int]], end: int, offers: Iterable[tuple[int, int, int]]
+    ) -> Iterable[StepProgress]:
+        """Recurrent states are in the blocks that vLLM hands over for a boundary, and nowhere else."""
+        at: dict[int, dict[int, int]] = {}
+        for group, block, boundary in offers:
+            if self._by_offer[group] and boundary <= end and boundary % self._block_sizes[group] == 0:
+                at.setdefault(boundary, {})[group] = block
+        for boundary in sorted({*at, end}):
+            states = at.get(boundary, {})
+            yield StepProgress(
+                request_id,
+                [
+                    self._state_table(table, group, boundary, states.get(group)) if self._by_offer[group] else table
+                    for group, table in enumerate(tables)
+                ],
+                boundary,
+            )
+
+    def _state_table(self, table: Sequence[int], group: int, boundary: int, block: int | None) -> list[int]:
+        blank = [NULL_BLOCK] * len(table)
+        number = boundary // self._block_sizes[group] - 1
+        if block is not None and number >= 0:
+            blank += [NULL_BLOCK] * (number + 1 - len(blank))
+            blank[number] = block
+        return blank
+
+    def _note_preemption(self, request_id: str, now_s: float) -> None:
+        """vLLM has no hook for it, and may resume a request within the very step that preempts it."""
+        ours = self._requests.get(request_id)
+        if ours is not None and ours.num_preemptions != ours.request.num_preemptions:
+            ours.num_preemptions = ours.request.num_preemptions
+            self._tables.pop(request_id, None)
+            self.core.on_preempted(request_id, now_s)
+
+    def _take_lost(self, now_s: float) -> None:
+        """Loads that vLLM has just agreed to and that cannot begin."""
+        self._lost += [outcome.request_id for outcome in self.core.on_transfers_finished((), now_s)]
+
+    def _checked(self, results: Sequence[TransferResult]) -> list[TransferResult]:
+        """Results, those of stores that read bad bytes as failures."""
+        checked: list[TransferResult] = []
+        for result in results:
+            if result.job_id in self._distrusted:
+                result = TransferResult(result.job_id, result.worker, "its blocks were found to be invalid")
+            if result.job_id in self._open_stores:
+                self._open_stores[result.job_id] -= 1
+                if not self._open_stores[result.job_id]:
+                    del self._open_stores[result.job_id]
+                    self._distrusted.discard(result.job_id)
+            checked.append(result)
+        return checked
+
+    def _distrust(self, invalid: set[int]) -> None:
+        """Another connector's load into these blocks failed, and steps have computed on what is in them.
+
+        Nothing that the requests concerned hold is stored, and no store that is under way counts.
+        """
+        affected = [
+            request_id
+            for request_id, tables in self._tables.items()
+            if any(not invalid.isdisjoint(table) for table in tables)
+        ]
+        self._distrusted.update(self._open_stores)
+        self.core.on_step_failed(affected, self._clock())
+
+
+def _scheduled(output: Any) -> Iterable[tuple[str, int]]:
+    """Each scheduled request, and its computed tokens before the step."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

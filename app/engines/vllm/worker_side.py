@@ -1,0 +1,104 @@
+"""A worker's half: the jobs of each step go to its copy engine, and what became of them goes back in vLLM's own words.
+
+Every job ends, and every load that ends is told to vLLM once: a request whose load is never reported waits for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from app.engines.vllm.metadata import StepOrders, StepReports
+from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.copy_engine import CopyEngine
+
+_log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.005
+"""How long a step that computes nothing waits for a copy, so that steps without work do not take the copies' time."""
+
+
+class WorkerSide:
+    """On the worker's thread, but for `wake`, which the copy engine calls."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._copies: CopyEngine | None = None
+        self._ended = threading.Event()
+        self._open: dict[int, TransferJob] = {}
+        self._results: list[TransferResult] = []
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+
+    def attach(self, make_copies: Callable[[Callable[[], None]], CopyEngine]) -> None:
+        """Make the copy engine; it calls what it is given whenever a job has ended."""
+        self._copies = make_copies(self._ended.set)
+
+    def start_loads(self, orders: StepOrders) -> None:
+        """Start this step's loads. Requests whose load is lost have failed already."""
+        for request_id in orders.lost:
+            self._received.add(request_id)
+            self._failed.add(request_id)
+        for job in orders.loads:
+            self._submit(job)
+
+    def start_stores(self, orders: StepOrders) -> None:
+        """Start this step's stores, after its compute was queued: copy engines read behind that."""
+        for job in orders.stores:
+            self._submit(job)
+
+    def collect(self, orders: StepOrders) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended since the last call, and those among them whose load failed."""
+        self._poll()
+        if orders.is_idle and self._open and not self._results and not self._received:
+            self._ended.wait(IDLE_WAIT_S)
+            self._ended.clear()
+            self._poll()
+        received, failed = self._received, self._failed
+        self._received, self._failed = set(), set()
+        return received, failed
+
+    def take_reports(self) -> StepReports | None:
+        """The jobs that ended since the last call."""
+        if not self._results:
+            return None
+        results, self._results = self._results, []
+        return StepReports(results)
+
+    def close(self) -> None:
+        """Stop copying."""
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+
+    def _submit(self, job: TransferJob) -> None:
+        self._open[job.job_id] = job
+        try:
+            if self._copies is None:
+                raise RuntimeError("the KV caches were never registered")
+            self._copies.submit(job)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the job must end
+            _log.exception("the copy engine refused %s job %d", job.direction, job.job_id)
+            self._end(TransferResult(job.job_id, self._rank, f"not submitted: {error}"))
+
+    def _poll(self) -> None:
+        if self._copies is not None:
+            for result in self._copies.poll():
+                self._end(result)
+
+    def _end(self, result: TransferResult) -> None:
+        job = self._open.pop(result.job_id, None)
+        if job is None:
+            return
+        self._results.append(result)
+        if job.direction is Direction.LOAD and job.request_id is not None:
+            self._received.add(job.request_id)
+            if result.error is not None:
+                self._failed.add(job.request_id)
+
+
+def orders_of(metadata: Any) -> StepOrders:
+    """The step's orders as vLLM handed them over; none where it has none."""
+    return metadata if isinstance(metadata, StepOrders) else StepOrders()

@@ -1,0 +1,50 @@
+"""Fixtures of the vLLM suite. It needs a venv with vLLM in it, which `make test-vllm` makes; elsewhere it is left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+if os.environ.get("TEST_VLLM"):
+    # Read when vLLM is imported, which the tests' modules do.
+    os.environ.update(ENVIRONMENT)
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with one group of full attention."""
+    from tests.vllm.models import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two groups of sliding windows and one of full attention."""
+    from tests.vllm.models import write_gemma
+
+    return write_gemma(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees another's state folder, nor the settings of whoever runs it."""
+    for name in list(os.environ):
+        if name.startswith("KVFERRY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    yield

@@ -1,0 +1,156 @@
+"""vLLM in this very process, with or without kvferry, for tests that look inside and decide when a step is taken."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from app.engines.vllm.connector import KVFerryConnector
+from app.engines.vllm.copies import Copies
+from app.engines.vllm.scheduler_side import SchedulerSide
+from core.scheduler import OffloadScheduler
+from core.stats import Snapshot
+from tests.vllm.workload import BLOCK, Answer, Prompt
+from tests.waiting import wait_until
+
+DEVICE_BLOCKS = 72
+POOL_BYTES = "128MiB"
+SETTLE_S = 20.0
+
+
+def transfer_config(**extra: object) -> dict[str, Any]:
+    """What the connector's users write."""
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "app.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pool_bytes": POOL_BYTES, "port": 0, **extra},
+    }
+
+
+def engine_options(model: Path, **options: object) -> dict[str, Any]:
+    """A small engine whose device cache is soon full."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "disable_log_stats": False,
+        **options,
+    }
+
+
+class InProcess:
+    """An engine, and kvferry's two halves in it if it has them."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.engine = llm.llm_engine
+        self.vllm_scheduler = self.engine.engine_core.engine_core.scheduler
+
+    @property
+    def connector(self) -> KVFerryConnector:
+        """The scheduler's half."""
+        found: KVFerryConnector = self.vllm_scheduler.connector
+        return found
+
+    @property
+    def side(self) -> SchedulerSide:
+        return self.connector._the_scheduler()
+
+    @property
+    def core(self) -> OffloadScheduler:
+        return self.side.core
+
+    @property
+    def copies(self) -> Copies:
+        """The copy engine of the worker's half."""
+        worker = get_kv_transfer_group()._the_worker()
+        assert isinstance(worker._copies, Copies)
+        return worker._copies
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's own blocks."""
+        return self.vllm_scheduler.kv_cache_manager.block_pool
+
+    def snapshot(self) -> Snapshot:
+        return self.core.snapshot()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        params: Mapping[str, object] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Answer]:
+        """Greedy answers. `params` is what a client sends as kv_transfer_params."""
+        sampling = self.sampling(max_tokens, params)
+        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for one in asked:
+            one.update({} if cache_salt is None else {"cache_salt": cache_salt})
+        return [_answer(output) for output in self.llm.generate(asked, sampling, use_tqdm=False)]
+
+    def sampling(self, max_tokens: int, params: Mapping[str, object] | None = None) -> SamplingParams:
+        extra = None if params is None else {"kv_transfer_params": dict(params)}
+        return SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2, extra_args=extra
+        )
+
+    def add(self, request_id: str, prompt: Prompt, max_tokens: int = 8) -> None:
+        """Queue a request; it is worked on by `step`."""
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, self.sampling(max_tokens))
+
+    def step(self) -> list[tuple[str, Answer]]:
+        """One step; the requests it ended, by the ids they were added with."""
+        return [(output.request_id, _answer(output)) for output in self.engine.step() if output.finished]
+
+    def settle(self) -> Snapshot:
+        """Take steps until no transfer is open."""
+        wait_until(lambda: (self.step(), not self.side.has_open_work())[1], "every transfer has ended", SETTLE_S)
+        return self.snapshot()
+
+    def forget_device(self) -> None:
+        """Empty vLLM's own cache, so that everything has to come from the pool."""
+        self.settle()
+        assert self.vllm_scheduler.reset_prefix_cache()
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+
+@contextmanager
+def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
+    """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
+    extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
+    llm = LLM(**engine_options(model, **options), **extra)
+    try:
+        yield InProcess(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    gaps = []
+    for at in completion.logprobs or ():
+        best = sorted((entry.logprob for entry in at.values()), reverse=True)
+        gaps.append(best[0] - best[1])
+    return Answer(tuple(completion.token_ids), tuple(gaps), output.num_cached_tokens or 0)

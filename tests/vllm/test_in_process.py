@@ -1,0 +1,80 @@
+"""kvferry inside a real vLLM engine in this process: the same answers, from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
+from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
+
+PROMPTS = shared_prefixes(200)
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    """What vLLM alone answers."""
+    with in_process(llama) as engine:
+        answers = engine.generate(PROMPTS)
+    assert len({answer.token_ids for answer in answers}) > len(PROMPTS) // 2
+    return answers
+
+
+@pytest.fixture
+def engine(llama: Path) -> Iterator[InProcess]:
+    with in_process(llama, transfer_config()) as engine:
+        yield engine
+        assert_nothing_left(engine)
+
+
+def assert_nothing_left(engine: InProcess) -> None:
+    """No pin, no held block, no open job."""
+    after = engine.settle()
+    assert after.pool.pinned == after.pool.loading == after.open_jobs == 0
+    assert after.requests.running == after.requests.waiting_for_load == 0
+    assert engine.side.device.num_held == 0
+    assert engine.pool.get_num_free_blocks() == DEVICE_BLOCKS - 1
+
+
+def full_blocks(prompts: list[Prompt]) -> int:
+    """Distinct full blocks of these prompts."""
+    return len({tuple(prompt[: end * BLOCK]) for prompt in prompts for end in range(1, len(prompt) // BLOCK + 1)})
+
+
+def test_two_hundred_prompts_over_a_device_cache_that_turns_over_are_answered_alike(
+    engine: InProcess, truth: list[Answer]
+) -> None:
+    assert full_blocks(PROMPTS) > 2 * DEVICE_BLOCKS
+    assert_same(engine.generate(PROMPTS), truth)
+    first = engine.settle()
+    assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert first.store.stored == full_blocks(PROMPTS)
+    assert after.load.blocks > 2 * DEVICE_BLOCKS
+    assert after.prompt_tokens.host_hit > 0
+
+
+def test_vllms_own_counters_agree_with_ours(engine: InProcess) -> None:
+    hits, queries = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
+    for start in range(0, 80, 4):
+        engine.generate(PROMPTS[start : start + 4])
+    engine.settle()
+    engine.generate([PROMPTS[0]])
+    ours = engine.settle()
+    assert ours.requests.preempted == 0
+    assert engine.metric(hits) == ours.prompt_tokens.host_hit > 0
+    assert engine.metric(queries) == ours.prompt_tokens.total - ours.prompt_tokens.device_hit
+    assert engine.metric("vllm:kvferry_loaded_bytes") == ours.load.bytes == ours.load.blocks * ours.pool.slot_bytes
+    assert engine.metric("vllm:kvferry_stored_bytes") == ours.store.bytes == ours.store.stored * ours.pool.slot_bytes
+
+
+def test_control_wrong_bytes_in_the_pool_change_answers(engine: InProcess, truth: list[Answer]) -> None:
+    engine.generate(PROMPTS)
+    engine.forget_device()
+    for slot in range(engine.snapshot().pool.ready):
+        for piece in engine.copies.slot(slot):
+            piece[:] = piece[::-1]
+    different = count_different(engine.generate(PROMPTS), truth)
+    assert different > len(PROMPTS) // 2

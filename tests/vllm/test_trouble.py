@@ -1,0 +1,260 @@
+"""Whatever goes wrong around a transfer, vLLM's answers stay what they are without kvferry, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.stats import SkipReason
+from core.transfers import Direction, TransferJob
+from cuda_ops.cpu_copy import CpuCopyEngine
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
+from tests.waiting import wait_until
+
+PROMPTS = shared_prefixes(60, seed=11)
+DEADLINE_S = 20.0
+
+Copy = Callable[[CpuCopyEngine, TransferJob], None]
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+@pytest.fixture
+def engine(llama: Path) -> Iterator[InProcess]:
+    with in_process(llama, transfer_config(load_decision="always")) as engine:
+        yield engine
+        assert_nothing_left(engine)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TransferJob], None]], None]:
+    """Has something happen on the copy thread before each copy."""
+    plain: Copy = CpuCopyEngine._copy
+
+    def patch(before: Callable[[TransferJob], None]) -> None:
+        def copy(self: CpuCopyEngine, job: TransferJob) -> None:
+            before(job)
+            plain(self, job)
+
+        monkeypatch.setattr(CpuCopyEngine, "_copy", copy)
+
+    return patch
+
+
+def refill(engine: InProcess) -> None:
+    """Have the pool hold what the prompts need, and the device nothing."""
+    engine.generate(PROMPTS)
+    engine.forget_device()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_failed_loads_are_recomputed_and_what_failed_is_dropped(
+    engine: InProcess, truth: list[Answer], copying: Any, every: int
+) -> None:
+    refill(engine)
+    loads: list[int] = []
+
+    def fail(job: TransferJob) -> None:
+        if job.direction is Direction.LOAD:
+            loads.append(job.num_blocks)
+            if len(loads) % every == 0:
+                raise OSError("injected")
+
+    copying(fail)
+    assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert after.load.failed > 0
+    assert after.load.blocks > 0 or every == 1
+    assert after.evictions.by_reason["load_failed"] > 0
+
+
+def test_failed_stores_publish_nothing(engine: InProcess, truth: list[Answer], copying: Any) -> None:
+    def fail(job: TransferJob) -> None:
+        if job.direction is Direction.STORE:
+            raise OSError("injected")
+
+    copying(fail)
+    assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert after.store.failed > 0
+    assert after.store.stored == after.pool.ready == 0
+
+
+def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(
+    engine: InProcess, copying: Any
+) -> None:
+    refill(engine)
+    prompt = PROMPTS[0]
+    may_load, stored = threading.Event(), []
+
+    def wait_and_fail(job: TransferJob) -> None:
+        if job.direction is Direction.LOAD:
+            assert may_load.wait(DEADLINE_S)
+            raise OSError("injected")
+        stored.append(job)
+
+    copying(wait_and_fail)
+    engine.add("first", prompt)
+    wait_until(lambda: (engine.step(), engine.snapshot().requests.waiting_for_load == 1)[1], "it loads", DEADLINE_S)
+    target = {block for job in engine.core._jobs for run in job.job.runs for block in run.block_ids.tolist()}
+    for _ in range(20):
+        engine.step()
+    assert not stored
+    assert all(engine.pool.blocks[block].block_hash is None for block in target)
+    may_load.set()
+    wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
+    assert engine.settle().load.failed == len(target)
+    # What it recomputed is stored again, and only after it was computed.
+    assert stored
+    engine.forget_device()
+
+
+def test_a_lost_completion_hangs_nobody_also_when_the_copy_thread_dies(
+    engine: InProcess, truth: list[Answer], copying: Any
+) -> None:
+    refill(engine)
+    deaths: list[int] = []
+
+    def die(job: TransferJob) -> None:
+        if job.direction is Direction.LOAD and len(deaths) < 3:
+            deaths.append(job.job_id)
+            # Not an `Exception`: the thread does not survive it.
+            raise SystemExit
+
+    copying(die)
+    assert_same(engine.generate(PROMPTS), truth)
+    assert len(deaths) == 3
+    assert engine.settle().load.failed > 0
+
+
+def test_steps_without_work_are_bounded_while_a_load_is_in_flight(engine: InProcess, copying: Any) -> None:
+    refill(engine)
+    may_load = threading.Event()
+    copying(lambda job: may_load.wait(DEADLINE_S) and None)
+    engine.add("slow", PROMPTS[0])
+    wait_until(lambda: (engine.step(), engine.snapshot().load.in_flight > 0)[1], "it loads", DEADLINE_S)
+    started_s = time.monotonic()
+    for _ in range(40):
+        engine.step()
+    spent_s = time.monotonic() - started_s
+    may_load.set()
+    wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
+    # Each of them waited for the copy, instead of taking its processor.
+    assert spent_s >= 40 * 0.005
+
+
+def test_a_reset_while_transfers_are_in_flight_costs_no_answer(
+    engine: InProcess, truth: list[Answer], copying: Any
+) -> None:
+    copies: list[int] = []
+
+    def reset(job: TransferJob) -> None:
+        copies.append(job.job_id)
+        if len(copies) % 5 == 0:
+            engine.core.reset(time.time())
+
+    for _ in range(2):
+        copying(reset)
+        assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert after.epoch > 2
+    assert after.store.skipped[SkipReason.RESET] + after.load.failed > 0
+
+
+def test_vllms_reset_of_the_connector_works_while_we_hold_blocks(engine: InProcess, copying: Any) -> None:
+    may_copy = threading.Event()
+    copying(lambda job: may_copy.wait(DEADLINE_S) and None)
+    engine.add("one", PROMPTS[0])
+    wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
+    assert engine.side.device.num_held > 0
+    # vLLM says no for its own cache, since blocks are held, and resets ours all the same.
+    assert not engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.vllm_scheduler.reset_prefix_cache(reset_running_requests=True)
+    may_copy.set()
+    after = engine.settle()
+    assert after.epoch == 1
+    assert after.pool.ready == 0
+    assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_resetting_running_requests_resumes_them_within_one_step(engine: InProcess, truth: list[Answer]) -> None:
+    for number, prompt in enumerate(PROMPTS[:4]):
+        engine.add(str(number), prompt)
+    wait_until(lambda: (engine.step(), engine.snapshot().store.stored > 0)[1], "they run", DEADLINE_S)
+    wait_until(lambda: engine.side.device.num_held == 0 or not engine.settle().open_jobs, "no copy runs", DEADLINE_S)
+    answers: dict[str, Answer] = {}
+    engine.vllm_scheduler.reset_prefix_cache(reset_running_requests=True)
+    wait_until(lambda: (answers.update(engine.step()), len(answers) == 4)[1], "they end", DEADLINE_S)
+    assert engine.snapshot().requests.preempted >= 1
+    assert_same([answers[str(number)] for number in range(4)], truth[:4])
+
+
+def test_preempted_requests_are_answered_alike(llama: Path) -> None:
+    prompts = shared_prefixes(12, prefixes=12, prefix_tokens=4 * BLOCK, seed=5)
+    with in_process(llama, num_gpu_blocks_override=256) as alone:
+        truth = alone.generate(prompts, max_tokens=150)
+    with in_process(llama, transfer_config(offload_prompt_only=False, load_decision="always")) as engine:
+        assert_same(engine.generate(prompts, max_tokens=150), truth)
+        after = engine.settle()
+        assert after.requests.preempted > 0
+        assert after.load.blocks > 0
+        assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("when", ["waiting", "matched", "loading", "running"])
+def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying: Any, when: str) -> None:
+    refill(engine)
+    may_copy = threading.Event()
+    copying(lambda job: may_copy.wait(DEADLINE_S) and None)
+    if when == "matched":
+        # The device is full of a running request, so that the next one is looked up and cannot be allocated.
+        may_copy.set()
+        engine.add("large", PROMPTS[1] * 6, max_tokens=300)
+        for _ in range(8):
+            engine.step()
+        may_copy.clear()
+    if when == "running":
+        may_copy.set()
+    engine.add("one", PROMPTS[0], max_tokens=50)
+    reached = {
+        "waiting": lambda: True,
+        "matched": lambda: engine.snapshot().pool.pinned > 0,
+        "loading": lambda: engine.snapshot().requests.waiting_for_load == 1,
+        "running": lambda: len(engine.vllm_scheduler.running) == 1,
+    }[when]
+    wait_until(lambda: reached() or (engine.step(), False)[1], when, DEADLINE_S)
+    live = [request_id for request_id in engine.vllm_scheduler.requests]
+    engine.engine.abort_request(["one", "large"])
+    engine.engine.engine_core.abort_requests(live)
+    for _ in range(3):
+        engine.step()
+    may_copy.set()
+    wait_until(lambda: (engine.step(), not engine.vllm_scheduler.requests)[1], "it is gone", DEADLINE_S)
+
+
+def test_lookups_are_polled_and_pin_anew_each_time(engine: InProcess) -> None:
+    refill(engine)
+    engine.add("large", PROMPTS[1] * 6, max_tokens=40)
+    for _ in range(8):
+        engine.step()
+    engine.add("one", PROMPTS[0])
+    pinned = []
+    while engine.vllm_scheduler.waiting:
+        engine.step()
+        pinned.append(engine.snapshot().pool.pinned)
+    assert pinned.count(8) > 3
+    assert max(pinned) == 8
+    while engine.vllm_scheduler.requests:
+        engine.step()
