@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 UrlOption = Annotated[
     str | None,
     typer.Option(
-        "--url", metavar="URL", help="Where the service is.", show_default="KVFERRY_URL, else http://127.0.0.1:8787"
+        "--url",
+        metavar="URL",
+        help="Where the service is.",
+        show_default="KVFERRY_URL, else the one found, else http://127.0.0.1:8787",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]

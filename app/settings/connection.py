@@ -1,4 +1,7 @@
-"""How a client finds the service: its URL and token, from the same places as settings, without checking the rest."""
+"""How a client finds the service: its URL and token, from the same places as settings, without checking the rest.
+
+Where no URL is given, a service that has left word in the state folder is taken, if there is but one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from platformdirs import user_state_path
+
+from app.discovery import FoundService, find_services
 from app.settings.layers import URL, Layer, read_layers
-from app.settings.model import Settings
+from app.settings.model import APP_NAME, Settings
 from app.settings.origin import Given, Place, Source
-from app.settings.problems import BadSettings, value_problem
+from app.settings.problems import BadSettings, Problem, value_problem
 from app.settings.values import secret_token
 
 LOCAL_URL = "http://127.0.0.1:8787"
@@ -28,18 +34,34 @@ class Connection:
 def find_connection(
     url: str | None = None, token: str | None = None, *, env_files: Iterable[Path] = (Path(".env"),)
 ) -> Connection:
-    """`url`, or KVFERRY_URL, or the local default; `token`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN.
+    """`url`, or KVFERRY_URL, or the one service found, or the local default; `token`, or KVFERRY_ADMIN_TOKEN, or
+    KVFERRY_READ_TOKEN.
 
-    Raises `BadSettings` for a URL or token that cannot be one.
+    Raises `BadSettings` for a URL or token that cannot be one, and where several services could be meant.
     """
     layers: list[Layer] = [{}] if url and token else read_layers(Settings.names(), {}, env_files)
     layers.insert(
         0, {name: Given(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
     )
     return Connection(
-        _first(layers, URL, _read_url) or LOCAL_URL,
+        _first(layers, URL, _read_url) or _found_url(layers) or LOCAL_URL,
         _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token),
     )
+
+
+def _found_url(layers: Iterable[Layer]) -> str | None:
+    """Where the one service is that this host's engines have announced."""
+    given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
+    folder = user_state_path(APP_NAME) if given is None or given.trouble is not None else Path(str(given.value))
+    found = find_services(folder.expanduser())
+    if len(found) > 1:
+        advice = f"several services are running; name one with --url or KVFERRY_URL: {_listed(found)}"
+        raise BadSettings([Problem(URL, advice, advice)])
+    return found[0].url if found else None
+
+
+def _listed(services: Iterable[FoundService]) -> str:
+    return ", ".join(f"{service.url} ({service.name})" for service in services)
 
 
 def _first(layers: Iterable[Layer], name: str, reader: Callable[[object], str]) -> str | None:

@@ -1,9 +1,8 @@
-"""Fixtures of the vLLM suite. It needs a venv with vLLM in it, which `make test-vllm` makes; elsewhere it is left out."""
+"""Fixtures of the vLLM suite. It needs a venv with vLLM, which `make test-vllm` makes; else it is left out."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,10 +40,9 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees another's state folder, nor the settings of whoever runs it."""
     for name in list(os.environ):
         if name.startswith("KVFERRY_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
-    yield

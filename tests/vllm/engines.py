@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,7 +138,8 @@ class InProcess:
 def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
     """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
     extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
-    llm = LLM(**engine_options(model, **options), **extra)
+    with _out_of_vllms_sight("llvmlite."):
+        llm = LLM(**engine_options(model, **options), **extra)
     try:
         yield InProcess(llm)
     finally:
@@ -145,6 +147,19 @@ def in_process(model: Path, transfer: Mapping[str, object] | None = None, **opti
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _out_of_vllms_sight(prefix: str) -> Iterator[None]:
+    """vLLM's CPU backend looks into every loaded module as it starts, and ends at an object of llvmlite's (0.47).
+
+    One engine a process is no trouble, since the copy engine loads llvmlite after that.
+    """
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def _answer(output: Any) -> Answer:

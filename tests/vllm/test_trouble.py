@@ -1,4 +1,4 @@
-"""Whatever goes wrong around a transfer, vLLM's answers stay what they are without kvferry, and nothing is left behind."""
+"""Whatever goes wrong around a transfer, vLLM answers as it does without kvferry, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 PROMPTS = shared_prefixes(60, seed=11)
 DEADLINE_S = 20.0
 
-Copy = Callable[[CpuCopyEngine, TransferJob], None]
+Plan = Callable[[CpuCopyEngine, TransferJob, Any], Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def engine(llama: Path) -> Iterator[InProcess]:
 @pytest.fixture
 def copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TransferJob], None]], None]:
     """Has something happen on the copy thread before each copy."""
-    plain: Copy = CpuCopyEngine._copy
+    plain: Plan = CpuCopyEngine._plan
 
     def patch(before: Callable[[TransferJob], None]) -> None:
-        def copy(self: CpuCopyEngine, job: TransferJob) -> None:
+        def plan(self: CpuCopyEngine, job: TransferJob, thread: Any) -> Any:
             before(job)
-            plain(self, job)
+            return plain(self, job, thread)
 
-        monkeypatch.setattr(CpuCopyEngine, "_copy", copy)
+        monkeypatch.setattr(CpuCopyEngine, "_plan", plan)
 
     return patch
 
@@ -91,9 +91,7 @@ def test_failed_stores_publish_nothing(engine: InProcess, truth: list[Answer], c
     assert after.store.stored == after.pool.ready == 0
 
 
-def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(
-    engine: InProcess, copying: Any
-) -> None:
+def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(engine: InProcess, copying: Any) -> None:
     refill(engine)
     prompt = PROMPTS[0]
     may_load, stored = threading.Event(), []
@@ -120,6 +118,7 @@ def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(
     engine.forget_device()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_completion_hangs_nobody_also_when_the_copy_thread_dies(
     engine: InProcess, truth: list[Answer], copying: Any
 ) -> None:
@@ -235,7 +234,7 @@ def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying:
         "running": lambda: len(engine.vllm_scheduler.running) == 1,
     }[when]
     wait_until(lambda: reached() or (engine.step(), False)[1], when, DEADLINE_S)
-    live = [request_id for request_id in engine.vllm_scheduler.requests]
+    live = list(engine.vllm_scheduler.requests)
     engine.engine.abort_request(["one", "large"])
     engine.engine.engine_core.abort_requests(live)
     for _ in range(3):

@@ -87,7 +87,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 announce(self._size, self._settings, self._layout)
             worker.attach(
                 lambda on_finished: Copies(
-                    self._layout, self._size.rank_slot_bytes, kv_caches, self._size.num_slots, rank, on_finished
+                    self._layout,
+                    self._settings.blocks_per_slot,
+                    self._size.rank_slot_bytes,
+                    kv_caches,
+                    self._size.num_slots,
+                    rank,
+                    on_finished,
                 )
             )
         except BaseException as error:

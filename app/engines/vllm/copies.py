@@ -1,13 +1,13 @@
 """The seam to `cuda_ops`: from vLLM's tensors to a host pool and a copy engine that knows their bytes.
 
-A block of a group is several stretches of memory. In its slot they lie one behind the other, in the order of the
-layout, so that a slot's bytes do not depend on where vLLM has put its tensors.
+A rank's pool is memory of that rank alone: nobody else reads its bytes as long as there are no tiers and no pools that
+outlive their engine.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,59 +15,53 @@ from numpy.typing import NDArray
 
 from app.engines.vllm.layout import Stretch, VllmLayout
 from app.engines.vllm.refusal import ConnectorRefused
-from core.transfers import BlockRun, TransferJob, TransferResult
+from core.transfers import TransferJob, TransferResult
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout, GroupRegions, Region
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Copies:
-    """A rank's pool and copy engine; a `CopyEngine`.
-
-    The copy engine underneath knows pieces of one size only: stretches are cut into pieces of their common size, a slot
-    is so many rows of its pool, and what core calls a run are as many runs as a block has pieces.
-    """
+    """A rank's pool and copy engine; a `CopyEngine`."""
 
     def __init__(
         self,
         layout: VllmLayout,
+        blocks_per_slot: int,
         slot_bytes: int,
         caches: Mapping[str, Any],
         num_slots: int,
         rank: int,
         on_finished: Callable[[], None],
     ) -> None:
-        """Map the pool. Raises `ConnectorRefused` for memory that is not what the layout says, `NotEnoughMemory`."""
-        stretches = [stretch for group in layout.groups for stretch in group.stretches]
-        piece_bytes = math.gcd(*(stretch.block_bytes for stretch in stretches))
-        arrays: dict[int, NDArray[np.uint8]] = {}
-        numbers: list[list[int]] = []
-        for group in layout.groups:
-            numbers.append([])
-            for stretch in group.stretches:
-                memory = _bytes_of(caches, stretch)
-                for start in range(0, stretch.block_bytes, piece_bytes):
-                    piece = _rows(memory, stretch, start, piece_bytes)
-                    # Groups may lie over each other: the same piece is one array.
-                    number = next((at for at, known in arrays.items() if _same(known, piece)), len(arrays))
-                    arrays[number] = piece
-                    numbers[-1].append(number)
-        self._numbers = numbers
-        self._slot_pieces = slot_bytes // piece_bytes
-        self._pool = HostPool(num_slots * self._slot_pieces, piece_bytes)
-        self._engine: CopyEngine = CpuCopyEngine(list(arrays.values()), self._pool, on_finished, rank)
+        """Map the pool. Raises `NotEnoughMemory`; `check_caches` comes first."""
+        regions = DeviceLayout(
+            tuple(
+                GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
+                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(blocks_per_slot), strict=True)
+            )
+        )
+        self._pool = HostPool(num_slots, slot_bytes)
+        # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
+        self._engine: CopyEngine = CpuCopyEngine(
+            regions, self._pool, on_finished, rank, cpus=range(os.cpu_count() or 1)
+        )
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
-        runs = [piece for run in job.runs for piece in self._pieces(run)]
-        self._engine.submit(TransferJob(job.job_id, job.direction, tuple(runs), job.request_id))
+        self._engine.submit(job)
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         return self._engine.poll()
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See `CopyEngine`."""
+        return self._engine.wait(job_ids, timeout_s)
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
@@ -78,16 +72,9 @@ class Copies:
         self._engine.close()
         self._pool.close()
 
-    def slot(self, slot: int) -> list[NDArray[np.uint8]]:
-        """The bytes of one slot piece by piece, not copies."""
-        return [self._pool.slot(slot * self._slot_pieces + index) for index in range(self._slot_pieces)]
-
-    def _pieces(self, run: BlockRun) -> Iterable[BlockRun]:
-        numbers = self._numbers[run.group]
-        first_rows = run.slots * self._slot_pieces + run.parts * len(numbers)
-        parts = np.zeros_like(run.parts)
-        for index, number in enumerate(numbers):
-            yield BlockRun(number, run.block_ids, first_rows + index, parts)
+    def slot(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of one slot, not a copy."""
+        return self._pool.slot(slot)
 
 
 def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
@@ -116,22 +103,8 @@ def _tensor_of(caches: Mapping[str, Any], stretch: Stretch) -> Tensor:
     return tensor
 
 
-def _bytes_of(caches: Mapping[str, Any], stretch: Stretch) -> NDArray[np.uint8]:
-    """All of the memory that a stretch lies in, as bytes. Not a copy."""
-    import torch
-
+def _region(caches: Mapping[str, Any], stretch: Stretch) -> Region:
+    """A stretch as addresses. Not a copy; the tensor keeps the memory."""
     tensor = _tensor_of(caches, stretch)
-    memory: NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    return memory
-
-
-def _rows(memory: NDArray[np.uint8], stretch: Stretch, start: int, piece_bytes: int) -> NDArray[np.uint8]:
-    return np.lib.stride_tricks.as_strided(
-        memory[stretch.offset + start :],
-        shape=(stretch.num_blocks, piece_bytes),
-        strides=(stretch.stride_bytes, 1),
-    )
-
-
-def _same(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    return one.ctypes.data == other.ctypes.data and one.strides == other.strides
+    address = tensor.untyped_storage().data_ptr() + stretch.offset
+    return Region(address, stretch.num_blocks, stretch.block_bytes, stretch.stride_bytes, tensor)

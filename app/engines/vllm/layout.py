@@ -72,6 +72,10 @@ class VllmLayout:
         specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_ranks) for group in self.groups]
         return GroupLayout(specs, blocks_per_slot, self.hash_block_size)
 
+    def slot_blocks(self, blocks_per_slot: int) -> list[int]:
+        """How many blocks of each group a slot holds."""
+        return [group.slot_blocks for group in self.of_core(blocks_per_slot, 1).groups]
+
 
 def read_layout(cache: Any) -> VllmLayout:
     """Read a `KVCacheConfig`. Raises `ConnectorRefused` for what is not on the list."""

@@ -1,0 +1,67 @@
+"""Clients that were told no URL find the service that runs on this host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.discovery import announce_service, find_services
+from app.settings import BadSettings
+from app.settings.connection import LOCAL_URL, find_connection
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_the_one_service_that_runs_is_found_until_it_withdraws(state: Path) -> None:
+    assert find_connection().url == LOCAL_URL
+    announced = announce_service(state, "one", "http://127.0.0.1:1234")
+    assert find_connection().url == "http://127.0.0.1:1234"
+    announced.withdraw()
+    assert find_connection().url == LOCAL_URL
+
+
+def test_a_url_that_is_given_is_taken_whatever_was_found(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce_service(state, "one", "http://127.0.0.1:1234")
+    assert find_connection("http://127.0.0.1:5").url == "http://127.0.0.1:5"
+    monkeypatch.setenv("KVFERRY_URL", "http://127.0.0.1:6")
+    assert find_connection().url == "http://127.0.0.1:6"
+
+
+def test_of_several_services_none_is_guessed(state: Path) -> None:
+    announce_service(state, "one", "http://127.0.0.1:1")
+    announce_service(state, "two", "http://127.0.0.1:2")
+    with pytest.raises(BadSettings, match=r"several services.*127.0.0.1:1 .one.*127.0.0.1:2 .two"):
+        find_connection()
+
+
+def test_what_a_killed_process_left_behind_does_not_count(state: Path) -> None:
+    code = (
+        f"from pathlib import Path; from app.discovery import announce_service; "
+        f"announce_service(Path({str(state)!r}), 'gone', 'http://127.0.0.1:1')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    path = state / "services" / "gone.json"
+    assert path.exists()
+    assert find_services(state) == []
+    # Nor does a process that has got the number of the one that is gone.
+    announce_service(state, "one", "http://127.0.0.1:2")
+    mine = json.loads((state / "services" / "one.json").read_text())
+    path.write_text(json.dumps({**mine, "name": "gone", "started_s": mine["started_s"] - 100}))
+    assert [service.name for service in find_services(state)] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"name": 1}', '{"name": "a", "url": "b", "pid": "c", "started_s": 1}']
+)
+def test_files_that_cannot_be_read_are_passed_over(state: Path, content: str) -> None:
+    (state / "services").mkdir(parents=True)
+    (state / "services" / "broken.json").write_text(content)
+    assert find_services(state) == []

@@ -1,0 +1,139 @@
+"""`vllm serve` as a process of its own, with kvferry in its engine-core process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+from app.discovery import find_services
+from tests.vllm.engines import engine_options
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+START_S = 180.0
+STOP_S = 60.0
+
+
+class VllmServer:
+    """A server that runs. `url` is vLLM's, `admin` a client of kvferry's admin API."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, state: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.state = state
+        self.client = httpx.Client(base_url=url, timeout=60.0)
+        self._admin: httpx.Client | None = None
+
+    @property
+    def admin(self) -> httpx.Client:
+        if self._admin is None:
+            self._admin = httpx.Client(base_url=find_services(self.state)[0].url, timeout=30.0)
+        return self._admin
+
+    def stats(self) -> Any:
+        return self.admin.get("/admin/v1/stats").raise_for_status().json()
+
+    def settled(self) -> Any:
+        """The stats once nothing runs and no transfer is open."""
+        seen: dict[str, Any] = {}
+
+        def is_idle() -> bool:
+            seen.update(self.stats())
+            return not (seen["requests"]["running"] or seen["store"]["in_flight"] or seen["load"]["in_flight"])
+
+        wait_until(is_idle, "the engine is idle", 30.0)
+        return seen
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's, summed over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+    def stop(self, how: signal.Signals) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(STOP_S)
+
+
+def environment(shim: Path, state: Path, **more: str) -> dict[str, str]:
+    """What a process with vLLM in it needs here."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    kept |= {
+        "PYTHONPATH": f"{shim}{os.pathsep}{ROOT}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "KVFERRY_STATE_DIR": str(state),
+    }
+    return kept | more
+
+
+def write_shim(folder: Path) -> Path:
+    """`vllm serve` asks for the metadata of `vllm`, which the CPU wheel has under another name."""
+    metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return folder
+
+
+def serve_arguments(model: Path, transfer: Mapping[str, object] | None, port: int, **options: object) -> list[str]:
+    """The command line for an engine like those of `engines`."""
+    wanted = engine_options(model, **options)
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(wanted.pop("model"))]
+    wanted.pop("disable_log_stats")
+    for name, value in {**wanted, "port": port, "host": "127.0.0.1"}.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words + ([] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    model: Path, transfer: Mapping[str, object] | None, folder: Path, **options: object
+) -> Iterator[VllmServer]:
+    """A server for as long as this lasts. Its log is in `folder`, and so is the state of kvferry."""
+    port = free_port()
+    log, state = folder / "vllm.log", folder / "state"
+    shim = write_shim(folder / "shim")
+    with log.open("ab") as out:
+        process = start(serve_arguments(model, transfer, port, **options), environment(shim, state), out)
+        server = VllmServer(process, f"http://127.0.0.1:{port}", log, state)
+        try:
+            wait_until(lambda: _is_up(server), f"vllm serve is up; see {log}:\n{tail(log)}", START_S)
+            yield server
+        finally:
+            if process.poll() is None:
+                server.stop(signal.SIGTERM)
+
+
+def start(words: list[str], env: Mapping[str, str], out: IO[bytes]) -> subprocess.Popen[bytes]:
+    more = {"VLLM_SERVER_DEV_MODE": "1"}
+    return subprocess.Popen(words, env={**env, **more}, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _is_up(server: VllmServer) -> bool:
+    if server.process.poll() is not None:
+        raise RuntimeError(f"vllm serve ended with {server.process.returncode}:\n{tail(server.log)}")
+    try:
+        return server.client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,121 @@
+"""Sliding windows beside full attention: three groups, whose blocks lie over each other in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.keys import group_of
+from core.transfers import Direction, TransferJob
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.models import WINDOW
+from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
+from tests.vllm.workload import BLOCK, Answer, assert_same, count_different, shared_prefixes
+
+BLOCKS = 200
+PROMPTS = shared_prefixes(24, prefixes=8, prefix_tokens=18 * BLOCK, seed=21)
+
+
+@pytest.fixture(scope="module")
+def truth(gemma: Path) -> list[Answer]:
+    with in_process(gemma, num_gpu_blocks_override=BLOCKS) as engine:
+        return engine.generate(PROMPTS)
+
+
+@pytest.fixture(params=["eager", "lazy"])
+def engine(gemma: Path, request: pytest.FixtureRequest) -> Iterator[InProcess]:
+    transfer = transfer_config(load_decision="always", store_mode=request.param)
+    with in_process(gemma, transfer, num_gpu_blocks_override=BLOCKS) as engine:
+        yield engine
+        assert_nothing_left(engine, BLOCKS)
+
+
+def test_answers_are_the_same_when_windows_and_full_attention_come_from_the_pool(
+    engine: InProcess, truth: list[Answer]
+) -> None:
+    assert len(engine.core.layout) == 3
+    for _ in range(3):
+        assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert after.prompt_tokens.host_hit > 0
+    assert after.load.failed == 0
+    assert engine.metric("vllm:external_prefix_cache_hits") > 0
+
+
+def test_control_wrong_bytes_in_the_pool_change_answers(gemma: Path, truth: list[Answer]) -> None:
+    with in_process(gemma, transfer_config(load_decision="always"), num_gpu_blocks_override=BLOCKS) as engine:
+        engine.generate(PROMPTS)
+        engine.forget_device()
+        for slot in range(engine.snapshot().pool.ready):
+            engine.copies.slot(slot)[:] = engine.copies.slot(slot)[::-1]
+        assert count_different(engine.generate(PROMPTS), truth) > len(PROMPTS) // 4
+
+
+def test_a_load_takes_only_the_blocks_that_a_window_still_sees(gemma: Path) -> None:
+    with in_process(gemma, transfer_config(load_decision="always"), num_gpu_blocks_override=BLOCKS) as engine:
+        engine.generate(PROMPTS[:1])
+        engine.forget_device()
+        engine.generate(PROMPTS[:1])
+        after = engine.settle()
+        loaded = after.prompt_tokens.host_hit // BLOCK
+        assert loaded >= 18
+        assert after.load.blocks == loaded + 2 * (WINDOW // BLOCK)
+
+
+def test_blocks_that_have_left_their_window_are_not_stored_through_a_stale_table(gemma: Path) -> None:
+    with in_process(gemma, transfer_config(offload_prompt_only=False), num_gpu_blocks_override=BLOCKS) as engine:
+        seen: list[tuple[int, int]] = []
+        plan = engine.side.plan
+
+        def watch(output: Any) -> Any:
+            orders = plan(output)
+            for job in orders.stores:
+                for run in job.runs:
+                    seen.extend((run.group, block) for block in run.block_ids.tolist())
+                    # What is stored is in the request's live table, and never the null block.
+                    live = {
+                        block
+                        for request in engine.vllm_scheduler.requests
+                        for block in engine.vllm_scheduler.kv_cache_manager.get_block_ids(request)[run.group]
+                    }
+                    assert set(run.block_ids.tolist()) <= live - {0}
+            return orders
+
+        engine.connector._scheduler.plan = watch  # type: ignore[method-assign,union-attr]
+        engine.add("one", PROMPTS[0], max_tokens=200)
+        while engine.vllm_scheduler.requests:
+            engine.step()
+        tables = {group for group, _ in seen}
+        assert tables == {0, 1, 2}
+        keys = [engine.core.manager.table.keys[slot] for slot in range(engine.settle().pool.ready)]
+        assert {group_of(key) for key in keys} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_failed_load_of_several_groups_fails_its_request_and_not_blocks(
+    gemma: Path,
+    truth: list[Answer],
+    copying: Any,  # noqa: F811
+    every: int,
+) -> None:
+    """Blocks go by the same numbers in several groups: vLLM's engine ends on a report of block ids."""
+    with in_process(gemma, transfer_config(load_decision="always"), num_gpu_blocks_override=BLOCKS) as engine:
+        engine.generate(PROMPTS)
+        engine.forget_device()
+        loads: list[int] = []
+
+        def fail(job: TransferJob) -> None:
+            if job.direction is Direction.LOAD:
+                loads.append(job.job_id)
+                if len(loads) % every == 0:
+                    raise OSError("injected")
+
+        copying(fail)
+        assert_same(engine.generate(PROMPTS), truth)
+        after = engine.settle()
+        assert after.load.failed > 0
+        assert_nothing_left(engine, BLOCKS)

@@ -1,0 +1,234 @@
+"""`vllm serve`, engine, workers and clients each in a process of their own, with kvferry's admin API inside."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import KVEventBatch
+
+from app.discovery import find_services
+from tests.vllm.engines import in_process, transfer_config
+from tests.vllm.server import ROOT, VllmServer, environment, free_port, serving
+from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
+from tests.waiting import wait_until
+
+PROMPTS = shared_prefixes(200)
+CLIENTS = 6
+EVENTS_PORT = free_port()
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{EVENTS_PORT}"}
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("serve")
+    # A pool that is soon full, so that blocks leave it.
+    transfer = transfer_config(load_decision="always", pool_bytes="24MiB")
+    with serving(llama, transfer, folder, kv_events_config=EVENTS) as server:
+        yield server
+
+
+def ask(server: VllmServer, prompt: Prompt, request_id: str | None = None, **body: object) -> Any:
+    headers = {} if request_id is None else {"X-Request-ID": request_id}
+    sent = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    answer = server.client.post("/v1/completions", json={"model": model, **sent}, headers=headers)
+    return answer.raise_for_status().json()
+
+
+def tokens_of(answer: Any) -> Answer:
+    return Answer(tuple(answer["choices"][0]["token_ids"]), (), 0)
+
+
+def assert_equal_tokens(answers: list[Any], truth: list[Answer]) -> None:
+    found = [Answer(tokens_of(answer).token_ids, wanted.gaps, 0) for answer, wanted in zip(answers, truth, strict=True)]
+    assert_same(found, truth)
+
+
+def test_two_hundred_prompts_of_several_clients_are_answered_alike_and_every_counter_agrees(
+    server: VllmServer, truth: list[Answer]
+) -> None:
+    for _ in range(2):
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            answers = list(clients.map(lambda prompt: ask(server, prompt), PROMPTS))
+        assert_equal_tokens(answers, truth)
+    stats = server.settled()
+    assert stats["engine"]["name"] == "vllm"
+    tokens, store, load = stats["prompt_tokens"], stats["store"], stats["load"]
+    assert tokens["host_hit"] > 0
+    assert stats["evictions"]["total"] > 0
+    assert tokens["total"] == tokens["device_hit"] + tokens["host_hit"] + tokens["recomputed"]
+    assert store["offered"] == store["stored"] + sum(store["skipped"].values()) + store["failed"]
+    ask(server, PROMPTS[0])
+    stats = server.settled()
+    if stats["requests"]["preempted"] == 0 and stats["load"]["failed"] == 0:
+        assert server.metric("vllm:external_prefix_cache_hits_total") == stats["prompt_tokens"]["host_hit"]
+    wait_until(
+        lambda: server.metric("vllm:kvferry_loaded_bytes_total") == server.stats()["load"]["bytes"], "bytes agree", 30.0
+    )
+    assert server.metric("vllm:kvferry_stored_bytes_total") == server.stats()["store"]["bytes"]
+    assert load["bytes"] == load["blocks"] * stats["pool"]["slot_bytes"]
+
+
+def test_an_override_by_the_id_that_the_client_sends_holds_for_its_request(server: VllmServer) -> None:
+    import random
+
+    prompt = random_tokens(random.Random(77), 4 * BLOCK + 3)
+    before = server.settled()["store"]
+    server.admin.put("/admin/v1/requests/my-request-7/policy", json={"store": False}).raise_for_status()
+    ask(server, prompt, "my-request-7")
+    after = server.settled()["store"]
+    assert after["stored"] == before["stored"]
+    assert after["skipped"]["disabled"] == before["skipped"]["disabled"] + 4
+    shown = server.admin.get("/admin/v1/requests/my-request-7").raise_for_status().json()
+    assert shown["policy"]["store"] == {"value": False, "source": "override"}
+    assert shown["state"] == "finished"
+    assert shown["id"] != "my-request-7"
+    ask(server, prompt, "my-request-8")
+    assert server.settled()["store"]["stored"] == before["stored"] + 4
+
+
+def test_what_the_client_sends_with_its_request_settles_its_policy(server: VllmServer) -> None:
+    import random
+
+    prompt = random_tokens(random.Random(78), 4 * BLOCK + 3)
+    before = server.settled()["store"]
+    ask(server, prompt, "capped", kv_transfer_params={"max_offload_tokens": 2 * BLOCK})
+    after = server.settled()["store"]
+    assert after["stored"] == before["stored"] + 2
+    assert after["skipped"]["token_cap"] == before["skipped"]["token_cap"] + 2
+    shown = server.admin.get("/admin/v1/requests/capped").json()
+    assert shown["policy"]["max_offload_tokens"] == {"value": 2 * BLOCK, "source": "request"}
+
+
+def test_live_requests_are_shown_while_they_run(server: VllmServer) -> None:
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(ask, server, PROMPTS[3], "long-one", max_tokens=600)
+        seen: list[Any] = []
+
+        def is_running() -> bool:
+            found = server.admin.get("/admin/v1/requests/long-one")
+            seen[:] = [found.json()]
+            return found.status_code == 200 and found.json()["state"] == "running"
+
+        wait_until(is_running, "it runs", 30.0)
+        answer.result(60)
+    assert seen[0]["policy"]["offload_prompt_only"] == {"value": True, "source": "default"}
+
+
+def test_the_command_line_finds_the_engine(server: VllmServer) -> None:
+    env = environment(server.state, server.state)
+    words = [sys.executable, "-m", "app.cli", "stats", "--json"]
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["engine"]["name"] == "vllm"
+
+
+def test_clients_that_go_away_leave_nothing_behind(server: VllmServer) -> None:
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+
+    def leave(prompt: Prompt) -> None:
+        body = {"model": model, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(base_url=server.url, timeout=30) as client,
+            client.stream("POST", "/v1/completions", json=body) as lines,
+        ):
+            next(lines.iter_lines(), None)
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        list(clients.map(leave, PROMPTS[:30]))
+    after = server.settled()
+    assert after["pool"]["pinned"] == after["pool"]["loading"] == after["pool"]["storing"] == 0
+
+
+def test_vllms_own_reset_reaches_the_pool(server: VllmServer) -> None:
+    ask(server, PROMPTS[0])
+    before = server.settled()
+    assert before["pool"]["ready"] > 0
+    server.client.post("/reset_prefix_cache?reset_external=true").raise_for_status()
+    after = server.settled()
+    assert after["epoch"] == before["epoch"] + 1
+    assert after["pool"]["ready"] == 0
+
+
+def test_an_operators_reset_drops_blocks_while_requests_run(server: VllmServer, truth: list[Answer]) -> None:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = [clients.submit(ask, server, prompt) for prompt in PROMPTS[:60]]
+        for _ in range(5):
+            server.admin.post("/admin/v1/reset", json={"drain_timeout_s": 5}).raise_for_status()
+        assert_equal_tokens([answer.result(60) for answer in answers], truth[:60])
+
+
+def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.connect(EVENTS["endpoint"])
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    stored: dict[Any, Any] = {}
+    removed: list[Any] = []
+
+    def listen() -> None:
+        while socket.poll(200):
+            for event in decoder.decode(socket.recv_multipart()[-1]).events:
+                if getattr(event, "medium", None) != "CPU":
+                    continue
+                if type(event).__name__ == "BlockStored":
+                    stored.update((block_hash, event) for block_hash in event.block_hashes)
+                else:
+                    removed.extend(event.block_hashes)
+
+    try:
+        for prompt in PROMPTS[100:]:
+            ask(server, prompt)
+            listen()
+        server.settled()
+        ask(server, PROMPTS[0])
+        listen()
+    finally:
+        socket.close(0)
+        context.term()
+    tokens = {tuple(event.token_ids) for event in stored.values()}
+    assert tuple(PROMPTS[199][:BLOCK]) in tokens
+    child = next(event for event in stored.values() if tuple(event.token_ids) == tuple(PROMPTS[199][BLOCK : 2 * BLOCK]))
+    assert tuple(stored[child.parent_block_hash].token_ids) == tuple(PROMPTS[199][:BLOCK])
+    assert child.block_size == BLOCK
+    assert set(removed) & set(stored)
+
+
+def test_a_clean_run_logs_nothing_above_info_and_says_first_what_it_takes(server: VllmServer) -> None:
+    lines = server.log.read_text().splitlines()
+    ours = [line for line in lines if re.search(r"\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) ", line)]
+    assert any("host pool: " in line and "slots of" in line for line in ours)
+    assert any("admin API on http://127.0.0.1:" in line for line in ours)
+    # The pool of these tests is smaller than the device cache on purpose elsewhere, never here.
+    assert [line for line in ours if " INFO " not in line] == []
+
+
+def test_a_killed_engine_leaves_nothing_that_keeps_the_next_one_from_starting(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    """On SIGTERM vLLM kills its engine-core process: the scheduler's half never hears of it."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with serving(llama, transfer_config(), tmp_path) as server:
+            assert_equal_tokens([ask(server, PROMPTS[0])], truth[:1])
+            assert server.settled()["store"]["stored"] > 0
+            assert len(find_services(server.state)) == 1
+            server.stop(how)
+        wait_until(lambda: not find_services(server.state), "the engine is gone", 30.0)
