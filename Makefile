@@ -26,6 +26,11 @@ test: $(STAMP)
 soak: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.sim $(SEED) $(STEPS)
 
+# In a venv of its own, outside the checkout, which is used again while its versions match.
+test-vllm: $(STAMP)
+	@venv="$$($(BIN)/python tests/vllm/make_venv.py)" && cd "$(CURDIR)" && \
+		TEST_VLLM=1 OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest tests/vllm $(PYTEST_ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
