@@ -21,6 +21,7 @@ from app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
 from app.settings.layers import Layer, LayerSource, Names, read_layers
 from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
+from app.settings.tiers import TierSettings, read_tiers
 from app.settings.view import SettingView, place_words, plain
 from core.engine import StoreMode
 from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
@@ -149,8 +150,10 @@ class Settings(BaseSettings):
     eviction_history_days: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
         default=30, description="For how many days eviction history is kept."
     )
-    tiers: Annotated[tuple[dict[str, Any], ...], _read(values.tiers)] = Field(
-        default=(), description="JSON list of the tiers below the pool."
+    tiers: Annotated[tuple[TierSettings, ...], _read(read_tiers)] = Field(
+        default=(),
+        description="JSON list of the tiers below the pool, the fastest first: an object a tier, with its `type`, "
+        "`name`, `max_bytes` and what else its type has. See docs/tiers.md.",
     )
     log_level: Annotated[LogLevel, _read(values.choice(LogLevel)), MUTABLE] = Field(
         default=LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."

@@ -55,15 +55,33 @@ def _as_int(value: object) -> int | None:
     return None
 
 
+def _as_float(value: object) -> float:
+    """A number, or not-a-number for what is none."""
+    try:
+        return float(value) if isinstance(value, str) or type(value) in (int, float) else math.nan  # type: ignore[arg-type]
+    except (ValueError, OverflowError):
+        return math.nan
+
+
 def fraction(value: object) -> float:
     """A number from 0 to 1."""
-    try:
-        number = float(value) if isinstance(value, str) or type(value) in (int, float) else math.nan  # type: ignore[arg-type]
-    except ValueError:
-        number = math.nan
+    number = _as_float(value)
     if not 0 <= number <= 1:
         raise ValueError("must be a number from 0 to 1")
     return number
+
+
+def seconds(low: float, high: float) -> Reader:
+    """A number of seconds within bounds."""
+    rule = f"must be a number of seconds from {low:g} to {high:g}"
+
+    def read(value: object) -> float:
+        number = _as_float(value)
+        if not low <= number <= high:
+            raise ValueError(rule)
+        return number
+
+    return read
 
 
 def truth(value: object) -> bool:
@@ -220,10 +238,11 @@ def _items(value: object, rule: str) -> Iterable[Any]:
         raise ValueError(rule)
     if not value.lstrip().startswith("["):
         return [item.strip() for item in value.split(",") if item.strip()]
-    return _json_list(value, rule)
+    return json_list(value, rule)
 
 
-def _json_list(value: str, rule: str) -> list[Any]:
+def json_list(value: str, rule: str) -> list[Any]:
+    """A list written as JSON; `rule` says what would be right."""
     try:
         parsed = json.loads(value)
     except ValueError as error:
@@ -231,15 +250,6 @@ def _json_list(value: str, rule: str) -> list[Any]:
     if not isinstance(parsed, list):
         raise ValueError(rule)
     return parsed
-
-
-def tiers(value: object) -> tuple[dict[str, Any], ...]:
-    """A list of tiers, each an object; as text, JSON."""
-    rule = "must be a JSON list of objects, one a tier"
-    items = _json_list(value, rule) if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(rule)
-    return tuple(items)
 
 
 def _either(words: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from app.settings.origin import PREFIX, Place, Source
 from app.settings.problems import MASK, mask_url
+from app.settings.tiers import TierSettings
 from app.settings.values import format_size
 from core.policy import UNLIMITED
 
@@ -47,7 +48,7 @@ def plain(name: str, value: object) -> Plain:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, tuple):
-        return list(value)
+        return [item.shown() if isinstance(item, TierSettings) else item for item in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"setting {name} has a value of type {type(value).__name__}, which has no plain form")

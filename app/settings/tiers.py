@@ -1,0 +1,175 @@
+"""The setting TIERS: which tiers there are, each entry read by the type that it names.
+
+A tier's type is an entry point in the group `kvferry.tiers`. It names a class that makes a tier of its entry and a
+context, and whose `Settings` say what an entry may hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from app.settings import values
+from app.settings.problems import MASK, show
+from core.policy import Level
+from core.tiers import HOST, TIER_METHODS, Tier
+
+if TYPE_CHECKING:
+    from app.tiers.context import TierContext
+
+GROUP = "kvferry.tiers"
+BUILT_IN = (EntryPoint("fs", "app.tiers.files:FileTier", GROUP),)
+"""Our own types, the same as in pyproject.toml: they are there also when kvferry runs from a folder, not installed."""
+MAX_TIERS = 16
+
+
+def _tier_name(value: object) -> str:
+    name = values.name(value)
+    if name == HOST:
+        raise ValueError(f"must not be {HOST}, which is what the pool is called")
+    return name
+
+
+class TierSettings(BaseModel):
+    """What every entry of TIERS may hold. A type adds its own fields, each with a reader that says what is right."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
+
+    type: Annotated[str, BeforeValidator(values.name)] = Field(description="type of tier")
+    name: Annotated[str, BeforeValidator(_tier_name)] = Field(
+        description="what the tier is called; its type, if not given"
+    )
+    max_bytes: Annotated[int, BeforeValidator(values.size)] = Field(description="most bytes that it may hold")
+    timeout_s: Annotated[float, BeforeValidator(values.seconds(0.01, 3600))] = Field(
+        default=10.0, description="seconds that a job may take before it is given up"
+    )
+    level: Annotated[Level, BeforeValidator(values.choice(Level))] = Field(
+        default=Level.BLOCK, description="`block`: new blocks only; `request`: every block of every request"
+    )
+
+    def shown(self) -> dict[str, Any]:
+        """The entry as JSON, with what is secret masked."""
+        plain = self.model_dump(mode="json")
+        return {name: MASK if isinstance(getattr(self, name), SecretStr) else value for name, value in plain.items()}
+
+
+class ThreadedSettings(TierSettings):
+    """What a tier adds whose blocking calls run on threads."""
+
+    threads: Annotated[int, BeforeValidator(values.whole(1, 64))] = Field(
+        default=4, description="threads that read and write"
+    )
+    queue_blocks: Annotated[int, BeforeValidator(values.whole(1, 1_000_000))] = Field(
+        default=1024, description="blocks that may wait for them; what comes beyond is dropped"
+    )
+
+
+class TierType(Protocol):
+    """What an entry point names: a class of tiers. Making one probes that it works, or raises `TierRefused`."""
+
+    Settings: type[TierSettings]
+
+    def __call__(self, settings: Any, context: TierContext) -> Tier: ...
+
+
+def installed_types() -> dict[str, EntryPoint]:
+    """The types of tier that are there, by name; ours cannot be replaced."""
+    return {found.name: found for found in (*entry_points(group=GROUP), *BUILT_IN)}
+
+
+def load_type(name: str) -> TierType:
+    """A type of tier. Raises ValueError with what is wrong with it, and what to do."""
+    installed = installed_types()
+    if name not in installed:
+        near = difflib.get_close_matches(name, installed, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; installed are {', '.join(sorted(installed)) or 'none'}"
+        raise ValueError(f"there is no type of tier called {show(name)}{hint}")
+    where = installed[name].value
+    try:
+        found = installed[name].load()
+    except Exception as error:
+        raise ValueError(
+            f"the type {name} ({where}) cannot be loaded: {type(error).__name__}: {error}; repair its package"
+        ) from error
+    missing = [method for method in TIER_METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise ValueError(
+            f"the type {name} ({where}) has no method {' or '.join(missing)}, without which kvferry cannot use a tier: "
+            "install a version of it that has (docs/tiers.md says what each is for), or take it out of TIERS"
+        )
+    settings = getattr(found, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
+        raise ValueError(
+            f"the type {name} ({where}) has no Settings made from app.settings.tiers.TierSettings: "
+            "install a version of it that has, or take it out of TIERS"
+        )
+    kind: TierType = found
+    return kind
+
+
+def read_tiers(value: object) -> tuple[TierSettings, ...]:
+    """The entries of TIERS: a list of objects, or JSON text of one. Raises ValueError with all that is wrong."""
+    rule = 'must be a JSON list of objects such as [{"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]'
+    items = values.json_list(value, rule) if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (dict, TierSettings)) for item in items):
+        raise ValueError(rule)
+    if len(items) > MAX_TIERS:
+        raise ValueError(f"must be at most {MAX_TIERS} tiers, and these are {len(items)}")
+    problems: list[str] = []
+    entries: list[TierSettings] = []
+    for number, item in enumerate(items, start=1):
+        try:
+            entries.append(item if isinstance(item, TierSettings) else _read_entry(item))
+        except ValueError as error:
+            problems.append(f"tier {number}{_title(item)}: {error}")
+    problems += _not_distinct(entries)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return tuple(entries)
+
+
+def _not_distinct(entries: Sequence[TierSettings]) -> list[str]:
+    names = [entry.name for entry in entries]
+    return [
+        f"{names.count(name)} tiers are called {name}: give each a name of its own"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+
+
+def _read_entry(item: Mapping[str, Any]) -> TierSettings:
+    if not isinstance(item.get("type"), str):
+        raise ValueError("type is missing: it names the type of tier, such as fs")
+    kind = load_type(item["type"])
+    try:
+        return kind.Settings.model_validate({"name": item["type"], **item})
+    except ValidationError as error:
+        lines = [_told(kind.Settings, problem) for problem in error.errors(include_url=False, include_context=False)]
+        raise ValueError("; ".join(lines)) from error
+
+
+def _title(item: object) -> str:
+    """An entry's name for a message, if it has one."""
+    name = item.get("name", item.get("type")) if isinstance(item, Mapping) else None
+    return f" ({show(name)})" if isinstance(name, str) else ""
+
+
+def _told(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
+    """One thing that is wrong with an entry. The value of an unknown field may be a misspelled secret."""
+    known = settings.model_fields
+    field = ".".join(str(part) for part in problem["loc"]) or "entry"
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(field, known, n=1)
+        return f"{show(field)} is no field of it; " + (
+            f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+        )
+    if problem["type"] == "missing":
+        return f"{field} is missing; it is the {known[name].description}"
+    secret = name not in known or "SecretStr" in str(known[name].annotation)
+    given = MASK if secret else show(problem["input"])
+    return f"{field}={given} {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,1 @@
+"""What the tiers below the host pool are made of: how one is opened, run on threads, and kept in files."""
