@@ -1,0 +1,332 @@
+"""A tier that runs a block store on threads of its own, so that whatever its calls do, nobody else waits for them.
+
+Each thread moves one block at a time through a buffer of its own: between that buffer and a slot it copies under a
+guard, in small pieces; between the buffer and the store it may hang for ever. Whoever cancels a job takes every guard
+once, and from then on no thread touches that job's slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.seldom import SeldomLogger
+from app.settings.tiers import ThreadedSettings
+from app.tiers.block_store import BlockStore, Interrupted, Outcome
+from app.tiers.context import TierContext
+from app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
+from core.events import Origin
+from core.keys import Key
+from core.origins import OriginMatch
+from core.policy import Level
+from core.tiers import TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+
+_log = logging.getLogger(__name__)
+
+TEND_S = 1.0
+_COPY_BYTES = 256 << 10
+"""A piece of a slot that is copied under a guard, in some 50 microseconds: what `cancel` may have to wait for."""
+_IDLE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One thread, what it works on since when, and the guard that it holds while it touches a slot."""
+
+    thread: threading.Thread | None = None
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    work: Work | None = None
+    since_s: float = 0.0
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+
+class _Done(NamedTuple):
+    """What became of a piece of work. A look-up has its answers; a block has an outcome, unless it was canceled."""
+
+    outcome: Outcome | None = None
+    num_bytes: int = 0
+    origin: Origin | None = None
+    found: Sequence[bool] = (False,)
+
+
+class ThreadedTier:
+    """A `core.tiers.Tier` of a `BlockStore`, which it owns."""
+
+    def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
+        self._store = store
+        self._settings = settings
+        self._context = context
+        self._queue = JobQueue(settings.queue_blocks, time.monotonic)
+        self._counting = threading.Lock()
+        self._counts = dict.fromkeys(Outcome, 0)
+        self._bytes = dict.fromkeys(Outcome, 0)
+        self._reset_asked = threading.Event()
+        self._seldom = SeldomLogger(_log)
+        self._starting = threading.Lock()
+        self._workers = [_Worker() for _ in range(settings.threads)]
+        self._housekeeper = _Worker()
+        self._start_threads(again=False)
+
+    @property
+    def timeout_s(self) -> float:
+        """See `core.tiers.Tier`."""
+        return self._settings.timeout_s
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: TierRequest) -> Level:
+        """See `core.tiers.Tier`: what the settings say, for every request."""
+        return self._settings.level
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Nothing is remembered of a request."""
+
+    def look_up(self, number: int, keys: Sequence[Key]) -> None:
+        """See `core.tiers.Tier`."""
+        found = [False] * len(keys) if self._is_shut() else self._store.glance(keys)
+        ok = np.array([False] * len(keys) if found is None else found, dtype=np.bool_)
+        self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
+
+    def store(self, job: TierJob) -> None:
+        """See `core.tiers.Tier`. While every thread hangs, or the store cannot be written, blocks are dropped."""
+        found = None if self._is_shut() else self._store.glance(job.keys)
+        ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
+        wanted = np.flatnonzero(~ok).tolist()
+        todo = [] if self._is_shut() or not self._store.is_writable() else wanted
+        num_dropped = self._queue.submit(OpenJob(JobKind.STORE, job.number, job.keys, ok, job), todo)
+        self._count(Outcome.PRESENT, len(job) - len(wanted))
+        self._count(Outcome.DROPPED, len(wanted) - len(todo) + num_dropped)
+
+    def load(self, job: TierJob) -> None:
+        """See `core.tiers.Tier`."""
+        todo = [] if self._is_shut() else list(range(len(job)))
+        ok = np.zeros(len(job), dtype=np.bool_)
+        num_refused = self._queue.submit(OpenJob(JobKind.LOAD, job.number, job.keys, ok, job), todo)
+        self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
+
+    def cancel(self, number: int) -> None:
+        """See `core.tiers.Tier`."""
+        if self._queue.cancel(number):
+            self._pass_guards()
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `core.tiers.Tier`."""
+        self._store.drop(keys)
+
+    def reset(self, number: int, match: OriginMatch | None) -> None:
+        """See `core.tiers.Tier`. The tier is shut until the store, left alone with it, has carried it out."""
+        jobs = self._queue.begin_reset(number, match)
+        self._pass_guards()
+        self._queue.fail(jobs)
+        self._reset_asked.set()
+
+    def poll(self) -> Sequence[TierResult | TierResetResult]:
+        """See `core.tiers.Tier`."""
+        if not self._queue.is_closed:
+            self._start_threads(again=True)
+        return self._queue.results()
+
+    # --- what operators see -------------------------------------------------------------------------------------
+
+    def health(self) -> Sequence[str]:
+        """See `core.tiers.Tier`."""
+        reasons: list[str] = []
+        num_dead = sum(not worker.is_alive() for worker in (*self._workers, self._housekeeper))
+        if num_dead:
+            reasons.append(f"{num_dead} of its threads do not run")
+        now_s = time.monotonic()
+        hung_s = [self._hung_s(worker, now_s) for worker in self._workers]
+        if any(hung_s):
+            reasons.append(
+                f"{sum(map(bool, hung_s))} of {len(hung_s)} threads have waited {max(hung_s):.0f} s for an answer"
+            )
+        reset = self._queue.next_reset
+        if reset is not None and now_s - reset.asked_s > self.timeout_s:
+            reasons.append(f"a reset has been under way for {now_s - reset.asked_s:.0f} s, and nothing is served")
+        return reasons + list(self._store.health())
+
+    def counts(self) -> TierCounts:
+        """See `core.tiers.Tier`."""
+        size = self._store.size()
+        with self._counting:
+            return TierCounts(
+                blocks=size.blocks,
+                bytes=size.num_bytes,
+                max_bytes=size.max_bytes,
+                evicted=size.evicted,
+                stored_bytes=self._bytes[Outcome.STORED],
+                loaded_bytes=self._bytes[Outcome.LOADED],
+                **{outcome.value: count for outcome, count in self._counts.items()},
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """See `core.tiers.Tier`. A thread that still hangs is left behind, with what it has open."""
+        self._queue.close()
+        self._pass_guards()
+        self._reset_asked.set()
+        deadline_s = time.monotonic() + timeout_s
+        threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
+        for thread in threads:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        num_alive = sum(thread.is_alive() for thread in threads)
+        if num_alive:
+            _log.warning("tier %s: %d threads hang, and are left behind", self._context.name, num_alive)
+        else:
+            self._store.close()
+
+    # --- the threads --------------------------------------------------------------------------------------------
+
+    def _start_threads(self, again: bool) -> None:
+        """Start the threads that do not run. What a dead one worked on has failed."""
+        if not self._starting.acquire(blocking=False):
+            return
+        try:
+            for worker in (*self._workers, self._housekeeper):
+                if worker.is_alive():
+                    continue
+                work, worker.work = worker.work, None
+                if work is not None:
+                    self._end(work, _Done(Outcome.FAILED))
+                worker.thread = threading.Thread(
+                    target=self._keep_house if worker is self._housekeeper else self._serve,
+                    args=(worker, again),
+                    name=f"kvferry-tier-{self._context.name}",
+                    daemon=True,
+                )
+                worker.thread.start()
+        finally:
+            self._starting.release()
+
+    def _serve(self, worker: _Worker, again: bool) -> None:
+        """Carry out one piece of work after another."""
+        self._say_again(again)
+        stage = np.empty(self._context.slot_bytes, dtype=np.uint8)
+        while not self._queue.is_closed:
+            work = self._queue.take(_IDLE_S)
+            if work is None:
+                continue
+            worker.since_s, worker.work = time.monotonic(), work
+            try:
+                done = self._carry_out(work, worker, stage)
+            except Exception as error:  # noqa: BLE001 - whatever it was, this block failed and the tier goes on
+                self._complain(f"a {work.job.kind.name.lower().replace('_', '-')} failed", error)
+                done = _Done(Outcome.FAILED, found=[False] * len(work.job.keys))
+            worker.work = None
+            self._end(work, done)
+
+    def _carry_out(self, work: Work, worker: _Worker, stage: NDArray[np.uint8]) -> _Done:
+        job, place = work
+        if job.blocks is None:
+            found = self._store.find(job.keys)
+            if len(found) != len(job.keys):
+                raise ValueError(f"{len(found)} answers for {len(job.keys)} keys")
+            return _Done(found=found)
+        num_bytes = int(job.blocks.num_bytes[place])
+        if not 0 < num_bytes <= len(stage):
+            raise ValueError(f"a block of {num_bytes} bytes, where a slot has {len(stage)}")
+        staged = stage[:num_bytes]
+        views = self._context.slots.views(int(job.blocks.slots[place]), num_bytes)
+        if job.kind is JobKind.STORE:
+            if not _copy(job, worker.guard, views, staged, to_slot=False):
+                return _Done()
+            return _Done(self._store.put(job.keys[place], staged.data, job.blocks.origins[place]), num_bytes)
+        got = self._store.get(job.keys[place], staged.data)
+        if got.outcome is Outcome.LOADED and not _copy(job, worker.guard, views, staged, to_slot=True):
+            return _Done()
+        return _Done(got.outcome, num_bytes, got.origin)
+
+    def _keep_house(self, worker: _Worker, again: bool) -> None:
+        """Have the store look after itself every second, and carry out resets."""
+        self._say_again(again)
+        while not self._queue.is_closed:
+            for what, chore in (("housekeeping", self._tend), ("a reset", self._carry_out_resets)):
+                try:
+                    chore()
+                except Interrupted:
+                    continue
+                except Exception as error:  # noqa: BLE001 - it is tried again, and the store's health says why
+                    self._complain(f"{what} failed, and will be tried again", error)
+            self._reset_asked.wait(TEND_S)
+            self._reset_asked.clear()
+
+    def _tend(self) -> None:
+        self._store.tend(lambda: self._queue.is_closed or self._queue.next_reset is not None)
+
+    def _carry_out_resets(self) -> None:
+        while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:
+            if not self._queue.wait_idle(TEND_S):
+                return
+            dropped = self._store.reset(reset.match, lambda: self._queue.is_closed)
+            self._queue.end_reset(TierResetResult(reset.number, dropped.blocks, dropped.num_bytes))
+            self._context.on_finished()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _is_shut(self) -> bool:
+        """Whether nothing can be taken on: a reset is under way, or every thread hangs."""
+        if self._queue.next_reset is not None:
+            return True
+        now_s = time.monotonic()
+        return all(self._hung_s(worker, now_s) for worker in self._workers)
+
+    def _hung_s(self, worker: _Worker, now_s: float) -> float:
+        """For how long a thread has hung in one call, 0 if it does not."""
+        busy_s = now_s - worker.since_s if worker.work is not None else 0.0
+        return busy_s if busy_s > self.timeout_s else 0.0
+
+    def _pass_guards(self) -> None:
+        """Return once no thread is inside a copy that began before."""
+        for worker in self._workers:
+            with worker.guard:
+                continue
+
+    def _end(self, work: Work, done: _Done) -> None:
+        ok = done.outcome in (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
+        if done.outcome is not None and work.job.kind is not JobKind.LOOK_UP:
+            self._count(done.outcome, 1, done.num_bytes)
+        answers = done.found if work.job.kind is JobKind.LOOK_UP else [ok]
+        if self._queue.finish(work, answers, done.num_bytes if ok else 0, done.origin):
+            self._context.on_finished()
+
+    def _count(self, outcome: Outcome, count: int, num_bytes: int = 0) -> None:
+        with self._counting:
+            self._counts[outcome] += count
+            self._bytes[outcome] += num_bytes
+
+    def _say_again(self, again: bool) -> None:
+        if again:
+            _log.error("tier %s: a thread died and was started again", self._context.name)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        key = f"{what} {type(error).__name__}"
+        self._seldom.log(logging.ERROR, key, "tier %s: %s", self._context.name, what, exc_info=error)
+
+
+def _copy(
+    job: OpenJob, guard: threading.Lock, views: Sequence[NDArray[np.uint8]], staged: NDArray[np.uint8], *, to_slot: bool
+) -> bool:
+    """Copy between a slot and a thread's buffer, piece by piece; False if the job was canceled meanwhile."""
+    start = 0
+    for view in views:
+        for offset in range(0, len(view), _COPY_BYTES):
+            slot_piece = view[offset : offset + _COPY_BYTES]
+            own_piece = staged[start : start + len(slot_piece)]
+            with guard:
+                if job.canceled:
+                    return False
+                if to_slot:
+                    np.copyto(slot_piece, own_piece)
+                else:
+                    np.copyto(own_piece, slot_piece)
+            start += len(slot_piece)
+    return True
