@@ -1,0 +1,317 @@
+"""The folder of a file system tier: its layout, its lock, and every call that touches the disk.
+
+    lock              held while a process uses the folder: there is one at a time
+    tmp/              files that are being written; what lies here at start is an orphan, and goes
+    blocks/           <namespace>/<3 hex digits of the key>/<hex of the key>, complete files only
+    trash/            what resets dropped, while it is being deleted
+
+Everything is reached through the folder as it was opened, not by its path: when it is moved, deleted or covered by a
+mount, nothing is ever written elsewhere. Files are not flushed to the medium; a checksum tells what a power cut left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import stat
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from app.tiers.block_store import Interrupted
+from app.tiers.files.format import BadFile
+from app.tiers.files.index import Name
+
+NAMESPACE_BYTES = 8
+_SHARD_DIGITS = 3
+_OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+# Opening a named pipe that somebody put in the place of a file would hang.
+_OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_RECENT_FILES = 16
+_PER_FILE_BYTES = 512
+"""What the inode and the folder's entry of a file take."""
+
+
+class FolderInUse(Exception):
+    """Another process has the folder open."""
+
+
+class FoundFile(NamedTuple):
+    """A file of a block that lies in the folder. `used_s` is when it was written or read last."""
+
+    name: Name
+    num_bytes: int
+    used_s: float
+
+
+class Folder:
+    """An open folder. Its calls take as long as the disk does, and raise `OSError`."""
+
+    def __init__(self, path: Path) -> None:
+        """Create and lock it. Raises `FolderInUse` too."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = path
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._recent: deque[int] = deque()
+        # Not closed while a thread may still use it: one that hangs in a call keeps this object.
+        self._closer = weakref.finalize(self, _close, self._root, self._recent)
+        self._closer.atexit = False
+        self._lock: int | None = _lock(self._root)
+        try:
+            for folder in ("tmp", "blocks", "trash"):
+                self._make(folder)
+            self._page_bytes = os.fstatvfs(self._root).f_frsize or 4096
+        except OSError:
+            self.unlock()
+            raise
+        self._session = f"{os.getpid():x}-{os.urandom(4).hex()}"
+        self._numbers = itertools.count()
+
+    def unlock(self) -> None:
+        """Let another process, or another object of ours, open the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def close(self) -> None:
+        """Let go of everything; nobody uses it any more."""
+        self.unlock()
+        self._closer()
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the folder that was opened."""
+        try:
+            there, ours = os.stat(self.path), os.fstat(self._root)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def size_on_disk(self, num_bytes: int) -> int:
+        """What a file of so many bytes takes."""
+        return -(-num_bytes // self._page_bytes) * self._page_bytes + _PER_FILE_BYTES
+
+    # --- files --------------------------------------------------------------------------------------------------
+
+    def write(self, name: Name, write: Callable[[int], None]) -> None:
+        """Have a file written under a temporary name, and then named; it is there wholly or not at all."""
+        temporary = self._temporary()
+        fd = self._create(temporary)
+        try:
+            try:
+                write(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._let_go(fd)
+            self._rename_into_place(temporary, name)
+        except BaseException:
+            self._unlink(temporary)
+            raise
+
+    def open(self, name: Name) -> int:
+        """Open a file to read. Raises `FileNotFoundError`, and `BadFile` for what is no plain file."""
+        try:
+            return os.open(_path_of(name), _OPEN_FILE, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise BadFile("it is no plain file") from error
+            raise
+
+    def note_read(self, fd: int) -> None:
+        """A file was used: it is younger now, and its block, being in the pool, need not be in the page cache too."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        # Only the order of eviction after a restart depends on it.
+        with contextlib.suppress(OSError):
+            os.utime(fd)
+
+    def delete(self, name: Name) -> None:
+        """Delete a file, if it is there."""
+        self._unlink(_path_of(name))
+
+    def let_go_of_all(self) -> None:
+        """Close the files that were written last: deleted ones take space for as long as they are open."""
+        while self._recent:
+            self._close_oldest()
+
+    def probe(self, num_bytes: int) -> None:
+        """Raise what keeps a file of so many bytes from being written and read now."""
+        path = self._temporary()
+        fd = self._create(path)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            os.pwrite(fd, b"kvferry", 0)
+        finally:
+            os.close(fd)
+            self._unlink(path)
+
+    # --- all of it ----------------------------------------------------------------------------------------------
+
+    def sweep(self) -> int:
+        """Delete the temporary files that a dead process left behind, and say how many there were."""
+        count = 0
+        for name, _ in self._list("tmp"):
+            self._unlink(f"tmp/{name}")
+            count += 1
+        return count
+
+    def scan(self, stop: Callable[[], bool]) -> Iterator[list[FoundFile]]:
+        """Every file of a block, one folder's at a time. Raises `Interrupted`."""
+        for namespace, _ in self._list("blocks"):
+            if not _is_hex(namespace, 2 * NAMESPACE_BYTES):
+                continue
+            for shard, _ in self._list(f"blocks/{namespace}"):
+                if stop():
+                    raise Interrupted
+                yield [
+                    FoundFile(
+                        bytes.fromhex(file) + bytes.fromhex(namespace),
+                        self.size_on_disk(status.st_size),
+                        status.st_mtime,
+                    )
+                    for file, status in self._list(f"blocks/{namespace}/{shard}")
+                    if _is_hex(file, None) and file.startswith(shard)
+                ]
+
+    def discard_all(self) -> None:
+        """Make every block unfindable, for good, in one step."""
+        self._make("trash")
+        try:
+            os.rename("blocks", f"trash/{self._session}-{next(self._numbers)}", **self._here)
+        except FileNotFoundError:
+            # Somebody else deleted them.
+            pass
+        self._make("blocks")
+
+    def empty_trash(self, stop: Callable[[], bool]) -> Iterator[int]:
+        """Delete what was discarded, a file a step, saying what it took. Raises `Interrupted`."""
+        for path, status in self._walk("trash"):
+            if stop():
+                raise Interrupted
+            if stat.S_ISDIR(status.st_mode):
+                os.rmdir(path, dir_fd=self._root)
+            else:
+                self._unlink(path)
+                yield self.size_on_disk(status.st_size)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> dict[str, int]:
+        return {"src_dir_fd": self._root, "dst_dir_fd": self._root}
+
+    def _temporary(self) -> str:
+        return f"tmp/{self._session}-{next(self._numbers)}"
+
+    def _create(self, path: str) -> int:
+        try:
+            return os.open(path, _OPEN_NEW, 0o600, dir_fd=self._root)
+        except FileNotFoundError:
+            self._make("tmp")
+            return os.open(path, _OPEN_NEW, 0o600, dir_fd=self._root)
+
+    def _rename_into_place(self, temporary: str, name: Name) -> None:
+        path = _path_of(name)
+        try:
+            os.rename(temporary, path, **self._here)
+        except FileNotFoundError:
+            *parents, _ = path.split("/")
+            for depth in range(1, len(parents) + 1):
+                self._make("/".join(parents[:depth]))
+            os.rename(temporary, path, **self._here)
+
+    def _let_go(self, fd: int) -> None:
+        """Have a file's bytes go to the disk and out of the page cache, in which the pool's blocks are no use.
+
+        Asked at once, the kernel starts writing; asked again some files later, it forgets what is written. Only then
+        the file is closed.
+        """
+        self._recent.append(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if len(self._recent) > _RECENT_FILES:
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        try:
+            fd = self._recent.popleft()
+        except IndexError:
+            # Another thread took the last.
+            return
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _make(self, path: str) -> None:
+        try:
+            os.mkdir(path, 0o700, dir_fd=self._root)
+        except FileExistsError:
+            return
+
+    def _unlink(self, path: str) -> None:
+        try:
+            os.unlink(path, dir_fd=self._root)
+        except FileNotFoundError:
+            return
+
+    def _list(self, path: str) -> list[tuple[str, os.stat_result]]:
+        """What lies in a folder; nothing if it is none."""
+        try:
+            fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return []
+            raise
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            for name in os.listdir(fd):
+                try:
+                    found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
+                except FileNotFoundError:
+                    continue
+        finally:
+            os.close(fd)
+        return found
+
+    def _walk(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Everything below a folder; what is in one comes before it."""
+        for name, status in self._list(path):
+            below = f"{path}/{name}"
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._walk(below)
+            yield below, status
+
+
+def _close(root: int, recent: deque[int]) -> None:
+    for fd in (root, *recent):
+        os.close(fd)
+
+
+def _lock(root: int) -> int:
+    """Lock the folder for as long as the returned number is open, which is no longer than this process lives."""
+    fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=root)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise FolderInUse from error
+        raise
+    return fd
+
+
+def _path_of(name: Name) -> str:
+    digits = name[:-NAMESPACE_BYTES].hex()
+    return f"blocks/{name[-NAMESPACE_BYTES:].hex()}/{digits[:_SHARD_DIGITS]}/{digits}"
+
+
+def _is_hex(text: str, num_digits: int | None) -> bool:
+    """Whether a name is lower-case hex of whole bytes, and of so many digits."""
+    if len(text) % 2 or (num_digits is not None and len(text) != num_digits):
+        return False
+    return bool(text) and not text.strip("0123456789abcdef")

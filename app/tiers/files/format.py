@@ -1,0 +1,117 @@
+"""One block as a file: a head, the block's bytes, and whom it came from; with a checksum over all of it.
+
+The checksum's seed is made from all but the bytes, and from key and namespace, so that a file that was renamed, or
+copied from another model's folder, verifies as little as one that was cut or overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+from core.events import Origin
+from core.keys import Key
+
+_HEAD = struct.Struct("<8sIIQQ")
+"""Magic and version, nothing, length of the origin, length of the bytes, checksum."""
+_MAGIC = b"kvferry\x01"
+_MAX_ORIGIN_BYTES = 1 << 16
+
+
+class BadFile(Exception):
+    """A file that does not hold what its name says."""
+
+
+def file_bytes(num_bytes: int, origin: bytes) -> int:
+    """Length of the file of a block."""
+    return _HEAD.size + num_bytes + len(origin)
+
+
+def pack_origin(origin: Origin) -> bytes:
+    """An origin as it stands in a file; nothing where it would be too long."""
+    packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
+    return packed if len(packed) <= _MAX_ORIGIN_BYTES else b""
+
+
+def write_block(fd: int, namespace: bytes, key: Key, data: memoryview, origin: bytes) -> None:
+    """Write a block into an empty file. Raises `OSError`."""
+    checksum = _checksum(namespace, key, data, origin)
+    head = _HEAD.pack(_MAGIC, 0, len(origin), len(data), checksum)
+    pieces = [memoryview(head), data, memoryview(origin)]
+    while pieces:
+        written = os.writev(fd, pieces)
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][written:]
+
+
+def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Origin | None:
+    """Read a block that is as long as `into`, and say whom it came from. Raises `BadFile` and `OSError`."""
+    origin_bytes = _check_regular(fd) - _HEAD.size - len(into)
+    if not 0 <= origin_bytes <= _MAX_ORIGIN_BYTES:
+        raise BadFile("its length is wrong")
+    head, origin = bytearray(_HEAD.size), bytearray(origin_bytes)
+    _read_all(fd, [memoryview(head), into, memoryview(origin)], 0)
+    magic, _, *lengths, checksum = _HEAD.unpack(head)
+    if magic != _MAGIC or lengths != [origin_bytes, len(into)]:
+        raise BadFile("its head is not that of such a block")
+    if checksum != _checksum(namespace, key, into, bytes(origin)):
+        raise BadFile("its bytes do not match their checksum")
+    return _unpack_origin(bytes(origin))
+
+
+def read_origin(fd: int) -> Origin | None:
+    """Whom a file's block came from, without reading the block. Raises `BadFile` and `OSError`."""
+    length = _check_regular(fd)
+    head = bytearray(_HEAD.size)
+    _read_all(fd, [memoryview(head)], 0)
+    magic, _, origin_bytes, data_bytes, _ = _HEAD.unpack(head)
+    start = _HEAD.size + data_bytes
+    if magic != _MAGIC or start + origin_bytes != length or origin_bytes > _MAX_ORIGIN_BYTES:
+        raise BadFile("its head is not that of a block")
+    origin = bytearray(origin_bytes)
+    _read_all(fd, [memoryview(origin)], start)
+    return _unpack_origin(bytes(origin))
+
+
+def _checksum(namespace: bytes, key: Key, data: memoryview, origin: bytes) -> int:
+    seed = xxhash.xxh3_64_intdigest(b"".join((struct.pack("<HQ", len(key), len(data)), namespace, key, origin)))
+    return xxhash.xxh3_64_intdigest(data, seed)
+
+
+def _check_regular(fd: int) -> int:
+    """The length of a file, which must be a plain one."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadFile("it is no plain file")
+    return status.st_size
+
+
+def _read_all(fd: int, pieces: Sequence[memoryview], start: int) -> None:
+    """Fill every piece, one behind the other, from `start` on."""
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        num_read = os.preadv(fd, left, start)
+        if num_read == 0:
+            raise BadFile("it ends too early")
+        start += num_read
+        while left and num_read >= len(left[0]):
+            num_read -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num_read:]
+
+
+def _unpack_origin(packed: bytes) -> Origin | None:
+    if not packed:
+        return None
+    try:
+        request_id, tenant, lora, aliases = json.loads(packed)
+        return Origin(request_id, tenant, lora, tuple(aliases))
+    except (ValueError, TypeError) as error:
+        raise BadFile("it does not say whom its block came from") from error

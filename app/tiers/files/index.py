@@ -1,0 +1,228 @@
+"""What the folder holds, in memory: names of files in order of use, and the bytes that they take, within a limit.
+
+A name is a key followed by its namespace. A file enters when it is wholly there and leaves before it is deleted; in
+between its name is taken, so that no two threads are about one file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.index import KeyIndex
+from core.recency import RecencyQueue
+
+Name = bytes
+
+MAX_FILES = 1 << 22
+"""More are not kept, whatever their bytes: a name takes some 250 bytes of memory."""
+_BATCH = 1000
+"""Names that are worked on under the lock, or without a chance for other threads, at once."""
+
+
+class Verdict(Enum):
+    """Whether a file may be written."""
+
+    GRANTED = "granted"
+    PRESENT = "present"
+    BUSY = "busy"
+    NO_ROOM = "no_room"
+
+
+class Room(NamedTuple):
+    """The answer to a wish to write a file. `victims` must be deleted first, and reported with `deleted`."""
+
+    verdict: Verdict
+    victims: Sequence[Name] = ()
+
+
+class FileIndex:
+    """Names of files, least recently used first. Every method may be called from any thread."""
+
+    def __init__(self, max_bytes: int, smallest_bytes: int) -> None:
+        """At most `max_bytes`, and no more files than of `smallest_bytes` would fit."""
+        self.max_bytes = max_bytes
+        self.evicted = 0
+        self._lock = threading.Lock()
+        self._capacity = max(min(MAX_FILES, max_bytes // smallest_bytes), 1)
+        self._writing: dict[Name, int] = {}
+        self._unwanted: set[Name] = set()
+        # Names of files that are to be deleted, with the bytes that they count for until then.
+        self._leaving: dict[Name, int] = {}
+        self._debt_bytes = 0
+        self._taken_bytes = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._entries = KeyIndex(self._capacity)
+        self._names = np.empty(self._capacity, dtype=object)
+        self._sizes = np.zeros(self._capacity, dtype=np.int64)
+        self._order = RecencyQueue(np.zeros(self._capacity, dtype=np.int64))
+        self._returned: list[int] = []
+        self._frontier = 0
+        self._held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the files take that can be read."""
+        return self._held_bytes
+
+    def find(self, names: Sequence[Name]) -> list[bool]:
+        """Which files can be read."""
+        with self._lock:
+            return [entry is not None for entry in self._entries.find(names)]
+
+    def begin(self, name: Name, num_bytes: int) -> Room:
+        """Ask to write a file. Once granted, `commit` or `abort` must follow. A file that is there counts as used."""
+        with self._lock:
+            if self._touch(name):
+                return Room(Verdict.PRESENT)
+            if name in self._writing or name in self._leaving:
+                return Room(Verdict.BUSY)
+            excess_bytes = self._taken_bytes + num_bytes - self.max_bytes
+            excess_files = len(self._order) + len(self._writing) + 1 - self._capacity
+            if excess_bytes > self._held_bytes or excess_files > len(self._order):
+                return Room(Verdict.NO_ROOM)
+            # They count no more, since whoever writes deletes them before: the limit holds on the disk, too.
+            victims = self._evict(excess_bytes, excess_files)
+            self._writing[name] = num_bytes
+            self._taken_bytes += num_bytes
+            return Room(Verdict.GRANTED, victims)
+
+    def commit(self, name: Name) -> bool:
+        """A file is there; False if it was dropped while it was written: it must be deleted and reported."""
+        with self._lock:
+            num_bytes = self._writing.pop(name)
+            if name in self._unwanted:
+                self._unwanted.discard(name)
+                self._leaving[name] = num_bytes
+                return False
+            self._enter([name], np.array([num_bytes]))
+            return True
+
+    def abort(self, name: Name) -> None:
+        """A file was not written after all."""
+        with self._lock:
+            self._taken_bytes -= self._writing.pop(name)
+            self._unwanted.discard(name)
+
+    def touch(self, name: Name) -> None:
+        """A file was used."""
+        with self._lock:
+            self._touch(name)
+
+    def evict(self, num_bytes: int) -> list[Name]:
+        """Take out the least recently used files that take so many bytes; they must be deleted and reported."""
+        with self._lock:
+            return self._evict(min(num_bytes, self._held_bytes), 0)
+
+    def take(self, names: Sequence[Name]) -> list[Name]:
+        """Take out those of these files that are there; they must be deleted and reported.
+
+        Those that are being written are not entered when they are done.
+        """
+        with self._lock:
+            self._unwanted.update(name for name in names if name in self._writing)
+            entries = np.array([entry for entry in self._entries.find(names) if entry is not None], dtype=np.int64)
+            self._order.remove(entries)
+            return self._leave(entries)
+
+    def deleted(self, names: Sequence[Name]) -> None:
+        """Files that were taken out are gone from the disk."""
+        with self._lock:
+            for name in names:
+                self._taken_bytes -= self._leaving.pop(name, 0)
+
+    def fill(self, names: Sequence[Name], sizes: NDArray[np.int64], used_s: NDArray[np.float64]) -> list[Name]:
+        """Enter files that were found on the disk, while nobody else asks. Those that do not fit, the least recently
+        used, are returned: they must be deleted and reported."""
+        order = np.argsort(used_s, kind="stable")[::-1]
+        with self._lock:
+            room_bytes = max(self.max_bytes - self._taken_bytes, 0)
+        fit = int(np.searchsorted(np.cumsum(sizes[order]), room_bytes, side="right"))
+        fit = min(fit, self._capacity)
+        for end in range(fit, 0, -_BATCH):
+            batch = order[max(end - _BATCH, 0) : end]
+            with self._lock:
+                self._taken_bytes += int(sizes[batch].sum())
+                self._enter([names[i] for i in batch.tolist()], sizes[batch])
+        victims = [names[i] for i in order[fit:].tolist()]
+        with self._lock:
+            self._leaving.update(zip(victims, sizes[order[fit:]].tolist(), strict=True))
+            self._taken_bytes += int(sizes[order[fit:]].sum())
+            self.evicted += len(victims)
+        return victims
+
+    def clear(self) -> tuple[int, int]:
+        """Forget every file, and say how many there were and what they took: until `pay`, a debt on the limit."""
+        with self._lock:
+            count, num_bytes = len(self._order), self._held_bytes
+            self._debt_bytes += num_bytes + sum(self._leaving.values())
+            old_shards, old_names = self._entries.shards(), self._names
+            self._leaving, self._unwanted = {}, set(self._writing)
+            self._begin()
+        # Freed piece by piece: a large dictionary freed at once stops every thread meanwhile.
+        for shard in old_shards:
+            while shard:
+                shard.popitem()
+        for start in range(0, len(old_names), _BATCH):
+            old_names[start : start + _BATCH] = None
+        return count, num_bytes
+
+    def pay(self, num_bytes: int | None = None) -> None:
+        """So many bytes of a debt are gone from the disk, or all of it."""
+        with self._lock:
+            paid = self._debt_bytes if num_bytes is None else min(num_bytes, self._debt_bytes)
+            self._debt_bytes -= paid
+            self._taken_bytes -= paid
+
+    def _touch(self, name: Name) -> bool:
+        entry = self._entries.get(name)
+        if entry is not None:
+            self._order.touch(np.array([entry]))
+        return entry is not None
+
+    def _enter(self, names: Sequence[Name], sizes: NDArray[np.int64]) -> None:
+        """Give files an entry each, the most recently used first; their bytes are counted as taken already."""
+        entries = self._returned[len(self._returned) - min(len(names), len(self._returned)) :]
+        del self._returned[len(self._returned) - len(entries) :]
+        fresh = len(names) - len(entries)
+        entries += range(self._frontier, self._frontier + fresh)
+        self._frontier += fresh
+        self._entries.claim(names, entries)
+        self._names[entries] = names
+        self._sizes[entries] = sizes
+        self._held_bytes += int(sizes.sum())
+        self._order.append(np.array(entries, dtype=np.int64))
+
+    def _evict(self, num_bytes: int, num_files: int) -> list[Name]:
+        """Take out the least recently used files until so many bytes and files are gone."""
+        victims: list[Name] = []
+        while num_bytes > 0 or num_files > 0:
+            entry = self._order.take_oldest(1)
+            num_bytes -= int(self._sizes[entry[0]])
+            num_files -= 1
+            self._taken_bytes -= int(self._sizes[entry[0]])
+            victims += self._leave(entry)
+        self._leaving.update(dict.fromkeys(victims, 0))
+        self.evicted += len(victims)
+        return victims
+
+    def _leave(self, entries: NDArray[np.int64]) -> list[Name]:
+        """Take files out that are in the order no more."""
+        names: list[Name] = self._names[entries].tolist()
+        sizes = self._sizes[entries].tolist()
+        self._entries.remove(names)
+        self._names[entries] = None
+        self._leaving.update(zip(names, sizes, strict=True))
+        self._held_bytes -= sum(sizes)
+        self._returned += entries.tolist()
+        return names

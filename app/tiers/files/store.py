@@ -1,0 +1,297 @@
+"""A block store in a folder: what is written, read and thrown out there, and what becomes of trouble with the disk.
+
+A block is looked for in memory only. Memory is filled from the folder at start, in the background; until then nothing
+is found and nothing is kept. Trouble ends what it concerns (writing, or reading too) until a probe, made every second,
+goes well: it is logged when it begins and when it ends, and shows in `health` in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from app.seldom import SeldomLogger
+from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFile
+from app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
+from app.tiers.files.index import FileIndex, Name, Verdict
+from app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space
+from core.events import Origin
+from core.keys import Key
+from core.origins import OriginMatch
+
+_log = logging.getLogger(__name__)
+
+_DELETE_FILES = 1000
+"""Files that housekeeping deletes between two looks at whether something more urgent is to be done."""
+
+
+class FileStore:
+    """An `app.tiers.block_store.BlockStore`."""
+
+    def __init__(self, name: str, folder: Folder, namespace: bytes, max_bytes: int, slot_bytes: int) -> None:
+        """Blocks of up to `slot_bytes` in an open folder; it may be full. Raises `OSError` if it cannot be written."""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}")
+        self._name = name
+        self._folder = folder
+        self._path = folder.path
+        self._namespace = namespace
+        self._largest_bytes = file_bytes(slot_bytes, b"")
+        self._index = FileIndex(max_bytes, folder.size_on_disk(1))
+        self._trouble: Diagnosis | None = None
+        self._is_scanned = False
+        self._num_found = 0
+        self._to_delete: deque[Name] = deque()
+        self._has_trash = True
+        self._seldom = SeldomLogger(_log)
+        num_orphans = folder.sweep()
+        if num_orphans:
+            _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_orphans)
+        try:
+            folder.probe(self._largest_bytes)
+        except OSError as error:
+            if not is_no_space(error):
+                raise
+            self._note(diagnose(error))
+
+    # --- what answers at once -----------------------------------------------------------------------------------
+
+    def glance(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """See `BlockStore`."""
+        if not self._is_readable():
+            return [False] * len(keys)
+        return self._index.find([key + self._namespace for key in keys])
+
+    def is_writable(self) -> bool:
+        """See `BlockStore`."""
+        return self._is_scanned and self._trouble is None
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `BlockStore`."""
+        self._to_delete += self._index.take([key + self._namespace for key in keys])
+
+    def health(self) -> Sequence[str]:
+        """See `BlockStore`."""
+        trouble = self._trouble
+        if trouble is not None:
+            what = "new blocks are not kept" if trouble.trouble.is_readable else "no block is kept or found"
+            return [f"{self._path}: {trouble.text}; {what}"]
+        return [] if self._is_scanned else [f"{self._path} is being read, {self._num_found:,} blocks so far"]
+
+    def size(self) -> StoreSize:
+        """See `BlockStore`."""
+        index = self._index
+        return StoreSize(len(index), index.num_bytes, index.max_bytes, index.evicted)
+
+    # --- what may take its time ---------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[Key]) -> Sequence[bool]:
+        """See `BlockStore`."""
+        return self.glance(keys)
+
+    def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
+        """See `BlockStore`."""
+        if not self.is_writable():
+            return Outcome.DROPPED
+        name, packed = key + self._namespace, pack_origin(origin)
+        folder = self._folder
+        num_bytes = folder.size_on_disk(file_bytes(len(data), packed))
+        room = self._index.begin(name, num_bytes)
+        if room.verdict is not Verdict.GRANTED:
+            return Outcome.PRESENT if room.verdict is Verdict.PRESENT else Outcome.DROPPED
+        try:
+            self._delete(folder, room.victims)
+            try:
+                folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
+            except OSError as error:
+                # Others fill the disk too. What they take, the oldest of our files give.
+                victims = self._index.evict(num_bytes) if is_no_space(error) else []
+                if not victims:
+                    raise
+                self._delete(folder, victims)
+                folder.let_go_of_all()
+                folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
+        except BaseException as error:
+            self._index.abort(name)
+            if not isinstance(error, OSError):
+                raise
+            self._note(diagnose(error))
+            return Outcome.FAILED
+        if not self._index.commit(name):
+            self._to_delete.append(name)
+            return Outcome.DROPPED
+        return Outcome.STORED
+
+    def get(self, key: Key, into: memoryview) -> Got:
+        """See `BlockStore`. A file that cannot be read, or does not verify, is deleted."""
+        name, folder = key + self._namespace, self._folder
+        if not self._is_readable() or not self._index.find([name])[0]:
+            return Got(Outcome.MISSING)
+        try:
+            fd = folder.open(name)
+            try:
+                origin = read_block(fd, self._namespace, key, into)
+                folder.note_read(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            self._index.deleted(self._index.take([name]))
+            return Got(Outcome.MISSING)
+        except BadFile as error:
+            self._seldom.log(
+                logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
+            )
+            self._to_delete += self._index.take([name])
+            return Got(Outcome.CORRUPT)
+        except OSError as error:
+            self._to_delete += self._index.take([name])
+            diagnosis = diagnose(error)
+            if not diagnosis.trouble.is_readable:
+                self._note(diagnosis)
+            return Got(Outcome.FAILED)
+        self._index.touch(name)
+        return Got(Outcome.LOADED, origin)
+
+    def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
+        """See `BlockStore`. By match, the folder itself is searched, whatever memory knows of it."""
+        if match is None:
+            self._folder.discard_all()
+            self._has_trash = True
+            self._to_delete.clear()
+            return Dropped(*self._index.clear())
+        count = num_bytes = 0
+        for files in self._folder.scan(stop):
+            for file in files:
+                if self._is_meant(file, match):
+                    self._index.take([file.name])
+                    self._folder.delete(file.name)
+                    self._index.deleted([file.name])
+                    count += 1
+                    num_bytes += file.num_bytes
+        return Dropped(count, num_bytes)
+
+    def tend(self, stop: Callable[[], bool]) -> None:
+        """See `BlockStore`."""
+        self._mend()
+        if self._trouble is not None and not self._trouble.trouble.is_readable:
+            return
+        try:
+            self._folder.let_go_of_all()
+            if not self._is_scanned:
+                self._scan(stop)
+            while self._to_delete and not stop():
+                batch = [self._to_delete.popleft() for _ in range(min(len(self._to_delete), _DELETE_FILES))]
+                self._delete(self._folder, batch)
+            if self._has_trash:
+                self._empty_trash(stop)
+        except OSError as error:
+            self._note(diagnose(error))
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        self._folder.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _is_readable(self) -> bool:
+        trouble = self._trouble
+        return self._is_scanned and (trouble is None or trouble.trouble.is_readable)
+
+    def _delete(self, folder: Folder, names: Sequence[Name]) -> None:
+        """Delete files that were taken out of the index; what cannot be deleted now is tried again."""
+        for index, name in enumerate(names):
+            try:
+                folder.delete(name)
+            except OSError:
+                self._to_delete += names[index:]
+                raise
+            self._index.deleted([name])
+
+    def _is_meant(self, file: FoundFile, match: OriginMatch) -> bool:
+        """Whether a file is of a matching request, or does not say of which."""
+        try:
+            fd = self._folder.open(file.name)
+            try:
+                origin = read_origin(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return False
+        except BadFile:
+            return True
+        return origin is None or match.matches(origin)
+
+    def _scan(self, stop: Callable[[], bool]) -> None:
+        """Fill memory from the folder, once the trash of an earlier process is gone, which counts against the limit."""
+        self._empty_trash(stop)
+        found: list[FoundFile] = []
+        self._num_found = 0
+        for files in self._folder.scan(stop):
+            found += files
+            self._num_found = len(found)
+        sizes = np.array([file.num_bytes for file in found], dtype=np.int64)
+        used_s = np.array([file.used_s for file in found], dtype=np.float64)
+        excess = self._index.fill([file.name for file in found], sizes, used_s)
+        self._to_delete += excess
+        self._is_scanned = True
+        _log.info(
+            "tier %s: %s holds %s blocks, %s bytes%s",
+            self._name,
+            self._path,
+            f"{len(self._index):,}",
+            f"{self._index.num_bytes:,}",
+            f"; {len(excess):,} more do not fit into max_bytes and go" if excess else "",
+        )
+
+    def _empty_trash(self, stop: Callable[[], bool]) -> None:
+        for num_bytes in self._folder.empty_trash(stop):
+            self._index.pay(num_bytes)
+        self._index.pay()
+        self._has_trash = False
+
+    # --- trouble ------------------------------------------------------------------------------------------------
+
+    def _note(self, diagnosis: Diagnosis) -> None:
+        """Remember what is wrong, and log it if it is news."""
+        news = self._trouble is None or self._trouble.trouble is not diagnosis.trouble
+        self._trouble = diagnosis
+        if news:
+            key = diagnosis.trouble.value
+            self._seldom.log(logging.ERROR, key, "tier %s: %s", self._name, "; ".join(self.health()))
+
+    def _mend(self) -> None:
+        """See whether the folder is still in its place, and whether what was wrong is over."""
+        try:
+            if not self._folder.is_in_place():
+                self._note(Diagnosis(Trouble.GONE, "the folder was moved or deleted"))
+                if not self._path.is_dir():
+                    # Not to be made: it may be a mount that is gone, and the disk below it is not ours to fill.
+                    return
+                self._reopen()
+            if self._trouble is None:
+                return
+            self._folder.probe(self._largest_bytes)
+        except FolderInUse:
+            self._note(Diagnosis(Trouble.GONE, "another process uses it"))
+        except OSError as error:
+            self._note(diagnose(error))
+        else:
+            self._trouble = None
+            self._seldom.log(logging.WARNING, "mended", "tier %s: %s serves again", self._name, self._path)
+
+    def _reopen(self) -> None:
+        """Another folder lies in the place of ours: take it as it is."""
+        folder = Folder(self._path)
+        self._is_scanned = False
+        self._has_trash = True
+        old, self._folder = self._folder, folder
+        old.unlock()
+        self._to_delete.clear()
+        self._index.clear()
+        self._index.pay()
+        folder.sweep()

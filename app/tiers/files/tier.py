@@ -1,0 +1,84 @@
+"""The type of tier called `fs`: its settings, and how it is opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from app.settings.tiers import ThreadedSettings
+from app.settings.values import folder
+from app.tiers.context import TierContext, TierRefused
+from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
+from app.tiers.files.store import FileStore
+from app.tiers.threaded import ThreadedTier
+
+_log = logging.getLogger(__name__)
+
+
+class FileTierSettings(ThreadedSettings):
+    """An entry of TIERS of type `fs`."""
+
+    path: Annotated[Path, BeforeValidator(folder)] = Field(
+        description="folder of its files, which no other process uses"
+    )
+
+
+class FileTier(ThreadedTier):
+    """Blocks as files in a folder: they outlive the process, and are found again by the next one with this model."""
+
+    Settings = FileTierSettings
+
+    def __init__(self, settings: FileTierSettings, context: TierContext) -> None:
+        """Open the folder and try it. Raises `TierRefused`."""
+        super().__init__(_open(settings, context), settings, context)
+
+
+def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
+    def refused(advice: str) -> TierRefused:
+        return TierRefused(f"TIERS: tier {context.name}: path={settings.path} {advice}")
+
+    try:
+        opened = Folder(settings.path)
+    except FolderInUse as error:
+        raise refused("is used by another process: give each process a folder of its own, or stop the other") from error
+    except OSError as error:
+        raise refused(f"cannot be used: {error.strerror or error}; name a folder that kvferry may write to") from error
+    try:
+        smallest = opened.size_on_disk(context.slot_bytes)
+        if settings.max_bytes < smallest:
+            raise TierRefused(
+                f"TIERS: tier {context.name}: max_bytes={settings.max_bytes} holds no block: a file of one takes up to "
+                f"{smallest:,} bytes; make it larger"
+            )
+        store = FileStore(
+            context.name, opened, namespace_of(context.fingerprint), settings.max_bytes, context.slot_bytes
+        )
+    except OSError as error:
+        opened.close()
+        raise refused(f"cannot be written: {error.strerror or error}; make it writable, or name another") from error
+    except TierRefused:
+        opened.close()
+        raise
+    space = os.statvfs(settings.path)
+    _log.info(
+        "tier %s: at most %s bytes in %s, where %s bytes are free; blocks of up to %s bytes",
+        context.name,
+        f"{settings.max_bytes:,}",
+        settings.path,
+        f"{space.f_bavail * space.f_frsize:,}",
+        f"{context.slot_bytes:,}",
+    )
+    return store
+
+
+def namespace_of(fingerprint: Mapping[str, object]) -> bytes:
+    """What keeps the blocks of one fingerprint apart from those of any other."""
+    text = json.dumps(fingerprint, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).digest()[:NAMESPACE_BYTES]
