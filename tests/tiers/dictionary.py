@@ -1,0 +1,108 @@
+"""A block store in a dictionary, whose calls a test can hold up, fail, or end their thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from core.events import Origin
+from core.keys import Key
+from core.origins import OriginMatch
+
+
+class DictionaryStore:
+    """See `BlockStore`. It answers no `glance`, as a server elsewhere would not. `gate` is shut to hang its calls."""
+
+    def __init__(self, max_bytes: int = 1 << 40) -> None:
+        self.blocks: OrderedDict[Key, tuple[bytes, Origin]] = OrderedDict()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.closed = False
+        self.overlapped = False
+        self._num_inside = 0
+        self.timed_out = False
+        self.tended = threading.Event()
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._evicted = 0
+
+    def glance(self, keys: Sequence[Key]) -> None:
+        return None
+
+    def is_writable(self) -> bool:
+        return True
+
+    def find(self, keys: Sequence[Key]) -> Sequence[bool]:
+        self._pass()
+        with self._lock:
+            self._num_inside -= 1
+            return [key in self.blocks for key in keys]
+
+    def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
+        content = bytes(data)
+        self._pass()
+        with self._lock:
+            self._num_inside -= 1
+            if key in self.blocks:
+                return Outcome.PRESENT
+            while self.blocks and self._num_bytes() + len(content) > self._max_bytes:
+                self.blocks.popitem(last=False)
+                self._evicted += 1
+            self.blocks[key] = (content, origin)
+            return Outcome.STORED
+
+    def get(self, key: Key, into: memoryview) -> Got:
+        self._pass()
+        with self._lock:
+            self._num_inside -= 1
+            found = self.blocks.get(key)
+        if found is None:
+            return Got(Outcome.MISSING)
+        into[:] = found[0]
+        return Got(Outcome.LOADED, found[1])
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        with self._lock:
+            for key in keys:
+                self.blocks.pop(key, None)
+
+    def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
+        self.overlapped |= self._num_inside > 0
+        self._pass()
+        with self._lock:
+            self._num_inside -= 1
+            meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
+            return Dropped(len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant))
+
+    def tend(self, stop: Callable[[], bool]) -> None:
+        self.tended.set()
+
+    def health(self) -> Sequence[str]:
+        return []
+
+    def size(self) -> StoreSize:
+        with self._lock:
+            return StoreSize(len(self.blocks), self._num_bytes(), self._max_bytes, self._evicted)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _num_bytes(self) -> int:
+        return sum(len(content) for content, _ in self.blocks.values())
+
+    def _pass(self) -> None:
+        """Come through the gate, or be held up at it."""
+        with self._lock:
+            self._num_inside += 1
+        self.entered.release()
+        if not self.gate.wait(60):
+            self.timed_out = True
+            raise TimeoutError("nobody opened the gate")
+        if self.error is not None:
+            with self._lock:
+                self._num_inside -= 1
+            raise self.error

@@ -1,0 +1,137 @@
+"""A tier on a bench: slots, a tier of some kind over them, and the results of the jobs that a test submits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from app.settings.tiers import ThreadedSettings
+from app.tiers.block_store import BlockStore
+from app.tiers.context import TierContext
+from app.tiers.files import FileTier
+from app.tiers.threaded import ThreadedTier
+from core.events import Origin
+from core.keys import Key
+from core.origins import OriginMatch
+from core.tiers import Tier, TierRequest, TierResetResult, TierResult
+from tests.tiers.reference import ReferenceTier
+from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
+from tests.waiting import wait_until
+
+FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
+WAIT_S = 30.0
+
+
+class Rig:
+    """Submits jobs to a tier and waits for their results. `turn` makes time pass for a tier with a clock of its own."""
+
+    def __init__(self, slots: SlotArray, make: Callable[[TierContext], Tier], turn: Callable[[], None]) -> None:
+        self.slots = slots
+        self.results: dict[int, TierResult | TierResetResult] = {}
+        self.told = 0
+        self.tier = make(TierContext("bench", FINGERPRINT, SLOT_BYTES, slots, self._tell))
+        self.turn = turn
+        self.numbers = itertools.count(1)
+        self.tier.on_new_request(TierRequest("r1", 100))
+
+    def _tell(self) -> None:
+        self.told += 1
+
+    def poll(self) -> None:
+        self.turn()
+        for result in self.tier.poll():
+            assert result.number not in self.results, "a result came twice"
+            self.results[result.number] = result
+
+    def has(self, number: int) -> bool:
+        self.poll()
+        return number in self.results
+
+    def wait(self, number: int) -> TierResult:
+        wait_until(lambda: self.has(number), f"a result of job {number}", WAIT_S)
+        result = self.results[number]
+        assert isinstance(result, TierResult)
+        return result
+
+    def submit_store(self, keys: Sequence[Key], origin: Origin = ORIGIN, first_slot: int = 0) -> int:
+        number = next(self.numbers)
+        for slot, key in enumerate(keys, start=first_slot):
+            self.slots.fill(slot, key)
+        self.tier.store(job_of(number, keys, first_slot, [origin] * len(keys)))
+        return number
+
+    def submit_load(self, keys: Sequence[Key], first_slot: int = 0) -> int:
+        number = next(self.numbers)
+        self.tier.load(job_of(number, keys, first_slot))
+        return number
+
+    def store(self, keys: Sequence[Key], origin: Origin = ORIGIN) -> list[bool]:
+        return self.wait(self.submit_store(keys, origin)).ok.tolist()
+
+    def load(self, keys: Sequence[Key]) -> list[bool]:
+        """Load into wiped slots, and check that each holds its block if that is what was said."""
+        self.slots.wipe()
+        ok = self.wait(self.submit_load(keys)).ok.tolist()
+        for slot, (key, loaded) in enumerate(zip(keys, ok, strict=True)):
+            assert not loaded or self.slots.holds(slot, key), "a loaded block holds something else"
+        return ok
+
+    def find(self, keys: Sequence[Key]) -> list[bool]:
+        number = next(self.numbers)
+        self.tier.look_up(number, keys)
+        return self.wait(number).ok.tolist()
+
+    def reset(self, match: OriginMatch | None = None) -> TierResetResult:
+        number = next(self.numbers)
+        self.tier.reset(number, match)
+        wait_until(lambda: self.has(number), "the reset", WAIT_S)
+        result = self.results[number]
+        assert isinstance(result, TierResetResult)
+        return result
+
+    def wait_healthy(self) -> None:
+        wait_until(lambda: not self.tier.health(), "healthy", WAIT_S)
+
+    def close(self) -> None:
+        self.tier.close(WAIT_S)
+
+
+def reference_rig(num_slots: int = 16) -> Rig:
+    now_s = 0.0
+
+    def turn() -> None:
+        nonlocal now_s
+        now_s += 0.25
+
+    slots = SlotArray(num_slots)
+    return Rig(slots, lambda context: ReferenceTier(slots, lambda: now_s), turn)
+
+
+def _nothing() -> None:
+    return
+
+
+def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
+    given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 3} | settings
+    slots = SlotArray(num_slots, num_ranks=num_ranks)
+    return Rig(slots, lambda context: ThreadedTier(store, ThreadedSettings(**given), context), _nothing)  # type: ignore[arg-type]
+
+
+def file_rig(
+    path: Path,
+    max_bytes: object = "1GiB",
+    num_slots: int = 16,
+    fingerprint: dict[str, object] | None = None,
+    **settings,
+) -> Rig:
+    """A file system tier in a folder, once it has read what lies there."""
+    entry = FileTier.Settings(type="fs", name="disk", path=path, max_bytes=max_bytes, **settings)
+    slots = SlotArray(num_slots)
+
+    def make(context: TierContext) -> Tier:
+        return FileTier(entry, TierContext("disk", fingerprint or FINGERPRINT, SLOT_BYTES, slots, context.on_finished))
+
+    rig = Rig(slots, make, _nothing)
+    rig.wait_healthy()
+    return rig

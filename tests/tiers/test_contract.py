@@ -1,0 +1,281 @@
+"""What every tier does, whatever it is made of: the promises of `core.tiers.Tier`, kept by each kind there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.events import Origin
+from core.origins import OriginMatch
+from core.policy import Level
+from core.tiers import TIER_METHODS, Tier, TierRequest
+from tests.tiers.dictionary import DictionaryStore
+from tests.tiers.rig import WAIT_S, Rig, file_rig, reference_rig, threaded_rig
+from tests.tiers.slots import ORIGIN, key_of, keys_of, length_of
+from tests.waiting import wait_until
+
+KINDS: dict[str, Callable[[Path], Rig]] = {
+    "reference": lambda path: reference_rig(),
+    "threaded": lambda path: threaded_rig(DictionaryStore()),
+    "threaded on two ranks": lambda path: threaded_rig(DictionaryStore(), num_ranks=2),
+    "files": lambda path: file_rig(path / "tier"),
+}
+OTHER = Origin("r2", "fedcba9876543210", None)
+
+
+@pytest.fixture(params=list(KINDS))
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    made = KINDS[request.param](tmp_path)
+    yield made
+    made.close()
+
+
+def test_protocol_and_list_of_methods_agree(rig: Rig) -> None:
+    declared = {name for name in vars(Tier) if not name.startswith("_")}
+    assert declared == {*TIER_METHODS, "timeout_s"}
+    assert all(callable(getattr(rig.tier, name)) for name in TIER_METHODS)
+    assert rig.tier.timeout_s > 0
+
+
+def test_what_was_stored_is_found_and_comes_back_byte_for_byte(rig: Rig) -> None:
+    keys = keys_of(range(8))
+    assert rig.find(keys) == [False] * 8
+    assert rig.store(keys) == [True] * 8
+    assert rig.find([*keys, key_of(99)]) == [True] * 8 + [False]
+    assert rig.load(keys) == [True] * 8
+
+
+def test_results_say_of_each_key_whether_it_is_there(rig: Rig) -> None:
+    rig.store(keys_of([0, 2, 4]))
+    assert rig.find(keys_of(range(5))) == [True, False, True, False, True]
+    assert rig.load(keys_of(range(5))) == [True, False, True, False, True]
+
+
+def test_a_slot_may_be_reused_as_soon_as_the_result_is_there(rig: Rig) -> None:
+    keys = keys_of(range(8))
+    rig.store(keys)
+    rig.slots.wipe()
+    assert rig.load(keys) == [True] * 8
+
+
+def test_what_was_stored_twice_is_one_block(rig: Rig) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    assert rig.store(keys) == [True] * 4
+    counts = rig.tier.counts()
+    assert (counts.blocks, counts.stored, counts.present) == (4, 4, 4)
+
+
+def test_groups_of_one_hash_are_different_blocks(rig: Rig) -> None:
+    full, window = key_of(7, group=0), key_of(7, group=1)
+    rig.store([full])
+    assert rig.find([full, window]) == [True, False]
+    rig.store([window])
+    assert rig.load([window, full]) == [True, True]
+
+
+def test_loaded_blocks_say_whom_they_came_from(rig: Rig) -> None:
+    rig.store(keys_of([0]), ORIGIN)
+    rig.store(keys_of([1]), OTHER)
+    result = rig.wait(rig.submit_load(keys_of([0, 1, 2])))
+    assert list(result.origins) == [ORIGIN, OTHER, None]
+
+
+def test_results_say_how_much_was_moved(rig: Rig) -> None:
+    keys = keys_of(range(3))
+    total = sum(length_of(key) for key in keys)
+    stored = rig.wait(rig.submit_store(keys))
+    loaded = rig.wait(rig.submit_load([*keys, key_of(50)]))
+    assert (stored.num_bytes, loaded.num_bytes) == (total, total)
+    assert stored.seconds >= 0
+    assert loaded.seconds >= 0
+    counts = rig.tier.counts()
+    assert (counts.stored_bytes, counts.loaded_bytes, counts.loaded, counts.missing) == (total, total, 3, 1)
+    assert total <= counts.bytes <= counts.max_bytes
+
+
+def test_nothing_is_asked_for_nothing(rig: Rig) -> None:
+    assert rig.find([]) == []
+    assert rig.store([]) == []
+    assert rig.load([]) == []
+
+
+def test_a_canceled_load_leaves_its_slots_alone(rig: Rig) -> None:
+    keys = keys_of(range(8))
+    rig.store(keys)
+    for _ in range(20):
+        rig.slots.wipe()
+        number = rig.submit_load(keys)
+        rig.tier.cancel(number)
+        rig.slots.wipe()
+        rig.find(keys)
+        rig.poll()
+        assert all(rig.slots.is_wiped(slot) for slot in range(8))
+
+
+def test_what_a_canceled_store_keeps_is_what_the_slot_held_before(rig: Rig) -> None:
+    for start in range(0, 80, 8):
+        keys = keys_of(range(start, start + 8))
+        number = rig.submit_store(keys)
+        rig.tier.cancel(number)
+        rig.slots.wipe()
+        rig.load(keys)
+
+
+def test_unknown_numbers_are_canceled_in_vain(rig: Rig) -> None:
+    rig.tier.cancel(12345)
+    assert rig.store(keys_of([1])) == [True]
+    rig.tier.cancel(1)
+    assert rig.load(keys_of([1])) == [True]
+
+
+def test_dropped_blocks_are_gone_at_once(rig: Rig) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    rig.tier.drop(keys[:2])
+    assert rig.find(keys) == [False, False, True, True]
+    assert rig.load(keys) == [False, False, True, True]
+    assert rig.tier.counts().blocks == 2
+
+
+def test_a_reset_forgets_everything_and_says_how_much(rig: Rig) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    held = rig.tier.counts()
+    result = rig.reset()
+    assert (result.dropped_blocks, result.dropped_bytes) == (4, held.bytes)
+    assert rig.find(keys) == [False] * 4
+    assert rig.tier.counts().blocks == 0
+    assert rig.store(keys) == [True] * 4
+    assert rig.load(keys) == [True] * 4
+
+
+def test_from_the_reset_on_nothing_is_found_though_its_result_is_not_there_yet(rig: Rig) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    before = rig.submit_load(keys)
+    number = next(rig.numbers)
+    rig.tier.reset(number, None)
+    assert rig.find(keys) == [False] * 4
+    assert not any(rig.wait(before).ok)
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    assert rig.find(keys) == [False] * 4
+
+
+def test_a_store_submitted_before_a_reset_is_not_kept(rig: Rig) -> None:
+    keys = keys_of(range(8))
+    number = rig.submit_store(keys)
+    rig.reset()
+    assert not any(rig.wait(number).ok)
+    assert rig.find(keys) == [False] * 8
+    assert rig.tier.counts().blocks == 0
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        OriginMatch(tenant="fedc*"),
+        OriginMatch(request="r2"),
+        OriginMatch(request="r?", tenant="f*"),
+        OriginMatch(lora=""),
+    ],
+)
+def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match: OriginMatch) -> None:
+    rig.store(keys_of([0, 1]), ORIGIN)
+    rig.store(keys_of([2, 3, 4]), OTHER)
+    assert rig.reset(match).dropped_blocks == 3
+    assert rig.find(keys_of(range(5))) == [True, True, False, False, False]
+    assert rig.load(keys_of(range(2))) == [True, True]
+
+
+def test_a_request_goes_by_its_aliases_too(rig: Rig) -> None:
+    rig.store(keys_of([0]), ORIGIN)
+    assert rig.reset(OriginMatch(request="alias-?")).dropped_blocks == 1
+
+
+def test_resets_in_a_row_all_end(rig: Rig) -> None:
+    rig.store(keys_of(range(3)))
+    numbers = [next(rig.numbers) for _ in range(5)]
+    for number in numbers:
+        rig.tier.reset(number, None)
+    wait_until(lambda: all(rig.has(number) for number in numbers), "all resets", WAIT_S)
+    assert sum(rig.results[number].dropped_blocks for number in numbers) == 3
+    assert rig.store(keys_of([9])) == [True]
+
+
+def test_every_request_is_answered_what_the_tier_needs(rig: Rig) -> None:
+    assert rig.tier.on_new_request(TierRequest("r9", 10, "t", "l", {"anything": object()})) is Level.BLOCK
+    rig.tier.on_request_finished("r9")
+
+
+def test_many_jobs_at_once_all_end_and_none_takes_anothers_bytes(rig: Rig) -> None:
+    numbers = [rig.submit_store(keys_of(range(slot * 10, slot * 10 + 2)), first_slot=2 * slot) for slot in range(8)]
+    assert all(all(rig.wait(number).ok) for number in numbers)
+    rig.slots.wipe()
+    numbers = [rig.submit_load(keys_of(range(slot * 10, slot * 10 + 2)), first_slot=2 * slot) for slot in range(8)]
+    assert all(all(rig.wait(number).ok) for number in numbers)
+    for slot in range(8):
+        assert all(rig.slots.holds(2 * slot + i, key_of(slot * 10 + i)) for i in range(2))
+
+
+def test_nothing_touches_a_slot_once_closed(rig: Rig) -> None:
+    keys = keys_of(range(8))
+    rig.store(keys)
+    rig.submit_load(keys)
+    rig.tier.close(WAIT_S)
+    rig.slots.wipe()
+    rig.tier.poll()
+    assert all(rig.slots.is_wiped(slot) for slot in range(8))
+
+
+@pytest.mark.parametrize("kind", ["threaded", "files"])
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["store", "store", "load", "load", "find", "drop", "cancel", "reset", "match"]),
+            st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True),
+        ),
+        max_size=25,
+    )
+)
+def test_any_order_of_calls_gives_what_the_obvious_tier_gives(
+    kind: str, steps: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One call after the other; that many at once do no harm is tested elsewhere."""
+    rig, obvious = KINDS[kind](tmp_path_factory.mktemp("any")), reference_rig()
+    try:
+        for what, numbers in steps:
+            keys = keys_of(numbers)
+            origin = ORIGIN if numbers[0] % 2 else OTHER
+            answers = []
+            for one in (rig, obvious):
+                if what == "store":
+                    answers.append(one.store(keys, origin))
+                elif what == "load":
+                    answers.append(one.load(keys))
+                elif what == "find":
+                    answers.append(one.find(keys))
+                elif what == "drop":
+                    one.tier.drop(keys)
+                elif what == "cancel":
+                    one.tier.cancel(one.submit_load(keys))
+                else:
+                    answers.append([one.reset(OriginMatch(tenant="f*") if what == "match" else None).dropped_blocks])
+            assert answers[:1] == answers[1:], (what, numbers)
+        assert rig.tier.counts().blocks == obvious.tier.counts().blocks
+    finally:
+        rig.close()
+
+
+def test_slots_of_the_bench_tell_right_from_wrong() -> None:
+    rig = reference_rig()
+    rig.slots.fill(0, key_of(1))
+    assert rig.slots.holds(0, key_of(1))
+    rig.slots.parts[0][0, length_of(key_of(1)) - 1] ^= np.uint8(1)
+    assert not rig.slots.holds(0, key_of(1))

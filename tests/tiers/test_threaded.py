@@ -1,0 +1,321 @@
+"""A tier on threads of its own: calls that hang, fail or end their thread cost their blocks, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from core.origins import OriginMatch
+from core.policy import Level
+from core.tiers import TierRequest
+from tests.tiers.dictionary import DictionaryStore
+from tests.tiers.rig import WAIT_S, Rig, threaded_rig
+from tests.tiers.slots import ORIGIN, key_of, keys_of
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def store() -> DictionaryStore:
+    return DictionaryStore()
+
+
+@pytest.fixture
+def rig(store: DictionaryStore) -> Iterator[Rig]:
+    made = threaded_rig(store)
+    yield made
+    store.gate.set()
+    made.close()
+
+
+def let_in(store: DictionaryStore, count: int) -> None:
+    """Wait until so many calls stand at the gate."""
+    for _ in range(count):
+        assert store.entered.acquire(timeout=WAIT_S)
+
+
+def hang(rig: Rig, store: DictionaryStore, number_of_blocks: int = 3) -> int:
+    """Have every thread hang in a load of a block; the job's number."""
+    store.gate.clear()
+    number = rig.submit_load(keys_of(range(number_of_blocks)))
+    let_in(store, min(number_of_blocks, 3))
+    return number
+
+
+def settled(rig: Rig, store: DictionaryStore) -> None:
+    """Store three blocks, and forget that their calls came by."""
+    assert rig.store(keys_of(range(3))) == [True] * 3
+    let_in(store, 3)
+
+
+def test_no_slot_is_touched_after_cancel_though_the_call_returns_later(rig: Rig, store: DictionaryStore) -> None:
+    settled(rig, store)
+    number = hang(rig, store)
+    rig.tier.cancel(number)
+    rig.slots.wipe()
+    store.gate.set()
+    assert rig.find(keys_of(range(3))) == [True] * 3
+    wait_until(lambda: rig.tier.counts().loaded == 0 and not rig.tier.health(), "all threads back", WAIT_S)
+    assert rig.load(keys_of([0])) == [True]
+    rig.slots.wipe()
+    assert number not in rig.results
+    assert all(rig.slots.is_wiped(slot) for slot in range(3))
+
+
+class HeldArray(np.ndarray):
+    """A slot whose copies begin, and end when the test says so."""
+
+    began = threading.Event()
+    may_end = threading.Event()
+
+    def __array_function__(self, function, types, args, kwargs):
+        plain = [np.asarray(arg) for arg in args]
+        HeldArray.began.set()
+        assert HeldArray.may_end.wait(WAIT_S)
+        return function(*plain, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["cancel", "reset", "close"])
+def test_a_copy_under_way_ends_before_its_slot_is_given_up(rig: Rig, store: DictionaryStore, how: str) -> None:
+    settled(rig, store)
+    HeldArray.began.clear()
+    HeldArray.may_end.clear()
+    rig.slots.wipe()
+    rig.slots.parts[0] = rig.slots.parts[0].view(HeldArray)
+    number = rig.submit_load(keys_of([1]))
+    assert HeldArray.began.wait(WAIT_S)
+    calls = {
+        "cancel": lambda: rig.tier.cancel(number),
+        "reset": lambda: rig.tier.reset(next(rig.numbers), None),
+        "close": lambda: rig.tier.close(0.0),
+    }
+    caller = threading.Thread(target=calls[how])
+    caller.start()
+    caller.join(0.05)
+    assert caller.is_alive(), "the slot is given up while bytes are copied into it"
+    assert number not in rig.results
+    HeldArray.may_end.set()
+    caller.join(WAIT_S)
+    assert not caller.is_alive()
+    rig.slots.parts[0] = np.asarray(rig.slots.parts[0])
+
+
+def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) -> None:
+    settled(rig, store)
+    number = hang(rig, store)
+    rig.submit_store(keys_of(range(10, 14)))
+    rig.tier.look_up(next(rig.numbers), keys_of(range(100)))
+    rig.tier.cancel(number)
+    rig.tier.drop(keys_of([2]))
+    rig.tier.reset(next(rig.numbers), None)
+    rig.tier.poll()
+    rig.tier.health()
+    rig.tier.counts()
+    assert not store.timed_out, "somebody waited until the hanging calls gave up"
+
+
+def test_threads_that_hang_show_and_nothing_is_taken_on_until_they_are_back(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, timeout_s=0.01)
+    settled(rig, store)
+    hang(rig, store)
+    wait_until(lambda: "3 of 3 threads have waited" in " ".join(rig.tier.health()), "said so", WAIT_S)
+    assert rig.find(keys_of(range(3))) == [False] * 3
+    assert not any(rig.wait(rig.submit_store(keys_of([7]))).ok)
+    assert not any(rig.wait(rig.submit_load(keys_of([0]), first_slot=9)).ok)
+    assert rig.tier.counts().dropped == 1
+    store.gate.set()
+    rig.wait_healthy()
+    assert rig.find(keys_of(range(3))) == [True] * 3
+    rig.close()
+
+
+def test_a_queue_that_is_full_drops_the_last_blocks_and_counts_them(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, threads=1, queue_blocks=4)
+    store.gate.clear()
+    first = rig.submit_store(keys_of([50]), first_slot=15)
+    let_in(store, 1)
+    second = rig.submit_store(keys_of(range(6)))
+    third = rig.submit_store(keys_of(range(20, 22)), first_slot=8)
+    assert list(rig.wait(third).ok) == [False, False]
+    assert rig.tier.counts().dropped == 4
+    store.gate.set()
+    assert list(rig.wait(second).ok) == [True] * 4 + [False] * 2
+    assert list(rig.wait(first).ok) == [True]
+    rig.close()
+
+
+def test_canceled_blocks_make_room_in_the_queue(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, threads=1, queue_blocks=4)
+    store.gate.clear()
+    rig.submit_store(keys_of([50]), first_slot=15)
+    let_in(store, 1)
+    waiting = rig.submit_store(keys_of(range(4)))
+    rig.tier.cancel(waiting)
+    later = rig.submit_store(keys_of(range(4, 8)), first_slot=4)
+    store.gate.set()
+    assert list(rig.wait(later).ok) == [True] * 4
+    assert waiting not in rig.results
+    rig.close()
+
+
+def test_loads_overtake_stores_and_stores_leave_them_room(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, threads=1, queue_blocks=4)
+    assert rig.store(keys_of([0])) == [True]
+    let_in(store, 1)
+    store.gate.clear()
+    stores = rig.submit_store(keys_of(range(10, 15)), first_slot=4)
+    let_in(store, 1)
+    load = rig.submit_load(keys_of([0]))
+    ended: list[int] = []
+
+    def poll() -> bool:
+        ended.extend(result.number for result in rig.tier.poll())
+        return len(ended) == 2
+
+    store.gate.set()
+    wait_until(poll, "both", WAIT_S)
+    assert ended == [load, stores]
+    rig.close()
+
+
+def test_calls_that_raise_cost_their_block_and_are_logged_once(
+    rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.error = ConnectionError("refused")
+    with caplog.at_level(logging.ERROR):
+        assert rig.store(keys_of(range(5))) == [False] * 5
+        assert rig.load(keys_of(range(5))) == [False] * 5
+        assert rig.find(keys_of(range(5))) == [False] * 5
+    assert rig.tier.counts().failed == 10
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier bench: a store failed",
+        "tier bench: a load failed",
+        "tier bench: a look-up failed",
+    ]
+    store.error = None
+    assert rig.store(keys_of(range(5))) == [True] * 5
+
+
+def test_a_wrong_number_of_answers_finds_nothing(
+    rig: Rig, store: DictionaryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "find", lambda keys: [True])
+    assert rig.find(keys_of(range(3))) == [False] * 3
+    assert not rig.tier.health()
+
+
+def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore) -> None:
+    rig.tier._context.slots.parts[0] = rig.tier._context.slots.parts[0][:, :50]
+    number = rig.submit_load(keys_of([1]))
+    job = rig.results.get(number)
+    assert job is None or not job.ok.any()
+    assert not rig.wait(number).ok.any()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_background_threads_are_supervised_a_dead_one_shows_and_is_restarted(
+    rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.error = SystemExit()
+    number = rig.submit_store(keys_of(range(3)))
+    wait_until(lambda: "3 of its threads do not run" in rig.tier.health(), "three dead threads", WAIT_S)
+    store.error = None
+    with caplog.at_level(logging.ERROR):
+        assert list(rig.wait(number).ok) == [False] * 3
+        rig.wait_healthy()
+        wait_until(lambda: len(caplog.records) == 3, "said so", WAIT_S)
+    assert {record.getMessage() for record in caplog.records} == {"tier bench: a thread died and was started again"}
+    assert rig.store(keys_of(range(3))) == [True] * 3
+    assert rig.tier.counts().failed == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_housekeeper_is_restarted_and_carries_out_its_reset(rig: Rig, store: DictionaryStore) -> None:
+    rig.store(keys_of([1]))
+    store.error = SystemExit()
+    rig.tier.reset(number := next(rig.numbers), None)
+    wait_until(lambda: "1 of its threads do not run" in rig.tier.health(), "a dead thread", WAIT_S)
+    store.error = None
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    assert not store.blocks
+
+
+def test_a_reset_that_fails_is_tried_again(rig: Rig, store: DictionaryStore) -> None:
+    rig.store(keys_of([1]))
+    store.error = OSError("no disk")
+    rig.tier.reset(number := next(rig.numbers), OriginMatch(request="*"))
+    let_in(store, 2)
+    assert rig.find(keys_of([1])) == [False]
+    assert not rig.has(number)
+    store.error = None
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    assert rig.results[number].dropped_blocks == 1
+    assert rig.store(keys_of([1])) == [True]
+
+
+def test_a_reset_waits_for_calls_under_way_and_shows_when_it_takes_long(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, timeout_s=0.05)
+    store.gate.clear()
+    kept = rig.submit_store(keys_of([1]))
+    let_in(store, 1)
+    rig.tier.reset(number := next(rig.numbers), None)
+    assert not any(rig.wait(kept).ok)
+    wait_until(lambda: any("a reset has been under way" in reason for reason in rig.tier.health()), "said so", WAIT_S)
+    assert not rig.has(number)
+    store.gate.set()
+    wait_until(lambda: rig.has(number), "the reset", WAIT_S)
+    assert not store.overlapped, "the reset is alone with the store"
+    assert not store.blocks, "what hung meanwhile came in before the reset, and went with it"
+    rig.close()
+
+
+def test_close_waits_no_longer_than_it_may_for_a_thread_that_hangs(
+    store: DictionaryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = threaded_rig(store)
+    settled(rig, store)
+    hang(rig, store)
+    rig.tier.close(0.05)
+    assert not store.closed, "what a thread may still use stays open"
+    assert "3 threads hang, and are left behind" in caplog.text
+    rig.slots.wipe()
+    store.gate.set()
+    for worker in rig.tier._workers:
+        worker.thread.join(WAIT_S)
+    assert all(rig.slots.is_wiped(slot) for slot in range(3))
+
+
+def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: DictionaryStore) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    assert "kvferry-tier-bench" in before
+    rig.tier.close(WAIT_S)
+    assert store.closed
+    assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_level_is_what_the_settings_say(store: DictionaryStore) -> None:
+    rig = threaded_rig(store, level="request")
+    assert rig.tier.on_new_request(TierRequest("r7", 1)) is Level.REQUEST
+    rig.close()
+
+
+def test_whoever_waits_is_told_of_loads_and_look_ups_and_not_of_stores(rig: Rig, store: DictionaryStore) -> None:
+    rig.store(keys_of(range(3)))
+    assert rig.told == 0
+    rig.find(keys_of([1]))
+    rig.load(keys_of([1]))
+    wait_until(lambda: rig.told == 2, "told twice", WAIT_S)
+
+
+def test_a_store_looks_after_itself_while_nothing_else_happens(rig: Rig, store: DictionaryStore) -> None:
+    assert store.tended.wait(WAIT_S)
+    store.tended.clear()
+    assert store.tended.wait(WAIT_S)
+
+
+def test_blocks_keep_their_origin(rig: Rig, store: DictionaryStore) -> None:
+    rig.store(keys_of([5]))
+    assert store.blocks[key_of(5)][1] is ORIGIN

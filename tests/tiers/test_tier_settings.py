@@ -1,0 +1,257 @@
+"""TIERS: how its entries are read, what refuses to start and how that is said, and tiers that others install."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from app.settings import BadSettings, Settings
+from app.settings.reference import settings_markdown
+from app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
+from app.tiers.context import TierRefused
+from app.tiers.files import FileTier
+from app.tiers.opening import open_tiers
+from core.policy import Level
+from tests.tiers.rig import FINGERPRINT, WAIT_S
+from tests.tiers.slots import SLOT_BYTES, SlotArray
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+GOOD = {"type": "fs", "path": "/data/kv", "max_bytes": "1GiB"}
+
+
+def refused(*entries: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is what matters
+        read_tiers(list(entries))
+    return str(caught.value)
+
+
+def test_an_entry_becomes_one_object_with_its_defaults() -> None:
+    (entry,) = read_tiers([GOOD])
+    assert isinstance(entry, FileTier.Settings)
+    assert (entry.type, entry.name, entry.path, entry.max_bytes) == ("fs", "fs", Path("/data/kv"), 1 << 30)
+    assert (entry.timeout_s, entry.threads, entry.queue_blocks, entry.level) == (10.0, 4, 1024, Level.BLOCK)
+    assert read_tiers((entry,)) == (entry,), "what was read is read again unchanged"
+    with pytest.raises(ValueError, match="frozen"):
+        entry.max_bytes = 1
+
+
+def test_text_is_read_as_json_with_values_as_people_write_them() -> None:
+    text = json.dumps([GOOD | {"name": "disk", "timeout_s": "2.5", "threads": "8", "level": "Request"}])
+    (entry,) = read_tiers(text)
+    assert (entry.name, entry.timeout_s, entry.threads, entry.level) == ("disk", 2.5, 8, Level.REQUEST)
+    assert read_tiers("[]") == ()
+
+
+@pytest.mark.parametrize("value", ["", "{}", "[1]", "[", "fs", 5, None, {"type": "fs"}, [[]], "null"])
+def test_what_is_no_list_of_objects_is_told_an_example(value: object) -> None:
+    with pytest.raises(ValueError, match=r'must be a JSON list of objects such as \[\{"type": "fs"'):
+        read_tiers(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_bytes": "lots"}, "tier 1 (fs): max_bytes=lots must be a size such as 8GiB"),
+        ({"max_bytes": None}, "max_bytes=null must be a size"),
+        ({"path": ""}, 'path="" must be the path of a folder'),
+        ({"threads": 0}, "threads=0 must be a whole number from 1 to 64"),
+        ({"threads": True}, "threads=true must be a whole number"),
+        ({"queue_blocks": -1}, "queue_blocks=-1 must be a whole number from 1 to 1000000"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a number of seconds from 0.01 to 3600"),
+        ({"timeout_s": "nan"}, "timeout_s=nan must be a number of seconds"),
+        ({"timeout_s": True}, "timeout_s=true must be"),
+        ({"timeout_s": 10**400}, "timeout_s=1000"),
+        ({"level": "all"}, "level=all must be block or request"),
+        ({"name": "host"}, "tier 1 (host): name=host must not be host, which is what the pool is called"),
+        ({"name": "../up"}, "name=../up must be 1 to 64 letters"),
+        ({"name": 5}, "name=5 must be 1 to 64 letters"),
+        ({"pth": "/x"}, "pth is no field of it; did you mean path?"),
+        ({"xyzzy": "/x"}, "xyzzy is no field of it; it has type, name, max_bytes"),
+        ({"type": "fss"}, "there is no type of tier called fss; did you mean fs?"),
+        ({"type": "redis"}, "there is no type of tier called redis; installed are fs"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_what_would_be_right(change: dict[str, Any], words: str) -> None:
+    assert words in refused(GOOD | change)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    told = refused({"type": "fs"}, GOOD | {"name": "a"}, {}, GOOD | {"name": "a", "path": "/other"})
+    assert told == (
+        "tier 1 (fs): max_bytes is missing; it is the most bytes that it may hold; path is missing; it is the folder "
+        "of its files, which no other process uses; tier 3: type is missing: it names the type of tier, such as fs; "
+        "2 tiers are called a: give each a name of its own"
+    )
+    assert f"at most {MAX_TIERS} tiers" in refused(*[GOOD | {"name": f"t{n}"} for n in range(MAX_TIERS + 1)])
+
+
+def test_the_value_of_an_unknown_field_is_not_repeated() -> None:
+    assert "hunter2" not in refused(GOOD | {"password": "hunter2"})
+
+
+def test_our_types_are_entry_points_too() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][GROUP] == {point.name: point.value for point in BUILT_IN}
+
+
+# --- tiers that others install ----------------------------------------------------------------------------------
+
+_MODULE = """
+from typing import Annotated
+from pydantic import BeforeValidator, SecretStr
+from app.settings.tiers import TierSettings
+from app.settings.values import secret_token
+from app.tiers.context import TierRefused
+from tests.tiers.reference import ReferenceTier
+
+class Good(ReferenceTier):
+    class Settings(TierSettings):
+        token: Annotated[SecretStr, BeforeValidator(secret_token)]
+    opened = []
+    def __init__(self, settings, context):
+        super().__init__(context.slots, lambda: 0.0)
+        if settings.name == "refused":
+            raise TierRefused(f"TIERS: tier {settings.name}: no, thank you")
+        if settings.name == "failing":
+            raise ConnectionError("nobody listens")
+        Good.opened.append(self)
+
+class NoHook:
+    Settings = Good.Settings
+for _name in ("on_request_finished", "look_up", "store", "load", "cancel", "drop", "reset", "poll", "health",
+              "counts", "close"):
+    setattr(NoHook, _name, lambda self: None)
+
+class NoSettings(ReferenceTier):
+    Settings = dict
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package of others with tiers in it, as a package manager would install it."""
+    site = tmp_path / "site"
+    info = site / "acme_tiers-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "acme_tiers.py").write_text(_MODULE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-tiers\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[{GROUP}]\nacme = acme_tiers:Good\nnohook = acme_tiers:NoHook\nnosettings = acme_tiers:NoSettings\n"
+        "nomodule = acme_absent:Tier\nnoname = acme_tiers:Absent\nfs = acme_tiers:Good\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    import acme_tiers
+
+    yield acme_tiers
+    del sys.modules["acme_tiers"]
+
+
+def entry_of(**fields: Any) -> dict[str, Any]:
+    return {"type": "acme", "max_bytes": 1000, "token": "hunter2"} | fields
+
+
+def test_types_of_others_come_from_entry_points(acme: Any) -> None:
+    (entry,) = read_tiers([entry_of(name="far")])
+    assert isinstance(entry, acme.Good.Settings)
+    tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+    assert list(tiers) == ["far"]
+    assert isinstance(tiers["far"], acme.Good)
+
+
+def test_secrets_of_a_tier_never_show(acme: Any) -> None:
+    (entry,) = read_tiers([entry_of(name="far")])
+    assert entry.token.get_secret_value() == "hunter2"
+    assert entry.shown()["token"] == "***"
+    assert "hunter2" not in repr(entry) + str(entry) + json.dumps(entry.shown())
+    assert "hunter2 and more" not in refused(entry_of(token="hunter2 and more"))
+
+
+def test_ours_cannot_be_replaced(acme: Any) -> None:
+    assert load_type("fs") is FileTier
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "nohook",
+            "the type nohook (acme_tiers:NoHook) has no method on_new_request, without which kvferry cannot use a "
+            "tier: install a version of it that has",
+        ),
+        ("nosettings", "the type nosettings (acme_tiers:NoSettings) has no Settings made from"),
+        ("nomodule", "the type nomodule (acme_absent:Tier) cannot be loaded: ModuleNotFoundError"),
+        ("noname", "the type noname (acme_tiers:Absent) cannot be loaded: AttributeError"),
+    ],
+)
+def test_a_type_that_lacks_something_is_refused_with_its_name_and_what_to_do(acme: Any, kind: str, words: str) -> None:
+    assert words in refused(entry_of(type=kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("refused", "TIERS: tier refused: no, thank you"),
+        ("failing", "TIERS: tier failing cannot be opened: ConnectionError: nobody listens; see its documentation"),
+    ],
+)
+def test_a_tier_that_cannot_be_opened_refuses_and_closes_the_ones_before(acme: Any, name: str, words: str) -> None:
+    entries = read_tiers([entry_of(name="first"), entry_of(name=name)])
+    with pytest.raises(TierRefused) as caught:
+        open_tiers(entries, FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+    assert str(caught.value) == words
+    assert [tier.closed for tier in acme.Good.opened] == [True]
+
+
+def test_a_tier_that_opens_too_late_is_closed(acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    original = acme.Good.__init__
+
+    def slow(self: Any, settings: Any, context: Any) -> None:
+        gate.wait(WAIT_S)
+        original(self, settings, context)
+
+    monkeypatch.setattr(acme.Good, "__init__", slow)
+    (entry,) = read_tiers([entry_of(timeout_s=0.05)])
+    with pytest.raises(TierRefused, match=r"tier acme did not open within timeout_s=0.05 s: see whether its disk"):
+        open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+    gate.set()
+    wait_until(lambda: [tier.closed for tier in acme.Good.opened] == [True], "closed", WAIT_S)
+
+
+# --- among the other settings -----------------------------------------------------------------------------------
+
+
+def test_the_setting_and_where_it_came_from_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TIERS", '[{"type": "fs", "max_bytes": "x", "path": "/data", "password": "hunter2"}]')
+    with pytest.raises(BadSettings) as caught:
+        Settings(_env_file=None)
+    assert str(caught.value) == (
+        "KVFERRY_TIERS=[...] (environment variable): tier 1 (fs): max_bytes=x must be a size such as 8GiB, 512MiB, "
+        "1.5GB or a whole number of bytes, 1 or more; password is no field of it; it has type, name, max_bytes, "
+        "timeout_s, level, threads, queue_blocks, path"
+    )
+
+
+def test_every_field_is_documented() -> None:
+    page = (ROOT / "docs" / "tiers.md").read_text()
+    for kind in (TierSettings, ThreadedSettings, FileTier.Settings):
+        for name, field in kind.model_fields.items():
+            assert field.description
+            assert f"| `{name}` | " in page, f"{name} is not in docs/tiers.md"
+    assert "docs/tiers.md" in settings_markdown()
+
+
+def test_masks_know_secret_types() -> None:
+    class Secretive(TierSettings):
+        password: SecretStr = SecretStr("hunter2")
+
+    entry = Secretive(type="x", name="x", max_bytes=1)
+    assert entry.shown()["password"] == "***"

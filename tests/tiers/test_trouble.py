@@ -1,0 +1,301 @@
+"""A file system tier on disks that fill, go, come back, refuse and hang: it degrades, says so once, and recovers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.tiers.context import TierRefused
+from app.tiers.files import FileTier
+from app.tiers.opening import open_tiers
+from tests.tiers.mounts import disk, frozen, mounted, tmpfs, unwritable
+from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
+from tests.tiers.slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.waiting import wait_until
+
+LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
+"""Blocks of more than half a megabyte, in slots of 700,000 bytes."""
+
+
+@contextmanager
+def closing(rig: Rig) -> Iterator[Rig]:
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def wait_for_reason(rig: Rig, words: str) -> None:
+    wait_until(lambda: any(words in reason for reason in rig.tier.health()), words, WAIT_S)
+
+
+def fill(folder: Path) -> Path:
+    """Take all space that is left."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\x01" * 65536)
+        except OSError:
+            return ballast
+
+
+def serves(rig: Rig, number: int) -> bool:
+    """Whether a block that was never stored can be stored and loaded."""
+    keys = keys_of([number])
+    return rig.store(keys) == [True] and rig.load(keys) == [True]
+
+
+def test_a_disk_that_others_filled_costs_the_oldest_blocks_first(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
+        assert rig.store(keys_of(LARGE[:6])) == [True] * 6
+        fill(mount)
+        assert rig.store(keys_of(LARGE[6:8])) == [True] * 2
+        assert rig.load(keys_of(LARGE[6:8])) == [True] * 2
+        assert rig.tier.counts().evicted >= 2
+        assert not rig.tier.health()
+
+
+def test_a_full_disk_is_said_once_and_is_over_when_there_is_space(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
+        rig.store(keys_of([1]))
+        rig.tier.drop(keys_of([1]))
+        wait_until(lambda: not list((mount / "tier" / "blocks").rglob("*.*")), "dropped", WAIT_S)
+        ballast = fill(mount)
+        caplog.clear()
+        num_open = len(os.listdir("/proc/self/fd"))
+        for start in range(0, 20, 5):
+            assert not any(rig.store(keys_of(LARGE[start : start + 5])))
+        wait_for_reason(rig, "No space left on device; new blocks are not kept")
+        counts = rig.tier.counts()
+        assert counts.failed + counts.dropped == 20
+        assert counts.dropped > 0, "once it is known, blocks are not even copied"
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "No space left on device" in caplog.text
+        assert list((mount / "tier" / "tmp").iterdir()) == [], "nothing half-written is left"
+        assert len(os.listdir("/proc/self/fd")) <= num_open
+        ballast.unlink()
+        rig.wait_healthy()
+        assert "serves again" in caplog.text
+        assert rig.store(keys_of(LARGE[:5])) == [True] * 5
+
+
+def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 8 << 20) as mount:
+        with closing(file_rig(mount / "tier", "1GiB")) as rig:
+            rig.store(keys_of(LARGE[:3]))
+        ballast = fill(mount)
+        settings = FileTier.Settings(type="fs", name="disk", path=mount / "tier", max_bytes="1GiB")
+        slots = SlotArray(4)
+        tier = open_tiers([settings], FINGERPRINT, SLOT_BYTES, slots, lambda: None)["disk"]
+        wait_until(lambda: tier.counts().blocks == 3, "the folder read", WAIT_S)
+        assert "No space left" in tier.health()[0]
+        ballast.unlink()
+        wait_until(lambda: not tier.health(), "healthy", WAIT_S)
+        tier.close(WAIT_S)
+
+
+def test_a_folder_that_became_unwritable_still_serves_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        keys = keys_of(range(6))
+        rig.store(keys)
+        with unwritable(path / "tmp"):
+            assert rig.store(keys_of([100])) == [False]
+            wait_for_reason(rig, "new blocks are not kept")
+            assert rig.load(keys) == [True] * 6
+            assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+        rig.wait_healthy()
+        assert serves(rig, 100)
+
+
+def test_files_that_cannot_be_deleted_now_are_deleted_later(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        rig.store(keys_of([1]))
+        (file,) = (path / "blocks").rglob(key_of(1).hex())
+        with unwritable(file.parent):
+            rig.tier.drop(keys_of([1]))
+            wait_for_reason(rig, "new blocks are not kept")
+            assert rig.find(keys_of([1])) == [False]
+            assert file.exists()
+        wait_until(lambda: not file.exists(), "deleted", WAIT_S)
+        wait_until(lambda: serves(rig, 1), "stored again", WAIT_S)
+
+
+def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    file_rig(path).close()
+    shutil.rmtree(path / "blocks")
+    with unwritable(path), pytest.raises(TierRefused, match=r"tier disk: path=.*tier cannot be "):
+        file_rig(path)
+    with unwritable(path / "tmp"), pytest.raises(TierRefused, match=r"tier disk: path=.*tier cannot be written: "):
+        file_rig(path)
+
+
+def test_a_folder_that_was_deleted_is_not_made_again_but_used_once_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        keys = keys_of(range(6))
+        rig.store(keys)
+        shutil.rmtree(path)
+        wait_for_reason(rig, "no block is kept or found")
+        assert rig.find(keys) == [False] * 6
+        assert rig.store(keys_of([50])) == [False]
+        assert not path.exists(), "it may be a mount that is gone"
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+        path.mkdir()
+        rig.wait_healthy()
+        assert rig.tier.counts().blocks == 0
+        assert serves(rig, 50)
+
+
+def test_a_folder_whose_contents_were_deleted_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        keys = keys_of(range(6))
+        rig.store(keys)
+        for folder in ("blocks", "tmp", "trash"):
+            shutil.rmtree(path / folder)
+        assert rig.load(keys) == [False] * 6
+        wait_until(lambda: not rig.tier.health() and serves(rig, 60), "it goes on", WAIT_S)
+        shutil.rmtree(path / "trash", ignore_errors=True)
+        assert rig.reset().dropped_blocks == 1
+        assert not [file for file in path.rglob(f"{key_of(60).hex()}*") if "trash" not in file.parts]
+        assert serves(rig, 61)
+
+
+def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path) -> None:
+    path, away = tmp_path / "tier", tmp_path / "away"
+    with closing(file_rig(path)) as rig:
+        keys = keys_of(range(6))
+        rig.store(keys)
+        path.rename(away)
+        wait_for_reason(rig, "the folder was moved or deleted")
+        files = sorted(away.rglob("*"))
+        assert rig.store(keys_of([50])) == [False]
+        assert sorted(away.rglob("*")) == files
+        away.rename(path)
+        rig.wait_healthy()
+        assert rig.load(keys) == [True] * 6
+
+
+def test_a_mount_that_comes_and_goes_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    with closing(file_rig(path)) as rig:
+        keys = keys_of(range(3))
+        rig.store(keys)
+        with mounted(path, "-t", "tmpfs", "-o", "size=16m", "none"):
+            wait_until(lambda: (path / "blocks").is_dir() and not rig.tier.health(), "the new disk in use", WAIT_S)
+            assert rig.find(keys) == [False] * 3
+            assert serves(rig, 70)
+        wait_until(lambda: rig.find(keys) == [True] * 3, "the old folder in use again", WAIT_S)
+        assert rig.load(keys) == [True] * 3
+        assert rig.find(keys_of([70])) == [False]
+
+
+def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path) -> None:
+    path, away = tmp_path / "tier", tmp_path / "away"
+    with closing(file_rig(path)) as rig:
+        path.rename(away)
+        with closing(file_rig(path)):
+            wait_for_reason(rig, "another process uses it")
+        rig.wait_healthy()
+        assert serves(rig, 80)
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from tests.tiers.rig import file_rig
+from tests.tiers.slots import SLOT_BYTES, keys_of
+from tests.tiers.test_trouble import LARGE, WAIT_S, wait_for_reason
+rig = file_rig(Path(sys.argv[1]))
+rig.store(keys_of(LARGE[:3]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+assert rig.store(keys_of(LARGE[3:6])) == [False] * 3
+wait_for_reason(rig, "File too large; new blocks are not kept")
+assert rig.load(keys_of(LARGE[:3])) == [True] * 3
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+rig.wait_healthy()
+assert rig.store(keys_of(LARGE[3:6])) == [True] * 3
+assert rig.load(keys_of(LARGE[:6])) == [True] * 6
+rig.close()
+print("good")
+"""
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(tmp_path / "tier")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "good\n", done.stderr
+
+
+def test_a_hanging_disk_costs_its_jobs_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
+        keys = keys_of(range(4))
+        rig.store(keys)
+        with frozen(mount):
+            number = rig.submit_store(keys_of(range(10, 14)), first_slot=4)
+            wait_for_reason(rig, "4 of 4 threads have waited")
+            rig.tier.cancel(number)
+            rig.slots.wipe()
+            assert rig.find(keys) == [False] * 4
+            assert rig.store(keys_of([40])) == [False]
+            assert rig.tier.counts().dropped == 1
+            rig.tier.reset(reset := next(rig.numbers), None)
+            wait_for_reason(rig, "a reset has been under way")
+            assert not rig.has(reset)
+        wait_until(lambda: rig.has(reset), "the reset", WAIT_S)
+        rig.wait_healthy()
+        assert serves(rig, 90)
+        assert number not in rig.results
+
+
+def test_a_block_dropped_while_it_is_written_is_not_there_afterwards(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
+        with frozen(mount):
+            number = rig.submit_store(keys_of(range(4)))
+            wait_for_reason(rig, "4 of 4 threads have waited")
+            rig.tier.drop(keys_of([1]))
+        assert list(rig.wait(number).ok) == [True, False, True, True]
+        rig.wait_healthy()
+        assert rig.find(keys_of(range(4))) == [True, False, True, True]
+        wait_until(lambda: not list((mount / "tier").rglob(key_of(1).hex())), "deleted", WAIT_S)
+
+
+def can_open(path: Path) -> bool:
+    try:
+        file_rig(path, "32MiB").close()
+    except TierRefused:
+        return False
+    return True
+
+
+def test_a_tier_is_probed_at_start_and_one_that_hangs_refuses(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk") as mount:
+        file_rig(mount / "tier", "32MiB").close()
+        settings = FileTier.Settings(type="fs", name="slow", path=mount / "tier", max_bytes="32MiB", timeout_s=0.3)
+        with frozen(mount), pytest.raises(TierRefused, match=r"tier slow did not open within timeout_s=0.3 s"):
+            open_tiers([settings], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+        wait_until(lambda: can_open(mount / "tier"), "the one that was late closed itself", WAIT_S)
