@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -132,12 +133,15 @@ class Dying:
             raise SystemExit
 
 
-def copy_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kvferry-copy"]
+@pytest.fixture
+def copy_threads() -> Callable[[], list[threading.Thread]]:
+    """Copy threads that were started since; services of other suites may have some of their own."""
+    before = set(threading.enumerate())
+    return lambda: [each for each in threading.enumerate() if each.name == "kvferry-copy" and each not in before]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied() -> None:
+def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied(copy_threads) -> None:
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), Dying(1), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))
@@ -159,7 +163,7 @@ class DyingPool(HostPool):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("ending", ["poll", "wait", "close"])
-def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stopped(ending: str) -> None:
+def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stopped(copy_threads, ending: str) -> None:
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), DyingPool(4, 64), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))
@@ -173,7 +177,7 @@ def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stoppe
     assert copies.poll() == []
 
 
-def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_ones_too() -> None:
+def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_ones_too(copy_threads) -> None:
     started, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
