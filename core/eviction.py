@@ -6,15 +6,15 @@ and of a batch that was used at once the last slot goes first, so that prefixes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-
-from core.policy import PRIORITY_CLASS
-from core.recency import RecencyQueue
+from core.arc import ArcPolicy
+from core.keys import Key
+from core.lru import LruPolicy
+from core.segments import Segment
 from core.slots import SlotTable
-from core.transfers import NO_SLOTS, Slots
+from core.transfers import Slots
 
 
 class EvictionPolicy(Protocol):
@@ -22,88 +22,49 @@ class EvictionPolicy(Protocol):
 
     name: str
 
+    def take_over(self, full: Segment, empty: Segment) -> None:
+        """Start, or start again, with the candidates that are in `full`, in the order in which others would evict them.
+
+        From now on both segments are this policy's.
+        """
+
     def __len__(self) -> int:
         """How many slots may be evicted."""
 
-    def add(self, slots: Slots) -> None:
-        """These slots may go from now on: just published, or no longer pinned. It counts as a use."""
+    def admit(self, slots: Slots) -> None:
+        """These slots were just published, and may go from now on."""
 
-    def remove(self, slots: Slots) -> None:
-        """These slots, all of them candidates, are pinned or gone."""
+    def add(self, slots: Slots) -> None:
+        """These slots, which were pinned, may go again from now on. They were used."""
 
     def touch(self, slots: Slots) -> None:
         """These candidates were used."""
 
+    def reorder(self, slots: Slots) -> None:
+        """These candidates go in this order among themselves, after others. It is no use of them."""
+
+    def remove(self, slots: Slots) -> None:
+        """These slots, all of them candidates, are pinned or gone."""
+
+    def make_room(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+        """Remove and return the slots that go for `wanted`, in the order in which they go; fewer if there are no more.
+
+        These keys are not in the pool; the first of them get the `free` slots, the others those that go. None goes of
+        the candidates `spared`, nor of the `young` ones that were used last in any queue.
+        """
+
     def peek_victims(self, count: int) -> Slots:
         """Some of the `count` slots that go next, the first to go in front, of one priority class. They stay."""
-
-    def take_victims(self, count: int) -> Slots:
-        """Remove and return up to `count` slots in the order in which they shall go."""
 
     def clear(self) -> None:
         """Forget every slot, in O(1)."""
 
-
-class LruPolicy:
-    """Least recently used first, within the lowest priority class that has any."""
-
-    name = "lru"
-
-    def __init__(self, table: SlotTable) -> None:
-        """The slots' priority classes are read while they are candidates, and no others may use `table.queued_at`."""
-        self._classes = table.classes
-        self._queues = [RecencyQueue(table.queued_at, number) for number in range(len(PRIORITY_CLASS))]
-
-    def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues)
-
-    def add(self, slots: Slots) -> None:
-        """See `EvictionPolicy`."""
-        uniform = self._classes.uniform
-        if uniform is not None:
-            self._queues[uniform].append(slots)
-            return
-        for queue, part in self._by_class(slots):
-            queue.append(part)
-
-    def remove(self, slots: Slots) -> None:
-        """See `EvictionPolicy`."""
-        uniform = self._classes.uniform
-        if uniform is not None:
-            self._queues[uniform].remove(slots)
-            return
-        for queue, part in self._by_class(slots):
-            queue.remove(part)
-
-    def touch(self, slots: Slots) -> None:
-        """See `EvictionPolicy`."""
-        for queue, part in self._by_class(slots):
-            queue.touch(part)
-
-    def peek_victims(self, count: int) -> Slots:
-        """See `EvictionPolicy`."""
-        return next((queue.peek_oldest(count) for queue in self._queues if len(queue)), NO_SLOTS)
-
-    def take_victims(self, count: int) -> Slots:
-        """See `EvictionPolicy`."""
-        taken = NO_SLOTS
-        for queue in self._queues:
-            if len(taken) < count and len(queue):
-                some = queue.take_oldest(count - len(taken))
-                taken = np.concatenate((taken, some)) if len(taken) else some
-        return taken
-
-    def clear(self) -> None:
-        """See `EvictionPolicy`."""
-        for queue in self._queues:
-            queue.clear()
-
-    def _by_class(self, slots: Slots) -> list[tuple[RecencyQueue, Slots]]:
-        if self._classes.uniform is not None:
-            return [(self._queues[self._classes.uniform], slots)]
-        classes = self._classes.column[slots]
-        return [(queue, slots[classes == index]) for index, queue in enumerate(self._queues)]
+    def hand_over(self) -> tuple[Segment, Segment]:
+        """The two segments with all candidates, for the next policy; those of the first shall go first."""
 
 
-EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {LruPolicy.name: LruPolicy}
+EVICTION_POLICIES: dict[str, Callable[[SlotTable], EvictionPolicy]] = {
+    LruPolicy.name: lambda table: LruPolicy(),
+    ArcPolicy.name: ArcPolicy,
+}
 """Every eviction policy by its name in the setting EVICTION_POLICY; each is made for a slot table."""

@@ -51,6 +51,10 @@ class Expiries(Generic[K]):
                 due.append(key)
         return due
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether `pop_due` has more to look at."""
+        return bool(self._heap) and self._heap[0][0] <= now_s
+
     def clear(self) -> None:
         """Forget every key."""
         self._until_s.clear()

@@ -15,13 +15,15 @@ from core.transfers import NO_SLOTS, Slots
 class Offer(NamedTuple):
     """The answer to a batch of offered keys, which is given in order and may stop early.
 
-    The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, and the
-    others were there already. The keys after them found no space.
+    The first `num_answered` keys have their answer: those at the indices `stored_at` got `slots`, to be filled, those
+    at `held_back_at` were not offered often enough to be stored, and the others were there already. The keys after them
+    found no space.
     """
 
     num_answered: int
     stored_at: NDArray[np.int64]
     slots: Slots
+    held_back_at: NDArray[np.int64] = NO_SLOTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from core.admission import Admission
 from core.arrays import counting
 from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
 from core.eviction import EVICTION_POLICIES
@@ -22,6 +23,8 @@ from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
 from core.index import KeyIndex
 from core.inventory import Inventory
 from core.keys import Key
+from core.marks import marks_of
+from core.room import Room
 from core.slots import SlotState, SlotTable
 from core.stats import EvictionCounts, PoolCounts
 from core.transfers import NO_SLOTS, Slots
@@ -29,15 +32,7 @@ from core.transfers import NO_SLOTS, Slots
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
-_LARGE_POOL = 8
-"""A pool that holds a request so many times over does not come to evict it while it runs."""
-_RESIDENCY_LOOK = 4
-"""How many candidates for eviction are asked after on the device, for each that is wanted."""
-_LEAST_LOOK = 16
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
-
-
-Residency = Callable[[Sequence[Key]], Sequence[bool]]
 
 
 class OffloadManager:
@@ -50,21 +45,24 @@ class OffloadManager:
         eviction_policy: str = "lru",
         sink: EventSink | None = None,
         max_pinned_fraction: float = 0.25,
+        store_threshold: int = 1,
     ) -> None:
-        """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them."""
+        """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them.
+
+        A block is stored from its offer number `store_threshold` on.
+        """
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes)
         self.inventory = Inventory(self.table, self.lock)
         self.index = KeyIndex(num_slots)
-        self.evictable = EVICTION_POLICIES[eviction_policy](self.table)
+        self.room = Room(self.table, eviction_policy)
+        self.admission = Admission(num_slots, store_threshold)
         self.max_pinned_fraction = max_pinned_fraction
         self.evictions = EvictionCounts()
         self.space_version = 0
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self._sink = sink if sink is not None else NullSink()
         self._ghosts = Ghosts(num_slots)
-        self.residency: Residency | None = None
-        """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
         self._loading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
@@ -115,25 +113,37 @@ class OffloadManager:
             found = self.index.find(keys)
             absent = found.count(None)
             if absent == num_answered:
-                wanted_at = counting(num_answered)
+                own, wanted, wanted_at = NO_SLOTS, keys, counting(num_answered)
             else:
-                self._touch(_slots_in(found))
+                own = _slots_in(found)
+                self._use_again(own, priority_class)
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-            slots = table.take_free(absent)
-            if len(slots) < absent:
-                # In a large pool the request's own blocks are among the latest used, and safe without looking for them.
-                small = (len(prefix) + num_answered) * _LARGE_POOL > table.num_slots
-                own = _slots_in([*self.index.find(prefix), *found]) if small else NO_SLOTS
-                victims = self._evict(absent - len(slots), own, origin, now_s)
+                wanted = [keys[i] for i in wanted_at.tolist()]
+            counted, held_back_at = None, NO_SLOTS
+            if self.admission.threshold > 1:
+                counted = wanted_at, marks_of(wanted)
+                admitted = self.admission.admits(counted[1])
+                wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
+                wanted = [keys[i] for i in wanted_at.tolist()]
+            slots = table.take_free(len(wanted))
+            victims = self.room.make(
+                wanted, slots, len(own) + len(prefix), lambda: np.concatenate((own, _slots_in(self.index.find(prefix))))
+            )
+            if len(victims):
+                self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
                 slots = np.concatenate((slots, victims)) if len(slots) else victims
-                if len(slots) < absent:
-                    num_answered = int(wanted_at[len(slots)])
-                    wanted_at = wanted_at[: len(slots)]
+            if len(slots) < len(wanted):
+                num_answered = int(wanted_at[len(slots)])
+                wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
+                held_back_at = held_back_at[held_back_at < num_answered]
+            if counted is not None:
+                offered_at, marks = counted
+                self.admission.count(marks[offered_at < num_answered])
             if len(slots):
                 if len(slots) < len(keys):
-                    keys, positions = [keys[i] for i in wanted_at.tolist()], positions[wanted_at]
-                table.begin_storing(slots, keys, origin, positions, priority_class, size_bytes)
-            return Offer(num_answered, wanted_at, slots)
+                    positions = positions[wanted_at]
+                table.begin_storing(slots, wanted, origin, positions, priority_class, size_bytes)
+            return Offer(num_answered, wanted_at, slots, held_back_at)
 
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
         """Make stored slots findable and say how many were; one that lost a race for its key is freed instead.
@@ -147,11 +157,12 @@ class OffloadManager:
             holders = self.index.claim(keys, wanted)
             if holders != wanted:
                 won = slots == np.array(holders)
+                self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
                 self._free(slots[~won])
                 slots = slots[won]
                 keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
-            self.evictable.add(slots)
+            self.room.policy.admit(slots)
             self.touch(chain)
             self.space_version += 1
             if keys:
@@ -159,10 +170,14 @@ class OffloadManager:
             return len(slots)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Keys of one request, in the order of its blocks, were used: the last of them goes first."""
+        """Put keys of one request, in the order of its blocks, behind others, the last of them to go first.
+
+        It keeps a request's blocks in order, and does not count as another use of them.
+        """
         if keys:
             with self.lock:
-                self._touch(_slots_in(self.index.find(keys)))
+                slots = _slots_in(self.index.find(keys))
+                self.room.policy.reorder(slots[self.table.pins[slots] == 0])
 
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
@@ -189,16 +204,26 @@ class OffloadManager:
             return Pin(slots, self.table.epoch)
 
     def note_misses(self, keys: Sequence[Key], now_s: float) -> int:
-        """Count those of the missing `keys` that had been evicted: the evictions we regret. Each is counted once."""
+        """Count those of `keys` that are missing for want of room: the evictions we regret. Each is counted once."""
         if not keys:
             return 0
         with self.lock:
-            known = self._ghosts.take(keys)
+            missing = self._missing(keys)
+            known = self._ghosts.regret(missing)
             count = int(np.count_nonzero(known))
             if count:
                 self.evictions.regretted += count
-                self._sink.regretted([keys[i] for i in np.flatnonzero(known).tolist()], now_s)
+                self._sink.regretted([missing[i] for i in known.nonzero()[0].tolist()], now_s)
             return count
+
+    def why_missing(self, keys: Sequence[Key]) -> dict[Key, EvictionReason | None]:
+        """Why each of these keys is missing; None for one that was never stored, or whose end is forgotten.
+
+        A whole reset makes all that was before it forgotten. Keys that are not missing are left out.
+        """
+        with self.lock:
+            missing = self._missing(keys)
+            return dict(zip(missing, self._ghosts.reasons(missing), strict=True))
 
     def release(self, pin: Pin) -> None:
         """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
@@ -250,7 +275,7 @@ class OffloadManager:
             self._forget(slots, reason, None, now_s)
             busy_mask = self.table.pins[slots] > 0
             idle, busy = slots[~busy_mask], slots[busy_mask]
-            self.evictable.remove(idle)
+            self.room.policy.remove(idle)
             self._free(idle)
             if len(busy):
                 self.table.states[busy] = SlotState.HELD
@@ -285,7 +310,8 @@ class OffloadManager:
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
             self.index = KeyIndex(self.num_slots)
-            self.evictable.clear()
+            self.room.policy.clear()
+            self._ghosts.begin_epoch()
             self._operator_pins.clear()
             self.space_version += 1
             self.evictions.total += dropped
@@ -327,10 +353,10 @@ class OffloadManager:
                 ready=table.num_ready,
                 storing=table.num_storing,
                 loading=int(np.count_nonzero(table.is_ready(self._loading_slots()))),
-                pinned=table.num_ready - len(self.evictable),
+                pinned=table.num_ready - len(self.room.policy),
                 unverified=0,
                 bytes=table.num_slots * table.slot_bytes,
-                eviction_policy=self.evictable.name,
+                eviction_policy=self.room.policy.name,
             )
 
     def find_block(self, key: Key) -> SlotRows | None:
@@ -376,30 +402,52 @@ class OffloadManager:
         with self.lock:
             pinned = self._operator_pins.discard(key)
             if pinned:
-                self._unpin_key(key)
+                self._unpin(_slots_in(self.index.find([key])))
             return pinned
 
-    def expire_pins(self, now_s: float) -> None:
-        """Let go of the operators' pins whose time is over, a bounded number a call."""
+    def expire_pins(self, now_s: float) -> bool:
+        """Let go of the operators' pins whose time is over, a bounded number a call; True while there are more."""
         with self.lock:
-            for key in self._operator_pins.pop_due(now_s, BATCH_SLOTS):
-                self._unpin_key(key)
+            due = self._operator_pins.pop_due(now_s, BATCH_SLOTS)
+            if due:
+                self._unpin(_slots_in(self.index.find(due)))
+            return self._operator_pins.is_due(now_s)
+
+    def switch_policy(self, name: str) -> bool:
+        """Exchange the eviction policy and keep the contents and their order; True while it has to be called again.
+
+        Each call is short, and the engine may work between them; meanwhile, the least recently used blocks go first.
+        """
+        if name not in EVICTION_POLICIES:
+            known = ", ".join(EVICTION_POLICIES)
+            raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
+        with self.lock:
+            return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _unpin_key(self, key: Key) -> None:
-        slot = self.index.get(key)
-        if slot is not None:
-            self._unpin(np.array([slot]))
+    def _missing(self, keys: Sequence[Key]) -> list[Key]:
+        return [key for key, slot in zip(keys, self.index.find(keys), strict=True) if slot is None]
 
     def _lost_any(self, pinned: Slots) -> bool:
         """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
         return bool(self._lingering) and int(np.count_nonzero(self.table.is_ready(pinned))) < len(pinned)
 
-    def _touch(self, slots: Slots) -> None:
-        """Slots in the order of their request's blocks were used."""
+    def _use_again(self, slots: Slots, priority_class: int) -> None:
+        """Slots in the order of their request's blocks were offered again, with this priority."""
+        self._raise_class(slots, priority_class)
+        self.room.policy.touch(slots[self.table.pins[slots] == 0])
+
+    def _raise_class(self, slots: Slots, priority_class: int) -> None:
+        """Ready slots get this class if theirs is lower."""
+        classes = self.table.classes
+        if classes.uniform is not None and classes.uniform >= priority_class:
+            return
+        slots = slots[classes.column[slots] < priority_class]
         candidates = slots[self.table.pins[slots] == 0]
-        self.evictable.touch(candidates)
+        self.room.policy.remove(candidates)
+        classes.assign(slots, priority_class)
+        self.room.policy.add(candidates)
 
     def _loading_slots(self) -> Slots:
         """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
@@ -409,7 +457,7 @@ class OffloadManager:
     def _pin(self, slots: Slots) -> None:
         pins = self.table.pins[slots]
         self.table.pins[slots] = pins + 1
-        self.evictable.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
+        self.room.policy.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
 
     def _unpinned(self, slots: Slots) -> Slots:
         """Take one pin off each of these slots; those that have none left."""
@@ -424,45 +472,20 @@ class OffloadManager:
             self._free(freed[held])
             self._lingering.difference_update(freed[held].tolist())
             freed = freed[~held]
-        self.evictable.add(freed)
+        self.room.policy.add(freed)
         self.space_version += 1
-
-    def _evict(self, count: int, spared: Slots, origin: Origin, now_s: float) -> Slots:
-        """Up to `count` slots whose blocks went for those of `origin`; none of `spared`, which were used just now."""
-        if len(spared):
-            spared = spared[self.table.pins[spared] == 0]
-            self.evictable.remove(spared)
-        victims = NO_SLOTS if self.residency is None else self._take_resident(count)
-        if len(victims) < count:
-            coldest = self.evictable.take_victims(count - len(victims))
-            victims = np.concatenate((victims, coldest)) if len(victims) else coldest
-        if len(spared):
-            self.evictable.add(spared)
-        if len(victims):
-            self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
-        return victims
-
-    def _take_resident(self, count: int) -> Slots:
-        """Up to `count` of the coldest slots whose blocks the device still holds: nothing is lost with them."""
-        candidates = self.evictable.peek_victims(min(_RESIDENCY_LOOK * max(count, _LEAST_LOOK), BATCH_SLOTS))
-        if self.residency is None or not len(candidates):
-            return NO_SLOTS
-        held = np.array(self.residency(self.table.keys[candidates].tolist()), dtype=np.bool_)
-        victims = candidates[held][:count]
-        self.evictable.remove(victims)
-        return victims
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Make ready slots unfindable and say so."""
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         self.index.remove(rows.keys)
-        self._ghosts.add(rows.keys)
+        self._ghosts.add(rows.keys, reason)
         table.dirty[slots] = True
         table.num_ready -= count
         self.evictions.total += count
         self._count_reason(reason, count)
-        self._sink.evicted(EvictionBatch(now_s, reason, self.evictable.name, rows, needed_by))
+        self._sink.evicted(EvictionBatch(now_s, reason, self.room.policy.name, rows, needed_by))
 
     def _count_reason(self, reason: EvictionReason, count: int) -> None:
         by_reason = self.evictions.by_reason

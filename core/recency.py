@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from core.transfers import NO_SLOTS, Slots
 
 _NOWHERE = 0
-"""Position of a slot that is in no entry; positions count from 1, so that an untouched column of zeros will do."""
-_BASE_BITS = 48
+"""Position of a slot that is in no queue: no queue has the number 0, so that an untouched column of zeros will do."""
+NUMBER_SHIFT = 48
+"""A position has the queue's number above this bit; no queue ever comes to count so far."""
 _SQUEEZE_CHUNK = 1024
 _SQUEEZE_CREDIT = _SQUEEZE_CHUNK // 4
 """One chunk is squeezed for every quarter chunk appended: a pass over the ring ends before the ring is full."""
@@ -32,14 +33,17 @@ class RecencyQueue:
     A batch that comes in goes out in the opposite order: blocks of a request come in order, and its end is to go first.
     """
 
-    def __init__(self, positions: NDArray[np.int64], number: int = 0) -> None:
-        """`positions` is the column that all queues over the same slots share; each of them has another `number`."""
+    def __init__(self, positions: NDArray[np.int64], number: int = 1) -> None:
+        """`positions` is the column that all queues over the same slots share.
+
+        Each of them has another `number`, from 1 on, which can be read off the position of a slot that is in it.
+        """
         self._capacity = 1 << (4 * len(positions) + 2 * _SLACK - 1).bit_length()
         self._mask = self._capacity - 1
         # Untouched pages of an empty array cost no memory, so the slack of the ring is free until it is used.
         self._ring = np.empty(self._capacity, dtype=np.int32)
         self._positions = positions
-        self._base = (number << _BASE_BITS) + 1
+        self._base = (number << NUMBER_SHIFT) + 1
         self.clear()
 
     def __len__(self) -> int:
@@ -81,6 +85,10 @@ class RecencyQueue:
         """Take slots out that are in the queue."""
         self._positions[slots] = _NOWHERE
         self._live -= len(slots)
+
+    def forget(self, count: int) -> None:
+        """So many slots have gone into another queue, which overwrites their position, or will do so at once."""
+        self._live -= count
 
     def take_oldest(self, count: int) -> Slots:
         """Remove and return up to `count` slots, the least recently used first."""

@@ -387,7 +387,7 @@ class OffloadScheduler:
         """Offer blocks as they fill, or when they leave the device. What was kept for later is still offered then."""
         with self.manager.lock:
             self._stores.keep = self._lazy.record if mode is StoreMode.LAZY else None
-            self.manager.residency = self._lazy.residency if mode is StoreMode.LAZY else None
+            self.manager.room.residency = self._lazy.residency if mode is StoreMode.LAZY else None
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,10 @@ class PriorityClasses:
 
     def __init__(self, column: NDArray[np.uint8]) -> None:
         self.column = column
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """No slot has a class."""
         self.uniform: int | None = None
         self._assigned = False
 
@@ -165,6 +169,7 @@ class SlotTable:
     def begin_epoch(self, held: Slots) -> None:
         """Forget every slot but `held`, those that transfers under way still touch, in time proportional to `held`."""
         self.epoch += 1
+        self.classes.begin_epoch()
         self.num_ready = 0
         self.states[held] = _HELD
         self.pins[held] = 0

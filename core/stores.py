@@ -172,8 +172,10 @@ class StoreSide:
         answer = self._manager.offer(
             keys, state.origin, numbers, offering.priority_class, now_s, prefix=own, size_bytes=group.slot_bytes
         )
-        num_known = answer.num_answered - len(answer.slots)
+        num_held_back = len(answer.held_back_at)
+        num_known = answer.num_answered - len(answer.slots) - num_held_back
         self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
+        self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
         if len(answer.slots):
             self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
         return answer.num_answered

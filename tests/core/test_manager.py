@@ -363,3 +363,31 @@ def test_a_prefix_ends_at_the_first_missing_key_however_long_it_is() -> None:
         store(manager, keys(0, length))
         assert len(manager.find_prefix(keys(0, 300))) == length
         assert manager.find_each(keys(0, 300)).tolist() == [*manager.find_prefix(keys(0, 300)), *[-1] * (300 - length)]
+
+
+def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
+    manager = OffloadManager(6000, 64, max_pinned_fraction=1.0)
+    store(manager, keys(0, 2600))
+    for number, key in enumerate(keys(0, 2600)):
+        manager.pin_block(key, 10.0 if number < 2500 else 30.0, 1.0)
+    assert not manager.expire_pins(9.0)
+    assert manager.counts().pinned == 2600
+    left = []
+    while manager.expire_pins(20.0):
+        left.append(manager.counts().pinned)
+    assert left == [1600, 600]
+    assert manager.counts().pinned == 100
+    store(manager, keys(10_000, 6000))
+    assert sum(holds(manager, keys(0, 2600))) == 100
+
+
+def test_after_a_reset_a_pool_of_one_priority_is_one_of_one_priority_again() -> None:
+    manager = OffloadManager(4, 64)
+    for priority in (LOW, HIGH):
+        store(manager, keys(10 * priority, 1), priority)
+    assert manager.table.classes.uniform is None
+    manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    store(manager, keys(50, 4), LOW)
+    assert manager.table.classes.uniform == LOW
+    store(manager, keys(60, 2), LOW)
+    assert holds(manager, keys(50, 4)) == [True, True, False, False]

@@ -76,7 +76,7 @@ def _check_slots(engine: ToyEngine) -> None:
     states = table.current_states(0, table.num_slots)
     ready = states == SlotState.READY
     assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
-    assert len(manager.evictable) == np.count_nonzero(ready & (table.pins == 0))
+    assert len(manager.room.policy) == np.count_nonzero(ready & (table.pins == 0))
     loads_on = np.zeros_like(table.pins)
     for pin in manager._loading.values():
         loads_on[pin.slots] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from core.engine import StoreMode
+from core.eviction import EVICTION_POLICIES
 from core.origins import OriginMatch
 from core.policy import Override
 from core.rules import Rule, RuleMatch, Span
@@ -321,6 +322,14 @@ class World:
         """Offer blocks as they fill from now on, or as they leave the device."""
         self.engine.set_mode(self.picks.choice(list(StoreMode)))
 
+    def switch_eviction_policy(self) -> None:
+        """Exchange the eviction policy, by one step: the next may be to yet another."""
+        self.engine.manager.switch_policy(self.picks.choice(tuple(EVICTION_POLICIES)))
+
+    def set_store_threshold(self) -> None:
+        """Store blocks from another offer on."""
+        self.engine.manager.admission.threshold = self.picks.choice((1, 2, 2, 3))
+
     def pin_block(self) -> None:
         """Keep a block from eviction for a time, or let it go."""
         key = self._some_key()
@@ -384,6 +393,8 @@ MOVES: dict[str, float] = {
         (World.put_rule, 0.5),
         (World.drop_rule, 0.5),
         (World.switch_mode, 0.5),
+        (World.switch_eviction_policy, 0.5),
+        (World.set_store_threshold, 0.2),
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
         (World.look, 0.5),

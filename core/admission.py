@@ -1,0 +1,111 @@
+"""Admission: a block is stored from its n-th offer on, so that what is seen once does not push out what is used.
+
+Offers are counted, not look-ups, since a look-up stops at its first miss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.marks import Marks
+
+_COUNT_BITS = 6
+_COUNT = np.uint8((1 << _COUNT_BITS) - 1)
+_STAMPS = np.uint8(3)
+MAX_THRESHOLD = int(_COUNT)
+_ROWS = 2
+_CELLS_PER_SLOT = 8
+_MIN_BITS = 12
+_SECOND_SPREAD = np.uint64(0xC2B2AE3D27D4EB4F)
+_HALF_BITS = np.uint64(32)
+
+
+class Admission:
+    """The threshold in force, and the counts for it, which exist once they are needed."""
+
+    def __init__(self, num_slots: int, threshold: int) -> None:
+        self._num_slots = num_slots
+        self._filter: AdmissionFilter | None = None
+        self.threshold = threshold
+
+    @property
+    def threshold(self) -> int:
+        """A block is stored from the offer of this number on; 1 counts nothing."""
+        return self._threshold
+
+    @threshold.setter
+    def threshold(self, threshold: int) -> None:
+        if not 1 <= threshold <= MAX_THRESHOLD:
+            raise ValueError(f"store_threshold={threshold} has to be between 1 and {MAX_THRESHOLD}")
+        if threshold > 1 and self._filter is None:
+            self._filter = AdmissionFilter(self._num_slots)
+        self._threshold = threshold
+
+    def admits(self, marks: Marks) -> NDArray[np.bool_]:
+        """Which of these keys are stored if they are offered now."""
+        if self._filter is None:
+            return np.ones(len(marks), dtype=np.bool_)
+        admitted: NDArray[np.bool_] = self._filter.counts(marks) >= self._threshold - 1
+        return admitted
+
+    def count(self, marks: Marks) -> None:
+        """These keys, each named once, were offered and answered."""
+        if self._filter is not None:
+            self._filter.count(marks)
+
+
+class AdmissionFilter:
+    """How often keys were offered lately, in 16 to 32 bytes a slot, whatever is offered.
+
+    Keys share counters by chance, and a key's count is the smaller one of two. So it is never too small, and too large
+    for one to three keys in a hundred, which are then stored an offer too early. A period is as many offers as there
+    are slots; what was not offered in this one or the last is forgotten. A counter has the number of its period, modulo
+    four, in its high bits, and a few are cleared with every offer before the same number comes again.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        bits = max((_CELLS_PER_SLOT * num_slots - 1).bit_length(), _MIN_BITS)
+        self._num_cells = 1 << bits
+        self._num_slots = num_slots
+        self._shift = np.uint64(64 - bits)
+        self._rows = np.zeros((_ROWS, self._num_cells), dtype=np.uint8)
+        self._stamp = np.uint8(0)
+        self._num_offers = 0
+        self._num_cleared = 0
+
+    def counts(self, marks: Marks) -> NDArray[np.uint8]:
+        """How often each of these keys was offered."""
+        first, second = (self._live(row[cells]) for row, cells in zip(self._rows, self._cells(marks), strict=True))
+        return np.minimum(first, second)
+
+    def count(self, marks: Marks) -> None:
+        """These keys were offered once more, each named once."""
+        stamp = self._stamp << _COUNT_BITS
+        raised = stamp | (np.minimum(self.counts(marks), MAX_THRESHOLD - 1) + np.uint8(1))
+        for row, cells in zip(self._rows, self._cells(marks), strict=True):
+            row[cells] = stamp | self._live(row[cells])
+            np.maximum.at(row, cells, raised)
+        self._move_on(len(marks))
+
+    def _cells(self, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        other = (marks ^ marks >> _HALF_BITS) * _SECOND_SPREAD
+        return (marks >> self._shift).view(np.int64), (other >> self._shift).view(np.int64)
+
+    def _live(self, counters: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """What counters say, if they are of this period or the last."""
+        return np.where((self._stamp - (counters >> _COUNT_BITS)) & _STAMPS <= 1, counters & _COUNT, np.uint8(0))
+
+    def _move_on(self, num_offers: int) -> None:
+        """Clear as large a share of the counters as of the period is over."""
+        while num_offers:
+            some = min(num_offers, self._num_slots - self._num_offers)
+            num_offers -= some
+            self._num_offers += some
+            end = self._num_cells * self._num_offers // self._num_slots
+            part = self._rows[:, self._num_cleared : end]
+            part[self._live(part) == 0] = 0
+            self._num_cleared = end
+            if self._num_offers == self._num_slots:
+                self._stamp = (self._stamp + np.uint8(1)) & _STAMPS
+                self._num_offers = self._num_cleared = 0

@@ -1,0 +1,107 @@
+"""Room: who goes when no slot is free, by the eviction policy in force, and how policies are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.eviction import EVICTION_POLICIES, EvictionPolicy
+from core.keys import Key
+from core.lru import LruPolicy
+from core.segments import Segment
+from core.slots import SlotTable
+from core.transfers import NO_SLOTS, Slots
+
+_LARGE_POOL = 8
+"""A pool that holds a request so many times over does not come to evict it while it runs."""
+_RESIDENCY_LOOK = 4
+"""How many candidates for eviction are asked after on the device, for each that is wanted."""
+_LEAST_LOOK = 16
+_MOST_LOOK = 1000
+
+Residency = Callable[[Sequence[Key]], Sequence[bool]]
+
+
+class Room:
+    """`policy` is to be told of every slot that may go from now on, or may not go any more."""
+
+    def __init__(self, table: SlotTable, policy: str) -> None:
+        self._table = table
+        self._known: dict[str, EvictionPolicy] = {}
+        self.policy = self._start(policy, Segment(table, 0), Segment(table, 1))
+        self.residency: Residency | None = None
+        """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
+
+    def make(self, wanted: Sequence[Key], free: Slots, num_own: int, find_own: Callable[[], Slots]) -> Slots:
+        """Take the slots that go for the `wanted` keys, of which the first get `free` ones; fewer if there are no more.
+
+        None goes that the same request has in the pool: `num_own` slots, which `find_own` finds if need be.
+        """
+        if not num_own:
+            return self._make(wanted, free, NO_SLOTS, 0)
+        missing = len(wanted) - len(free)
+        if num_own * _LARGE_POOL > self._table.num_slots:
+            return self._make(wanted, free, self._candidates(find_own()), 0)
+        # In a large pool the request's own slots are among the latest used, and safe without looking for them.
+        victims = self._make(wanted, free, NO_SLOTS, num_own)
+        if missing > len(victims):
+            rest = wanted[len(free) + len(victims) :]
+            victims = np.concatenate((victims, self._make(rest, NO_SLOTS, self._candidates(find_own()), 0)))
+        return victims
+
+    def exchange_policy(self, name: str, limit: int) -> bool:
+        """Move on to another policy, with the order of the candidates as it is; True while there is more to do.
+
+        Each call works on `limit` slots at most. Until it is done, the least recently used go first.
+        """
+        policy = self.policy
+        if not isinstance(policy, LruPolicy):
+            if policy.name == name:
+                return False
+            lru = LruPolicy()
+            lru.inherit(*policy.hand_over())
+            self.policy = policy = lru
+        if not policy.settle(limit):
+            return True
+        if name != policy.name:
+            empty, full = policy.hand_over()
+            self.policy = self._start(name, full, empty)
+        return False
+
+    def _start(self, name: str, full: Segment, empty: Segment) -> EvictionPolicy:
+        """A policy is kept once it was used: to free the memory of one for a large pool takes too long for any lock."""
+        policy = self._known.get(name)
+        if policy is None:
+            policy = self._known[name] = EVICTION_POLICIES[name](self._table)
+        policy.take_over(full, empty)
+        return policy
+
+    def _make(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+        missing = len(wanted) - len(free)
+        if self.residency is None or missing <= 0:
+            return self.policy.make_room(wanted, free, spared, young)
+        resident = self._take_resident(self.residency, missing, spared)
+        if not len(resident):
+            return self.policy.make_room(wanted, free, spared, young)
+        others = self.policy.make_room(wanted, np.concatenate((free, resident)), spared, young)
+        return np.concatenate((resident, others))
+
+    def _take_resident(self, residency: Residency, count: int, spared: Slots) -> Slots:
+        """Up to `count` of the coldest slots whose blocks the device still holds: nothing is lost with them."""
+        look = min(_RESIDENCY_LOOK * max(count, _LEAST_LOOK), _MOST_LOOK)
+        candidates = self.policy.peek_victims(look)
+        if len(spared):
+            candidates = candidates[~np.isin(candidates, spared)]
+        if not len(candidates):
+            return NO_SLOTS
+        held: NDArray[np.bool_] = np.array(residency(self._table.keys[candidates].tolist()), dtype=np.bool_)
+        victims = candidates[held][:count]
+        self.policy.remove(victims)
+        return victims
+
+    def _candidates(self, slots: Slots) -> Slots:
+        """Those of these ready slots that could go."""
+        candidates: Slots = slots[self._table.pins[slots] == 0]
+        return candidates

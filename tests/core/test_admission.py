@@ -1,0 +1,152 @@
+"""Admission: offers are what is counted, in fixed memory, and only what is offered often enough is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.admission import AdmissionFilter
+from core.events import Origin
+from core.grants import Offer
+from core.manager import OffloadManager
+
+ANYONE = Origin("r")
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
+
+
+def offer(manager: OffloadManager, wanted: list[bytes]) -> Offer:
+    answer = manager.offer(wanted, ANYONE, np.arange(len(wanted)), 1, 1.0)
+    manager.publish(answer.slots, 1.0)
+    return answer
+
+
+def marks(numbers: list[int]) -> np.ndarray:
+    """Marks as spread as those of hashes."""
+    return np.array([number * 0x9E3779B97F4A7C15 % 2**64 for number in numbers], dtype=np.uint64)
+
+
+def test_a_block_is_stored_from_its_third_offer_on() -> None:
+    manager = OffloadManager(100, 64, store_threshold=3)
+    for expected in (0, 0, 4):
+        answer = offer(manager, keys(1, 4))
+        assert len(answer.slots) == expected
+        assert answer.num_answered == 4
+        assert len(answer.held_back_at) == 4 - expected
+    assert manager.counts().ready == 4
+
+
+def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:
+    manager = OffloadManager(100, 64)
+    offer(manager, keys(2, 2))
+    manager.admission.threshold = 2
+    offer(manager, keys(4, 1))
+    answer = offer(manager, keys(0, 6))
+    assert answer.num_answered == 6
+    assert answer.stored_at.tolist() == [4]
+    assert answer.held_back_at.tolist() == [0, 1, 5]
+
+
+def test_lookups_are_no_offers() -> None:
+    manager = OffloadManager(100, 64, store_threshold=2)
+    for _ in range(5):
+        manager.find_prefix(keys(0, 3))
+        manager.find_each(keys(0, 3))
+        manager.note_misses(keys(0, 3), 1.0)
+    assert len(offer(manager, keys(0, 3)).held_back_at) == 3
+
+
+def test_what_found_no_space_was_not_offered_yet() -> None:
+    manager = OffloadManager(2, 64)
+    offer(manager, keys(50, 2))
+    pin = manager.pin(manager.find_prefix(keys(50, 2)))
+    manager.admission.threshold = 2
+    offer(manager, keys(1, 1))
+    answer = manager.offer(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
+    assert (answer.num_answered, answer.held_back_at.tolist()) == (1, [0]), "the second key is due, and finds no space"
+    for _ in range(3):
+        answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
+        assert (answer.num_answered, answer.held_back_at.tolist()) == (0, [])
+    manager.release(pin)
+    answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
+    assert answer.held_back_at.tolist() == [1, 2], "asking again for room was no further offer of these"
+    assert answer.stored_at.tolist() == [0]
+
+
+def test_a_threshold_of_one_counts_nothing() -> None:
+    manager = OffloadManager(100, 64)
+    offer(manager, keys(0, 4))
+    assert manager.admission._filter is None
+
+
+@pytest.mark.parametrize("threshold", [0, -1, 64])
+def test_a_threshold_out_of_range_is_refused_by_name(threshold: int) -> None:
+    with pytest.raises(ValueError, match=f"store_threshold={threshold} has to be between 1 and 63"):
+        OffloadManager(10, 64, store_threshold=threshold)
+
+
+@given(batches=st.lists(st.lists(st.integers(0, 50), max_size=30, unique=True), max_size=30))
+def test_a_key_never_counts_too_seldom_while_it_is_remembered(batches: list[list[int]]) -> None:
+    counted = AdmissionFilter(num_slots=1000)
+    true: Counter[int] = Counter()
+    for batch in batches:
+        counted.count(marks(batch))
+        true.update(batch)
+    numbers = list(true)
+    assert (counted.counts(marks(numbers)) >= [true[number] for number in numbers]).all()
+
+
+def test_counts_stop_at_their_limit() -> None:
+    counted = AdmissionFilter(num_slots=10_000)
+    for _ in range(400):
+        counted.count(marks([7]))
+    assert int(counted.counts(marks([7]))[0]) == 63
+
+
+def test_few_keys_that_are_offered_once_pass_for_known_however_many_come() -> None:
+    num_slots = 8000  # 2**16 counters: as few a slot as there ever are
+    counted = AdmissionFilter(num_slots)
+    size = counted._rows.nbytes
+    rng = np.random.default_rng(1)
+    false = asked = 0
+    for step in range(2000):
+        fresh = rng.integers(0, 2**63, 64, dtype=np.uint64) * np.uint64(2)
+        if step > 300:
+            false += int(np.count_nonzero(counted.counts(fresh)))
+            asked += len(fresh)
+        counted.count(fresh)
+    assert asked * 0.005 < false < asked * 0.035
+    assert counted._rows.nbytes == size <= 32 * num_slots
+
+
+def test_an_offer_is_remembered_for_as_many_others_as_there_are_slots_and_forgotten_after_twice_as_many() -> None:
+    num_slots = 2000
+    counted = AdmissionFilter(num_slots)
+    rng = np.random.default_rng(2)
+
+    def others(count: int) -> None:
+        for start in range(0, count, 50):
+            some = rng.integers(0, 2**63, min(50, count - start), dtype=np.uint64) * np.uint64(2)
+            counted.count(some)
+
+    for first in range(7):
+        others(first * 300)
+        counted.count(marks([7]))
+        others(num_slots - 1)
+        assert int(counted.counts(marks([7]))[0]) == 1
+        others(num_slots + 1)
+        assert int(counted.counts(marks([7]))[0]) == 0
+
+
+def test_counters_of_a_period_are_cleared_before_its_number_comes_again() -> None:
+    counted = AdmissionFilter(num_slots=500)
+    counted.count(marks(list(range(400))))
+    for _ in range(500 * 4 // 100):
+        counted.count(marks(list(range(1000, 1100))))
+    assert not counted.counts(marks(list(range(400)))).any()

@@ -1,0 +1,101 @@
+"""Why a block is missing, and which evictions are regretted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.events import EvictionReason, NullSink, Origin
+from core.ghosts import Ghosts
+from core.manager import OffloadManager
+from core.origins import OriginMatch
+
+NOBODY = np.empty(0, dtype=np.int64)
+
+
+class Regrets(NullSink):
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+
+    def regretted(self, keys: Sequence[bytes], time_s: float) -> None:
+        self.keys += keys
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
+
+
+def store(manager: OffloadManager, wanted: list[bytes], request_id: str = "r") -> None:
+    answer = manager.offer(wanted, Origin(request_id), np.arange(len(wanted)), 1, 1.0)
+    manager.publish(answer.slots, 1.0)
+
+
+def test_each_missing_block_has_its_reason() -> None:
+    manager = OffloadManager(8, 64)
+    store(manager, keys(0, 4), "old")
+    store(manager, keys(10, 4), "dropped")
+    manager.drop_matching(OriginMatch(request="dropped").matches, 0, 1.0)
+    store(manager, keys(20, 4))
+    store(manager, keys(30, 1))
+    manager.drop_block(keys(20, 1)[0], 1.0)
+    manager.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
+    asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
+    assert manager.why_missing(asked) == {
+        keys(3, 1)[0]: EvictionReason.CAPACITY,
+        keys(4, 1)[0]: None,
+        keys(10, 1)[0]: EvictionReason.RESET,
+        keys(20, 1)[0]: EvictionReason.OPERATOR,
+        keys(21, 1)[0]: EvictionReason.LOAD_FAILED,
+        keys(99, 1)[0]: None,
+    }
+    assert manager.why_missing([]) == {}
+
+
+def test_only_what_went_for_want_of_room_is_regretted_and_once() -> None:
+    sink = Regrets()
+    manager = OffloadManager(4, 64, sink=sink)
+    store(manager, keys(0, 4))
+    manager.drop_block(keys(0, 1)[0], 1.0)
+    store(manager, keys(10, 2))
+    assert manager.note_misses(keys(0, 4), 1.0) == 1
+    assert manager.note_misses(keys(0, 4), 1.0) == 0
+    assert sink.keys == keys(3, 1)
+    assert manager.evictions.regretted == 1
+    assert manager.why_missing(keys(3, 1)) == {keys(3, 1)[0]: EvictionReason.CAPACITY}, "the reason stays"
+
+
+def test_a_block_that_was_stored_again_is_no_regret() -> None:
+    manager = OffloadManager(2, 64)
+    store(manager, keys(0, 2))
+    store(manager, keys(10, 2))
+    store(manager, keys(0, 2))
+    assert manager.note_misses(keys(0, 2), 1.0) == 0
+    assert manager.why_missing(keys(0, 2)) == {}
+    manager.drop_block(keys(0, 1)[0], 1.0)
+    assert manager.note_misses(keys(0, 2), 1.0) == 0, "it left by an operator's hand, later"
+    manager.reset(NOBODY, 1.0)
+    assert manager.note_misses(keys(0, 2), 1.0) == 0, "it left by the reset, later"
+
+
+def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
+    num_slots = 40_000
+    ghosts = Ghosts(num_slots)
+    assert len(ghosts._table) <= 2 * num_slots
+    for first in range(0, 10 * num_slots, 1000):
+        ghosts.add(keys(first, 1000), EvictionReason.CAPACITY)
+    assert len(ghosts._table) <= 2 * num_slots
+    latest = ghosts.reasons(keys(10 * num_slots - 1000, 1000))
+    assert latest.count(EvictionReason.CAPACITY) > 950
+    assert ghosts.reasons(keys(10**8, 1000)).count(None) == 1000
+
+
+def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:
+    ghosts = Ghosts(100)
+    for reason in EvictionReason:
+        ghosts.add(keys(0, 600), reason)
+        ghosts.add(keys(600, 5), reason)
+        assert ghosts.reasons(keys(0, 1)) == [reason]
+        ghosts.begin_epoch()
+        assert not any(ghosts.reasons(keys(0, 605)))
+        assert not ghosts.regret(keys(0, 605)).any()
