@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Pa
     ) as watching:
         assert watching.stdout is not None
         seen = [json.loads(watching.stdout.readline()) for _ in range(3)]
-        watching.send_signal(2)
+        watching.send_signal(signal.SIGINT)
         _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
     assert watching.returncode == 0, errors
     assert errors == ""
@@ -134,6 +135,8 @@ def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Whoever runs the tests in the background may have had Ctrl-C ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as watching:
             assert watching.stdout is not None
             lines = [watching.stdout.readline()]
@@ -141,7 +144,7 @@ def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
             assert ask("rules", "set", "told", "store=false").code == 0
             assert ask("rules", "delete", "told").code == 0
             lines += [watching.stdout.readline(), watching.stdout.readline()]
-            watching.send_signal(2)
+            watching.send_signal(signal.SIGINT)
             _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
         assert (watching.returncode, errors) == (0, "")
         if as_json:
