@@ -210,6 +210,7 @@ class Process:
             settings.eviction_policy,
             sink=self.feed,
             max_pinned_fraction=settings.max_pinned_fraction,
+            store_threshold=settings.store_threshold,
         )
         self.scheduler = OffloadScheduler(
             self.manager,
@@ -297,6 +298,10 @@ class Process:
         self.manager.max_pinned_fraction = settings.max_pinned_fraction
         self.scheduler.choice.decision = settings.load_decision
         self.scheduler.set_store_mode(settings.store_mode)
+        self.manager.admission.threshold = settings.store_threshold
+        while self.manager.switch_policy(settings.eviction_policy):
+            # In short turns, between which the engine has the lock.
+            continue
         self.store.set_limits(_history_limits(settings))
 
     def _supervise(self) -> None:

@@ -13,7 +13,7 @@ class LiveSettings:
     """Frozen settings that can be exchanged while running. Thread-safe.
 
     `apply` is called with the new settings before they are in force, and carries them to whoever holds a copy; it must
-    not raise for values that validated, and must be quick. Changes are forgotten at the next start.
+    not raise for values that validated. The caller of `change` waits for it. Changes are forgotten at the next start.
     """
 
     def __init__(self, at_start: Settings, apply: Callable[[Settings], None]) -> None:

@@ -23,6 +23,7 @@ from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
 from app.settings.tiers import TierSettings, read_tiers
 from app.settings.view import SettingView, place_words, plain
+from core.admission import MAX_THRESHOLD
 from core.engine import StoreMode
 from core.policy import REQUEST_FIELDS_DEFAULT, Level, RequestPolicy
 from core.rates import LoadDecision
@@ -108,7 +109,7 @@ class Settings(BaseSettings):
         default=StoreMode.EAGER,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
     )
-    eviction_policy: Annotated[str, _read(values.word)] = Field(
+    eviction_policy: Annotated[str, _read(values.word), MUTABLE] = Field(
         default="lru", description="Which blocks leave a full pool first."
     )
     offload_prompt_only: Annotated[bool, _read(values.truth)] = Field(
@@ -130,7 +131,7 @@ class Settings(BaseSettings):
         default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
     )
-    store_threshold: Annotated[int, _read(values.whole(1))] = Field(
+    store_threshold: Annotated[int, _read(values.whole(1, MAX_THRESHOLD)), MUTABLE] = Field(
         default=1, description="Offers of a block before it is stored."
     )
     max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(

@@ -9,7 +9,6 @@ from core.eviction import EVICTION_POLICIES
 OFFERED: Mapping[str, tuple[object, ...]] = {
     "pool_kind": ("pinned",),
     "eviction_policy": tuple(EVICTION_POLICIES),
-    "store_threshold": (1,),
     "tiers": ((),),
     "offload_level": ("block",),
 }

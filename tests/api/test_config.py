@@ -58,6 +58,42 @@ def test_what_may_change_changes_at_once(fresh: Service) -> None:
         client.patch(CONFIG, json={"log_level": None})
 
 
+def test_the_eviction_policy_is_exchanged_and_nothing_is_lost(fresh: Service) -> None:
+    hashes = fill(fresh, *(LoopRequest(f"r{number}", 320, seed=number) for number in range(10)))
+
+    def shown() -> tuple[str, int]:
+        pool = client.get("/admin/v1/stats").json()["pool"]
+        return pool["eviction_policy"], pool["ready"]
+
+    with fresh.client() as client:
+        for value, name in (("arc", "arc"), ("arc", "arc"), ("lru", "lru"), ("arc", "arc"), (None, "lru")):
+            answer = client.patch(CONFIG, json={"eviction_policy": value})
+            assert answer.json()["eviction_policy"]["value"] == name
+            assert shown() == (name, 200)
+        assert all(client.get(f"/admin/v1/blocks/{block}").status_code == 200 for block in hashes)
+        refused = client.patch(CONFIG, json={"eviction_policy": "fifo"})
+        (error,) = refused.json()["errors"]
+        assert (refused.status_code, error["field"]) == (422, "eviction_policy")
+        assert "lru, arc" in error["message"]
+        client.patch(CONFIG, json={"eviction_policy": "arc"})
+        fill(fresh, *(LoopRequest(f"more{number}", 320, seed=100 + number) for number in range(10)))
+        assert shown() == ("arc", 256)
+
+
+def test_the_store_threshold_holds_from_the_next_offer_on(fresh: Service) -> None:
+    with fresh.client() as client:
+        assert client.patch(CONFIG, json={"store_threshold": 2}).json()["store_threshold"]["value"] == 2
+        for number, stored in ((1, 0), (2, 4)):
+            fill(fresh, LoopRequest(f"r{number}", 64, seed=1))
+            store = client.get("/admin/v1/stats").json()["store"]
+            assert (store["stored"], store["skipped"]["admission"]) == (stored, 4)
+        client.patch(CONFIG, json={"store_threshold": None})
+        fill(fresh, LoopRequest("r3", 64, seed=3))
+        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 8
+        assert client.patch(CONFIG, json={"store_threshold": 0}).status_code == 422
+        assert client.patch(CONFIG, json={"store_threshold": 64}).status_code == 422
+
+
 def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
     with start_service(tmp_path) as running, running.client() as client:
         client.patch(CONFIG, json={"eviction_history_days": 1})

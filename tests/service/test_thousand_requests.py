@@ -62,7 +62,9 @@ class Operators:
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as http:
             while not self.done.wait(0.04):
-                what = self._rng.choice(["reset", "reset one", "mode", "prompt only", "override", "look", "look"])
+                what = self._rng.choice(
+                    ["reset", "reset one", "mode", "eviction", "prompt only", "override", "rule", "look", "look"]
+                )
                 self.calls[what] += 1
                 if what == "reset" and self.calls["reset"] % 3:
                     what = "look"
@@ -76,6 +78,12 @@ class Operators:
             answer = http.post("/admin/v1/reset", json={"match": {"request": f"*{number % 10}"}, "reason": "test"})
         elif what == "mode":
             answer = http.patch("/admin/v1/config", json={"store_mode": self._rng.choice(["eager", "lazy"])})
+        elif what == "eviction":
+            answer = http.patch("/admin/v1/config", json={"eviction_policy": self._rng.choice(["lru", "arc"])})
+        elif what == "rule":
+            match = self._rng.choice([{"request": f"*{number % 10}"}, {"prompt_tokens": {"min": 200}}])
+            policy = self._rng.choice([{"priority": "low"}, {"load": False}, {"max_offload_tokens": 64}, {}])
+            answer = http.put(f"/admin/v1/rules/rule{number % 3}", json={"match": match, "policy": policy})
         elif what == "prompt only":
             answer = http.patch("/admin/v1/policy", json={"offload_prompt_only": self._rng.random() < 0.5})
         elif what == "override":
@@ -84,7 +92,7 @@ class Operators:
         else:
             answer = http.get("/admin/v1/stats")
             check_identities(answer.json())
-        assert answer.status_code in (200, 202), answer.text
+        assert answer.status_code in (200, 201, 202), answer.text
 
 
 def ask(served: Served, number: int, prompt: list[int]) -> list[int] | None:

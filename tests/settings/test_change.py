@@ -14,6 +14,8 @@ MUTABLE = {
     "log_level",
     "load_decision",
     "store_mode",
+    "eviction_policy",
+    "store_threshold",
     "max_pinned_fraction",
     "eviction_history_rows",
     "eviction_history_days",

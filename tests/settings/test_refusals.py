@@ -112,8 +112,7 @@ def test_values_that_do_not_validate(
     ("name", "value", "offered"),
     [
         ("pool_kind", "shm", "pinned"),
-        ("eviction_policy", "fifo", "lru"),
-        ("store_threshold", 2, "1"),
+        ("eviction_policy", "fifo", "lru, arc"),
         ("offload_level", "request", "block"),
         ("tiers", [{"type": "fs", "path": "/data", "max_bytes": "1GiB"}], "[]"),
     ],
