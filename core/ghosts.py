@@ -17,7 +17,6 @@ _MIN_BITS = 16
 
 _CODES = {reason: code for code, reason in enumerate(EvictionReason, start=1)}
 _REASONS = [None, *EvictionReason]
-_REGRETTABLE = _CODES[EvictionReason.CAPACITY]
 _CODE_BITS = 4
 _CODE = (1 << _CODE_BITS) - 1
 _TOLD = 1 << (_CODE_BITS - 1)
@@ -64,9 +63,9 @@ class Ghosts:
         return [_REASONS[code] for code in (codes & (_TOLD - 1)).tolist()]
 
     def regret(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
-        """Which of these keys, which are not in the pool, left for want of room; each is told once."""
+        """Which of these keys, which are not in the pool, were in it once; each is told once."""
         places, codes = self._look_up(keys)
-        known: NDArray[np.bool_] = codes == _REGRETTABLE
+        known: NDArray[np.bool_] = (codes > 0) & (codes < _TOLD)
         self._table[places[known]] |= np.uint64(_TOLD)
         return known
 

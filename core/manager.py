@@ -204,7 +204,7 @@ class OffloadManager:
             return Pin(slots, self.table.epoch)
 
     def note_misses(self, keys: Sequence[Key], now_s: float) -> int:
-        """Count those of `keys` that are missing for want of room: the evictions we regret. Each is counted once."""
+        """Count those of `keys` that are missing because they were evicted, which we regret. Each is counted once."""
         if not keys:
             return 0
         with self.lock:

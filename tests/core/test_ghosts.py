@@ -52,16 +52,17 @@ def test_each_missing_block_has_its_reason() -> None:
     assert manager.why_missing([]) == {}
 
 
-def test_only_what_went_for_want_of_room_is_regretted_and_once() -> None:
+def test_whatever_was_evicted_is_regretted_once() -> None:
     sink = Regrets()
     manager = OffloadManager(4, 64, sink=sink)
     store(manager, keys(0, 4))
     manager.drop_block(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
-    assert manager.note_misses(keys(0, 4), 1.0) == 1
+    assert manager.note_misses(keys(0, 4), 1.0) == 2
     assert manager.note_misses(keys(0, 4), 1.0) == 0
-    assert sink.keys == keys(3, 1)
-    assert manager.evictions.regretted == 1
+    assert sink.keys == [*keys(0, 1), *keys(3, 1)]
+    assert manager.evictions.regretted == 2
+    assert manager.why_missing(keys(0, 1)) == {keys(0, 1)[0]: EvictionReason.OPERATOR}
     assert manager.why_missing(keys(3, 1)) == {keys(3, 1)[0]: EvictionReason.CAPACITY}, "the reason stays"
 
 
@@ -73,7 +74,7 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     assert manager.note_misses(keys(0, 2), 1.0) == 0
     assert manager.why_missing(keys(0, 2)) == {}
     manager.drop_block(keys(0, 1)[0], 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0) == 0, "it left by an operator's hand, later"
+    assert manager.note_misses(keys(0, 2), 1.0) == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
     assert manager.note_misses(keys(0, 2), 1.0) == 0, "it left by the reset, later"
 
