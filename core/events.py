@@ -47,7 +47,7 @@ class SlotRows(NamedTuple):
     generations: NDArray[np.int64]
     epochs: NDArray[np.int32]
     sizes: NDArray[np.int64]
-    positions: NDArray[np.int32]
+    positions: NDArray[np.int64]
     origins: Sequence[Origin]
     stored_s: NDArray[np.float64]
     hit_s: NDArray[np.float64]

@@ -11,7 +11,7 @@ from core.events import EvictionReason
 from core.keys import Key
 from core.marks import Marks, marks_of
 
-_FLUSH_KEYS = 512
+_FLUSH_KEYS = 1000
 _MIN_BITS = 16
 """Half a megabyte, so that in a small pool hardly any two ghosts fall on one place."""
 

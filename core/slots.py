@@ -28,12 +28,12 @@ _RECORD = np.dtype(
         ("queued_at", np.int64),
         ("size", np.int64),
         ("epoch", np.int32),
-        ("position", np.int32),
+        ("position", np.int64),
         ("hits", np.int32),
         ("pins", np.int32),
         ("state", np.uint8),
         ("priority_class", np.uint8),
-        ("unused", "V6"),
+        ("unused", "V2"),
     ]
 )
 """A slot, in one cache line: whatever is done to a batch of slots waits for the memory of each slot once."""
