@@ -1,12 +1,15 @@
 """What watching costs: generation with the admin API polled 50 times a second, against the same without.
 
-Run: OMP_NUM_THREADS=1 python -m bench.polling [--pairs 24] [--rate 50]
+Run: OMP_NUM_THREADS=1 python -m bench.polling [--pairs 24] [--rate 50] [--hidden 512 --tokens 80]
 
 One service in this process, its admin API on a thread as in production; the poller is a process of its own. Each round
 generates the same tokens three times, in changing order: not polled; polled; and, as a control, while the same poller
 asks the same of another process. What the control costs is two processes more on the machine's cores, not the polling
 of the engine's own. Besides the wall time of a run the CPU time of the engine's thread is compared, which the
 scheduling of other processes disturbs less.
+
+The model `tiny` is the hardest case: its steps are all interpreter, which the admin API shares. With `--hidden` a
+random Llama of that width takes its place, whose matrix products run beside the interpreter, as real models' do.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from pathlib import Path
 
 import httpx
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from app.engines.embedded import EmbeddedEngine, Sampling
+from app.engines.embedded.model import TINY
 from app.logs import start_logging
 from app.service import listen, make_server
 from app.settings import Settings
@@ -41,6 +46,7 @@ from bench.report import environment, median_interval, spread, verdict
 GOAL = 1.02
 STREAMS = 4
 PROMPT_TOKENS = 64
+LAYERS = 8
 NOBODY, OWN, OTHER = ARMS = (-1, 0, 1)
 """Who is polled: nobody, the service with the engine, or another process."""
 
@@ -104,18 +110,38 @@ def timed(engine: EmbeddedEngine, num_tokens: int, seed: int) -> tuple[float, fl
     return time.perf_counter() - started_s, engine.thread_cpu_s - cpu_s
 
 
+def save_llama(folder: Path, hidden: int) -> None:
+    """A random Llama with a `hidden` size of multiples of 64, without a tokenizer: prompts are token ids."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--hidden", type=int, default=0, help="width of a random Llama; 0 takes the model tiny")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     target, stop, polls = context.Value("i", NOBODY), context.Event(), context.Value("i", 0)
     walls: dict[int, list[float]] = {arm: [] for arm in ARMS}
     cpus: dict[int, list[float]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder, another_service(Path(folder) / "other") as other_url:
-        settings = Settings(_env_file=None, state_dir=str(Path(folder) / "own"), port=0, log_level="error")
+        model = TINY
+        if options.hidden:
+            model = str(Path(folder) / "model")
+            save_llama(Path(model), options.hidden)
+        settings = Settings(_env_file=None, model=model, state_dir=str(Path(folder) / "own"), port=0, log_level="error")
         with start_logging(settings) as logs, listen(settings.host, settings.port) as listener:
             process = Process(settings, logs)
             process.start()
@@ -147,8 +173,9 @@ def main() -> None:
                 process.close()
     polled_s = sum(walls[OWN]) + sum(walls[OTHER])
     print(environment("torch", "transformers", "fastapi", "uvicorn"), f"OMP_NUM_THREADS={torch.get_num_threads()}")
+    shape = f"Llama, {LAYERS} layers of {options.hidden}" if options.hidden else TINY
     print(
-        f"{options.pairs} rounds of {STREAMS} streams x {options.tokens} tokens; "
+        f"{shape}: {options.pairs} rounds of {STREAMS} streams x {options.tokens} tokens; "
         f"{polls.value / polled_s:.0f} polls a second while polled; median (min-max)"
     )
     print(f"{'':<18}{'not polled, s':<22}{'polled, s':<22}{'other polled, s':<22}")
