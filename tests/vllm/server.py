@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import psutil
 
 from app.discovery import find_services
 from tests.vllm.engines import engine_options
@@ -61,7 +62,12 @@ class VllmServer:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def stop(self, how: signal.Signals) -> int:
+        """End it. Nothing of it is left after SIGKILL: its children would otherwise live on."""
+        children = psutil.Process(self.process.pid).children(recursive=True) if how is signal.SIGKILL else []
         self.process.send_signal(how)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(how)
         return self.process.wait(STOP_S)
 
 
@@ -104,14 +110,18 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    model: Path, transfer: Mapping[str, object] | None, folder: Path, **options: object
+    model: Path,
+    transfer: Mapping[str, object] | None,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    **options: object,
 ) -> Iterator[VllmServer]:
     """A server for as long as this lasts. Its log is in `folder`, and so is the state of kvferry."""
     port = free_port()
     log, state = folder / "vllm.log", folder / "state"
     shim = write_shim(folder / "shim")
     with log.open("ab") as out:
-        process = start(serve_arguments(model, transfer, port, **options), environment(shim, state), out)
+        process = start(serve_arguments(model, transfer, port, **options), environment(shim, state, **(env or {})), out)
         server = VllmServer(process, f"http://127.0.0.1:{port}", log, state)
         try:
             wait_until(lambda: _is_up(server), f"vllm serve is up; see {log}:\n{tail(log)}", START_S)

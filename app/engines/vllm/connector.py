@@ -30,6 +30,7 @@ from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
 from app.engines.vllm.options import check_caching, check_parallel, read_options
+from app.engines.vllm.pool import map_pool
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
@@ -89,10 +90,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda on_finished: Copies(
                     self._layout,
                     self._settings.blocks_per_slot,
-                    self._size.rank_slot_bytes,
                     kv_caches,
-                    self._size.num_slots,
-                    rank,
+                    map_pool(self._size, self._vllm_config, rank),
                     on_finished,
                 )
             )

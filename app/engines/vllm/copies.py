@@ -1,13 +1,12 @@
 """The seam to `cuda_ops`: from vLLM's tensors to a host pool and a copy engine that knows their bytes.
 
-A rank's pool is memory of that rank alone: nobody else reads its bytes as long as there are no tiers and no pools that
-outlive their engine.
+All tensors are seen as bytes, and none is copied.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,30 +25,26 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """A rank's pool and copy engine; a `CopyEngine`."""
+    """A rank's copy engine and its view of the pool; a `CopyEngine`."""
 
     def __init__(
         self,
         layout: VllmLayout,
         blocks_per_slot: int,
-        slot_bytes: int,
         caches: Mapping[str, Any],
-        num_slots: int,
-        rank: int,
+        pool: HostPool,
         on_finished: Callable[[], None],
     ) -> None:
-        """Map the pool. Raises `NotEnoughMemory`; `check_caches` comes first."""
+        """Start copying between the caches, which `check_caches` has seen, and the pool, which is closed with this."""
         regions = DeviceLayout(
             tuple(
                 GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
                 for group, slot_blocks in zip(layout.groups, layout.slot_blocks(blocks_per_slot), strict=True)
             )
         )
-        self._pool = HostPool(num_slots, slot_bytes)
+        self._pool = pool
         # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
-        self._engine: CopyEngine = CpuCopyEngine(
-            regions, self._pool, on_finished, rank, cpus=range(os.cpu_count() or 1)
-        )
+        self._engine: CopyEngine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=range(os.cpu_count() or 1))
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -82,6 +77,14 @@ def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
     for group in layout.groups:
         for stretch in group.stretches:
             tensor = _tensor_of(caches, stretch)
+            if any(
+                other.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+                for other in _parts(caches, stretch)
+            ):
+                raise ConnectorRefused(
+                    f"the KV cache of layer {stretch.layer} is made of several pieces of memory; kvferry does not know "
+                    "such a layout"
+                )
             if tensor.device.type != "cpu":
                 raise ConnectorRefused(
                     f"the KV cache is on {tensor.device}: this version carries blocks between CPU memory only; run "
@@ -95,12 +98,17 @@ def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
                 )
 
 
-def _tensor_of(caches: Mapping[str, Any], stretch: Stretch) -> Tensor:
+def _parts(caches: Mapping[str, Any], stretch: Stretch) -> Sequence[Tensor]:
+    """A layer's tensors: one, or several where it keeps states of different shapes."""
     cache = caches.get(stretch.layer)
     if cache is None:
         raise ConnectorRefused(f"vLLM registered no KV cache for layer {stretch.layer}, which its configuration names")
-    tensor: Tensor = cache[0] if isinstance(cache, (list, tuple)) else cache
-    return tensor
+    parts: Sequence[Tensor] = cache if isinstance(cache, (list, tuple)) else (cache,)
+    return parts
+
+
+def _tensor_of(caches: Mapping[str, Any], stretch: Stretch) -> Tensor:
+    return _parts(caches, stretch)[0]
 
 
 def _region(caches: Mapping[str, Any], stretch: Stretch) -> Region:

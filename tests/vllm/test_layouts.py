@@ -1,0 +1,211 @@
+"""Layouts of the KV cache that vLLM's CPU backend does not have: every byte of a block goes to the pool and back.
+
+The configurations are fabricated; the code that lays them out and views them is vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from app.engines.vllm.copies import Copies, check_caches
+from app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from app.engines.vllm.refusal import ConnectorRefused
+from app.engines.vllm.sizing import announce, size_pool
+from app.settings import Settings
+from core.groups import GroupKind
+from core.transfers import BlockRun, Direction, TransferJob
+from cuda_ops.host_pool import HostPool
+from tests.vllm import fabricated as fake
+from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
+
+ALL = tuple(KVCacheLayout)
+LAYERS_OUT = tuple(layout for layout in ALL if not layout.is_block_outermost)
+PACKED = tuple(layout for layout in ALL if layout.is_block_outermost)
+WHOLE_PAGES = tuple(layout for layout in ALL if layout.is_block_compact)
+DEADLINE_S = 20.0
+
+CASES: dict[str, tuple[tuple[KVCacheLayout, ...], list[KVCacheGroupSpec]]] = {
+    "full": (ALL, groups_of(fake.FULL)),
+    "keys-and-values-apart": (ALL, groups_of(fake.APART)),
+    "fp8": (ALL, groups_of(fake.FP8)),
+    "fp8-with-scales": (ALL, groups_of(fake.FP8_SCALES)),
+    "sliding-windows": (ALL, groups_of(fake.WINDOW, fake.WINDOW, fake.FULL)),
+    "mla": (ALL, groups_of(fake.MLA)),
+    "mla-fp8": (ALL, groups_of(fake.MLA_FP8)),
+    "mla-padded": (WHOLE_PAGES, groups_of(fake.MLA_PADDED)),
+    "mla-and-indexer": (WHOLE_PAGES, mixed_group(fake.MLA_FP8, fake.INDEXER)),
+    "mla-windows": (ALL, groups_of(fake.MLA_WINDOW, fake.MLA)),
+    "mamba": (WHOLE_PAGES, groups_of(fake.MAMBA, fake.MAMBA, fake.FULL)),
+}
+
+
+def every_case() -> list[Any]:
+    return [
+        pytest.param(layout, groups, id=f"{name}-{layout.name}")
+        for name, (layouts, groups) in CASES.items()
+        for layout in layouts
+    ]
+
+
+def test_the_list_of_layouts_is_vllms() -> None:
+    assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
+
+
+@dataclass
+class Bench:
+    """A cache, and a pool beside it."""
+
+    config: KVCacheConfig
+    caches: dict[str, torch.Tensor]
+    copies: Copies
+    number: int = 0
+
+    def copy(self, direction: Direction, group: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        arrays = [np.array(values, dtype=np.int64) for values in (blocks, slots, [0] * len(blocks))]
+        self.number += 1
+        self.copies.submit(TransferJob(self.number, direction, (BlockRun(group, *arrays),), "a-request"))
+        assert self.copies.wait([self.number], DEADLINE_S)
+        assert [result.error for result in self.copies.poll()] == [None]
+
+    def seen(self, group: int, block: int) -> list[bytes]:
+        """What vLLM sees of a block in each of its group's layers."""
+        return [block_bytes(self.caches[name], block) for name in self.config.kv_cache_groups[group].layer_names]
+
+
+def make_bench(layout: KVCacheLayout, groups: list[KVCacheGroupSpec], slots: int = 4) -> tuple[VllmLayout, Bench]:
+    config = cache_config(layout, groups)
+    found, caches = read_layout(config), allocate(config)
+    check_caches(found, caches)
+    pool = HostPool(slots, found.of_core(1, 1).slot_bytes)
+    return found, Bench(config, caches, Copies(found, 1, caches, pool, lambda: None))
+
+
+@pytest.mark.parametrize(("layout", "groups"), every_case())
+def test_every_byte_of_a_block_goes_to_the_pool_and_back(layout: KVCacheLayout, groups: list[KVCacheGroupSpec]) -> None:
+    found, bench = make_bench(layout, groups)
+    try:
+        for group in range(len(groups)):
+            fill(bench.caches, seed=group)
+            before = {block: bench.seen(group, block) for block in range(NUM_BLOCKS)}
+            assert len({tuple(seen) for seen in before.values()}) == NUM_BLOCKS
+            bench.copy(Direction.STORE, group, [3, 7], [2, 0])
+            bench.copy(Direction.LOAD, group, [5, 11], [2, 0])
+            expected = {**before, 5: before[3], 11: before[7]}
+            assert {block: bench.seen(group, block) for block in range(NUM_BLOCKS)} == expected
+            # No byte is carried that vLLM does not count as the block's own.
+            page = sum(len(seen) for seen in before[0])
+            assert page <= found.groups[group].spec.block_bytes <= found.device_bytes // NUM_BLOCKS
+    finally:
+        bench.copies.close()
+
+
+@pytest.mark.parametrize(("layout", "groups"), every_case())
+def test_what_is_needed_of_each_group_is_what_vllm_says_of_it(
+    layout: KVCacheLayout, groups: list[KVCacheGroupSpec]
+) -> None:
+    found = read_layout(cache_config(layout, groups))
+    for ours, theirs in zip(found.groups, groups, strict=True):
+        spec = theirs.kv_cache_spec
+        window = getattr(spec, "sliding_window", None)
+        assert (ours.spec.block_size, ours.spec.window_tokens) == (spec.block_size, window)
+        assert ours.by_offer == isinstance(spec, MambaSpec)
+        kind = GroupKind.RECURRENT if isinstance(spec, MambaSpec) else GroupKind.SLIDING if window else GroupKind.FULL
+        assert ours.spec.kind is kind
+
+
+def test_the_first_line_says_that_replicated_bytes_are_stored_by_each_rank(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(_env_file=None, pool_bytes="64MiB")
+    shared = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=4))
+    own = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL), tensor_parallel=4))
+    assert (shared.replicas, own.replicas) == (4, 1)
+    caplog.set_level(logging.INFO)
+    for layout, lines in ((shared, 1), (own, 0)):
+        caplog.clear()
+        announce(size_pool(settings, layout, SimpleNamespace(world_size=4)), settings, layout)
+        assert sum("each block is stored 4 times" in line for line in caplog.messages) == lines
+
+
+REFUSED: dict[str, tuple[list[KVCacheGroupSpec], str]] = {
+    "chunked": (
+        groups_of(
+            ChunkedLocalAttentionSpec(
+                block_size=32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, attention_chunk_size=64
+            )
+        ),
+        "ChunkedLocalAttentionSpec",
+    ),
+    "cross": (
+        groups_of(CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)),
+        "CrossAttentionSpec",
+    ),
+    "mamba-without-checkpoints": (groups_of(replace(fake.MAMBA, mamba_cache_mode="none")), "mamba-cache-mode align"),
+    "replay": (
+        groups_of(
+            SlidingWindowMLASpec(
+                block_size=32,
+                num_kv_heads=1,
+                head_size=576,
+                dtype=torch.bfloat16,
+                sliding_window=64,
+                bounded_replay=True,
+            )
+        ),
+        "found by a prefix",
+    ),
+    "unlike-windows": (mixed_group(fake.WINDOW, replace(fake.WINDOW, sliding_window=128)), "differ in kind"),
+    "a-subclass": (
+        groups_of(RSWASpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, rswa_window=64)),
+        "RSWASpec",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layout_that_is_not_listed_refuses_at_start_and_says_which(name: str) -> None:
+    groups, words = REFUSED[name]
+    with pytest.raises(ConnectorRefused, match=words):
+        read_layout(cache_config(KVCacheLayout.LBNHC, groups))
+
+
+def test_a_memory_order_that_is_not_listed_refuses_at_start() -> None:
+    config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
+    config.kv_cache_layout = "CNHBL"
+    with pytest.raises(ConnectorRefused, match=r"CNHBL is not one that kvferry knows: LBHNC"):
+        read_layout(config)
+
+
+def test_a_model_without_a_cache_refuses() -> None:
+    with pytest.raises(ConnectorRefused, match="no KV cache"):
+        read_layout(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
+
+
+def test_tensors_that_are_not_what_the_configuration_says_refuse() -> None:
+    config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
+    layout, caches = read_layout(config), allocate(config)
+    name = config.kv_cache_groups[0].layer_names[1]
+    with pytest.raises(ConnectorRefused, match="several pieces of memory"):
+        check_caches(layout, {**caches, name: [caches[name], caches[name].clone()]})
+    with pytest.raises(ConnectorRefused, match="lie up to byte"):
+        check_caches(layout, {**caches, name: caches[name].clone()})
+    with pytest.raises(ConnectorRefused, match=f"no KV cache for layer {name}"):
+        check_caches(layout, {other: cache for other, cache in caches.items() if other != name})
+    with pytest.raises(ConnectorRefused, match="carries blocks between CPU memory only"):
+        check_caches(layout, {**caches, name: caches[name].to("meta")})
