@@ -1,18 +1,21 @@
-"""How connections are made: the file, its folder, the pragmas, and who begins a transaction.
+"""How connections are made: the file, its folder, the pragmas, a server's limits, and who begins a transaction.
 
 SQLite runs in WAL mode, so that readers go on beside the one writer. Every wait is bounded. Connections never create a
-file: a database that was deleted would come back empty and without a schema, unnoticed.
+file: a database that was deleted would come back empty and without a schema, unnoticed. PostgreSQL is spoken to by
+psycopg, and reads there are on a snapshot too.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
@@ -23,10 +26,14 @@ _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 _SQLITE = "sqlite:///"
+_POSTGRESQL = "postgresql+psycopg"
 _EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
 _CACHE_KIB = 16 * 1024
 _WAL_KEPT_BYTES = 64 << 20
 _READERS = 8
+_STATEMENT_TIMEOUT_S = 30
+"""Whoever asked has given up by then, and the server should too."""
+_NETWORK_TIMEOUT_S = 10
 
 
 class Access(Enum):
@@ -52,13 +59,17 @@ def parse_url(text: str) -> URL:
         raise StoreError(f"DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
     if backend == "sqlite":
         raise StoreError(f"DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
+    if backend == "postgresql":
+        if url.drivername not in ("postgresql", _POSTGRESQL):
+            raise StoreError(f"DATABASE_URL {shown(url)}: PostgreSQL is spoken to by psycopg; write postgresql://...")
+        return url.set(drivername=_POSTGRESQL)
     return url
 
 
 def shown(url: URL) -> str:
     """A URL as logs and answers may show it: without user, password and options."""
     where = f"{url.host}:{url.port}" if url.port else url.host or ""
-    return f"{url.drivername}://{where}/{url.database or ''}"
+    return f"{url.get_backend_name()}://{where}/{url.database or ''}"
 
 
 def sqlite_path(url: URL) -> Path | None:
@@ -88,7 +99,7 @@ def make_engine(
     """A pool of connections. `before_connect` may refuse a new one by raising; `max_bytes` bounds a SQLite file."""
     path = sqlite_path(url)
     if path is None:
-        return create_engine(url, pool_pre_ping=True, pool_timeout=busy_timeout_s)
+        return _server_engine(url, access, busy_timeout_s)
     where = f"{path.as_uri()}?mode=rw"
 
     def connect() -> sqlite3.Connection:
@@ -118,6 +129,39 @@ def make_engine(
     def _begin(connection: Connection) -> None:
         connection.exec_driver_sql(begin)
 
+    return engine
+
+
+def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
+    if url.drivername != _POSTGRESQL:
+        return create_engine(url)
+    settings = {"lock_timeout": math.ceil(busy_timeout_s * 1000)}
+    if access is Access.READ:
+        settings["statement_timeout"] = _STATEMENT_TIMEOUT_S * 1000
+    given = url.query.get("options", "")
+    options = [
+        given if isinstance(given, str) else " ".join(given),
+        *(f"-c {name}={n}" for name, n in settings.items()),
+    ]
+    arguments: dict[str, Any] = {
+        "options": " ".join(options).strip(),
+        "application_name": "kvferry",
+        # libpq takes less than two seconds for two.
+        "connect_timeout": max(2, math.ceil(busy_timeout_s)),
+        "tcp_user_timeout": _NETWORK_TIMEOUT_S * 1000,
+    }
+    size = _READERS if access is Access.READ else 1
+    engine = create_engine(
+        url.difference_update_query(["options"]),
+        connect_args=arguments,
+        pool_pre_ping=True,
+        pool_size=size,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+    )
+    if access is Access.READ:
+        # One snapshot a transaction, as in SQLite, and no way to change anything.
+        return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine
 
 

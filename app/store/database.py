@@ -107,7 +107,10 @@ class Database:
         except NoSuchModuleError as error:
             raise StoreError(f"DATABASE_URL {self.name}: this kind of database is not known; use sqlite") from error
         except ImportError as error:
-            raise StoreError(f"DATABASE_URL {self.name}: its driver is not installed ({error.name})") from error
+            raise StoreError(
+                f"DATABASE_URL {self.name}: its driver is not installed ({error.name}); "
+                "pip install 'kvferry[postgresql]' brings PostgreSQL's"
+            ) from error
         except CommandError as error:
             raise StoreError(
                 f"the database {self.name} cannot be migrated: {error}. It was probably written by a newer version: "

@@ -43,6 +43,9 @@ class Diagnosis:
 
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+# Codes of PostgreSQL: lock not available, statement timeout, serialization failure, deadlock; then disk full.
+_STATES_LOCKED = {"55P03", "57014", "40001", "40P01"}
+_STATES_FULL = {"53100"}
 _MAKE_ROOM = "free disk space, raise the limit on its size, or lower EVICTION_HISTORY_ROWS"
 
 
@@ -78,6 +81,12 @@ def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Trouble,
         return Trouble.FULL, f"is full: {_MAKE_ROOM}"
     if name == "SQLITE_IOERR_WRITE":
         return Trouble.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_MAKE_ROOM}"
+    state = getattr(cause, "sqlstate", None)
+    if state in _STATES_LOCKED:
+        return Trouble.LOCKED, f"is locked by another connection, or too slow ({state})"
+    if state in _STATES_FULL:
+        return Trouble.FULL, f"is full ({state}): {_MAKE_ROOM}"
+    name = name or state
     return Trouble.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
 
 

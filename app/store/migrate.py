@@ -10,13 +10,15 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, func, select
 
 # `app` and `migrations` are installed side by side; a folder of that name elsewhere on the path must not win.
 _SCRIPTS = Path(__file__).resolve().parents[2] / "migrations"
 
 # Alembic keeps the migration under way in a module-wide place.
 _one_at_a_time = threading.Lock()
+_LOCK_NUMBER = 0x6B76666572727900
+"""Any number will do that others who lock by number in this database are unlikely to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Upgrade:
 def migrate(engine: Engine) -> Upgrade:
     """Bring the schema up to this version's, in one transaction. Raises `CommandError` for a schema newer than this."""
     with _one_at_a_time, engine.begin() as connection:
+        _keep_others_out(connection)
         config = _config(connection)
         before = _revision(connection)
         if before != ScriptDirectory.from_config(config).get_current_head():
@@ -40,9 +43,16 @@ def migrate(engine: Engine) -> Upgrade:
 def unmigrate(engine: Engine, revision: str) -> Upgrade:
     """Undo migrations down to `revision`, in one transaction; `base` undoes them all, and the data with them."""
     with _one_at_a_time, engine.begin() as connection:
+        _keep_others_out(connection)
         before = _revision(connection)
         command.downgrade(_config(connection), revision)
         return Upgrade(before, _revision(connection))
+
+
+def _keep_others_out(connection: Connection) -> None:
+    """Until the transaction ends. SQLite's transaction is the only writer as it is."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK_NUMBER)))
 
 
 def _config(connection: Connection) -> Config:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psycopg
 
 from app.store import Store
 from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
@@ -25,6 +26,9 @@ SLOT_BYTES = 4096
 START_S = float(int(time.time()))
 """Recent, since history that is too old is not kept; whole, so that sums of times are exact."""
 
+
+Where = Path | str
+"""A SQLite file, or the URL of a PostgreSQL database."""
 
 wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
@@ -79,8 +83,11 @@ def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
     manager.end_load(pin)
 
 
-def shell(path: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-    """Read the file as an outsider does."""
+def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Read the database as an outsider does."""
+    if isinstance(path, str):
+        with psycopg.connect(path) as server:
+            return server.execute(sql.replace("%", "%%").replace("?", "%s"), values).fetchall()
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=DEADLINE_S)) as connection:
         return connection.execute(sql, values).fetchall()
 
@@ -109,21 +116,21 @@ def in_memory(manager: OffloadManager) -> Projected:
     }
 
 
-def in_file(path: Path, engine: str = "e") -> Projected:
+def in_file(path: Where, engine: str = "e") -> Projected:
     """What `slots` says."""
     columns = "slot, key, generation, epoch, size_bytes, position, request, tenant, lora, stored_at, last_hit_at, hits"
     return {row[0]: row[1:] for row in shell(path, f"SELECT {columns} FROM slots WHERE engine = ?", engine)}
 
 
-def count(path: Path, table: str) -> int:
+def count(path: Where, table: str) -> int:
     return int(shell(path, f"SELECT count(*) FROM {table}")[0][0])
 
 
-def url_of(path: Path) -> str:
-    return f"sqlite:///{path}"
+def url_of(path: Where) -> str:
+    return path if isinstance(path, str) else f"sqlite:///{path}"
 
 
-def open_store(path: Path, slots: int = 8, engine: str = "e", **options: Any) -> tuple[Store, OffloadManager]:
+def open_store(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> tuple[Store, OffloadManager]:
     """A store on a file and a pool that reports to it; the journal's thread is not started yet."""
     options.setdefault("pool_kind", "pinned")
     store = Store(url_of(path), engine, **options)
@@ -131,7 +138,7 @@ def open_store(path: Path, slots: int = 8, engine: str = "e", **options: Any) ->
 
 
 @contextmanager
-def running(path: Path, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
+def running(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
     """A store on a file, with its journal behind a pool that reports to it."""
     store, manager = open_store(path, slots, engine, **options)
     store.start(manager.inventory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from .helpers import (
     DEADLINE_S,
     SLOT_BYTES,
     START_S,
+    Where,
     count,
     eviction,
     fill,
@@ -30,8 +30,8 @@ from .helpers import (
 )
 
 
-def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(path: Path) -> None:
-    with running(path, 4) as (store, manager):
+def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Where) -> None:
+    with running(where, 4) as (store, manager):
         fill(manager, range(4), START_S, Origin("first", "a" * 16))
         hit(manager, [0], START_S + 7)
         fill(manager, range(10, 14), START_S + 10, Origin("second", None))
@@ -49,8 +49,8 @@ def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(path: Path)
         assert all(item.regretted_at_s is None for item in page.items)
 
 
-def test_a_regret_marks_the_last_eviction_of_its_key_only(path: Path) -> None:
-    with running(path) as (store, _):
+def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
+    with running(where) as (store, _):
         journal = store.journal
         journal.evicted(eviction([1, 2], START_S))
         journal.evicted(eviction([1], START_S + 5))
@@ -73,8 +73,8 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(path: Path) -> None:
         assert (summary.count, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
 
 
-def test_regrets_of_a_real_pool_reach_the_row(path: Path) -> None:
-    with running(path, 2) as (store, manager):
+def test_regrets_of_a_real_pool_reach_the_row(where: Where) -> None:
+    with running(where, 2) as (store, manager):
         fill(manager, [1, 2], START_S)
         fill(manager, [3, 4], START_S + 1)
         assert manager.note_misses(keys_of([1, 77]), START_S + 2) == 1
@@ -83,9 +83,9 @@ def test_regrets_of_a_real_pool_reach_the_row(path: Path) -> None:
         assert marked == [key_of(1).hex()]
 
 
-def test_what_users_put_into_ids_is_kept_and_found(path: Path) -> None:
+def test_what_users_put_into_ids_is_kept_and_found(where: Where) -> None:
     hostile = ["nul\0inside", "lone\ud800surrogate", "x" * 5000, "'; DROP TABLE evictions; --", "日本語", ""]
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         for number, request in enumerate(hostile):
             store.journal.evicted(eviction([number], START_S + number, request=request))
         assert store.journal.flush(DEADLINE_S)
@@ -96,10 +96,10 @@ def test_what_users_put_into_ids_is_kept_and_found(path: Path) -> None:
             assert [item.key for item in found] == [key_of(number).hex()]
 
 
-def test_a_batch_that_cannot_be_written_is_dropped_alone(path: Path) -> None:
+def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
     too_large = eviction([7], sizes=np.array([2**63], dtype=object))
     unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         with store.database._turns.person(DEADLINE_S):
             for number in range(5):
                 store.journal.evicted(eviction([number]))
@@ -134,19 +134,19 @@ def test_the_queue_counts_every_row_once() -> None:
     assert (queue.queued_rows, queue.settled_rows, queue.oldest_s()) == (0, 14, None)
 
 
-def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(path: Path) -> None:
+def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) -> None:
     old_s, now_s = START_S, START_S + 40 * 86400
-    with running(path, engine="gone", limits=HistoryLimits(eviction_rows=50)) as (store, _):
+    with running(where, engine="gone", limits=HistoryLimits(eviction_rows=50)) as (store, _):
         store.journal._clock = lambda: START_S
         for number in range(20):
             store.journal.evicted(eviction(range(100 * number, 100 * number + 100), old_s + number))
         assert store.journal.flush(DEADLINE_S)
-        wait_until(lambda: count(path, "evictions") <= 50, "the limit of rows holds")
+        wait_until(lambda: count(where, "evictions") <= 50, "the limit of rows holds")
         assert store.journal.flush(DEADLINE_S)
-        rows = shell(path, "SELECT min(time), max(time), count(*) FROM evictions")
+        rows = shell(where, "SELECT min(time), max(time), count(*) FROM evictions")
         assert rows == [(old_s + 19, old_s + 19, 50)], "the newest are kept"
     limits = HistoryLimits(eviction_rows=10_000, eviction_days=1)
-    store, _ = open_store(path, engine="here", limits=limits)
+    store, _ = open_store(where, engine="here", limits=limits)
     store.journal._clock = lambda: now_s
     store.start(OffloadManager(4, SLOT_BYTES).inventory)
     store.journal.evicted(eviction(range(30), now_s - 2 * 86400))
@@ -154,26 +154,26 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(path: Path) -> N
     assert store.journal.flush(DEADLINE_S)
     store.journal._trimmer._next_pass_s = 0.0
     left = "SELECT engine, count(*) FROM evictions GROUP BY engine"
-    wait_until(lambda: shell(path, left) == [("here", 40)], "what is too old is gone, of both engines")
+    wait_until(lambda: shell(where, left) == [("here", 40)], "what is too old is gone, of both engines")
     assert store.close(DEADLINE_S)
 
 
-def test_expired_overrides_and_old_audit_records_go(path: Path) -> None:
-    store, _ = open_store(path, limits=HistoryLimits(audit_rows=5, audit_days=1))
+def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
+    store, _ = open_store(where, limits=HistoryLimits(audit_rows=5, audit_days=1))
     for number in range(12):
         store.intents.begin_audit(AuditEntry(START_S + number, "admin", "", str(number), "POST", "/"))
     store.intents.save_override("over", {"store": False}, START_S, START_S + 1)
     store.intents.save_override("holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
     store.start(OffloadManager(4, SLOT_BYTES).inventory)
-    wait_until(lambda: count(path, "audit") == 5, "the oldest records are gone")
+    wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")
     assert [record.entry.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
-    assert shell(path, "SELECT request FROM overrides") == [("holds",)]
+    assert shell(where, "SELECT request FROM overrides") == [("holds",)]
     assert store.close(DEADLINE_S)
 
 
-def test_a_summary_says_what_was_evicted_and_how_old(path: Path) -> None:
-    with running(path) as (store, _):
+def test_a_summary_says_what_was_evicted_and_how_old(where: Where) -> None:
+    with running(where) as (store, _):
         empty = store.reader.eviction_summary()
         assert (empty.count, empty.regret_rate, empty.age_mean_s) == (0, 0.0, None)
         for age_s, number in ((0.5, 0), (5, 1), (30, 2), (30, 3), (4000, 4), (10 * 86400, 5)):

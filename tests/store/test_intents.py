@@ -12,14 +12,14 @@ import pytest
 from app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
 from app.store.turns import WriteTurns
 
-from .helpers import DEADLINE_S, START_S, eviction, open_store, running, shell, wait_until
+from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, shell, wait_until
 
 LATER_S = START_S + 3600
 
 
-def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> None:
+def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> None:
     # Later than now, since the journal deletes what is over by the real clock.
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         store.intents.save_override(
             "a", {"store": False, "tiers": ["disk"], "max_offload_tokens": "unlimited"}, LATER_S, LATER_S + 60
         )
@@ -28,7 +28,7 @@ def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> Non
         store.intents.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
         assert store.intents.delete_override("c")
         assert not store.intents.delete_override("c")
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         assert store.reader.load_overrides(LATER_S + 10) == [
             OverrideRecord("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
         ]
@@ -36,12 +36,12 @@ def test_overrides_survive_a_restart_until_their_time_is_over(path: Path) -> Non
         assert found is not None
         assert found.policy == {"load": False}
         assert store.reader.find_override("b", LATER_S + 10) is None
-    with running(path, engine="another") as (store, _):
+    with running(where, engine="another") as (store, _):
         assert store.reader.load_overrides(LATER_S) == []
 
 
-def test_all_overrides_are_loaded_however_many(path: Path) -> None:
-    store, _ = open_store(path)
+def test_all_overrides_are_loaded_however_many(where: Where) -> None:
+    store, _ = open_store(where)
     store.intents.save_overrides(
         OverrideRecord(f"{number:05}", {"store": False}, START_S, START_S + 60) for number in range(2500)
     )
@@ -52,9 +52,9 @@ def test_all_overrides_are_loaded_however_many(path: Path) -> None:
     store.database.close()
 
 
-def test_rules_are_kept_in_the_order_in_which_they_are_tried(path: Path) -> None:
+def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> None:
     late = RuleRecord("late", 9, {"lora": "sql-*"}, {"store": False})
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         for rule in (
             late,
             RuleRecord("b", 1, {"tenant": "x"}, {"priority": "high"}),
@@ -65,25 +65,25 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(path: Path) -> None
         store.intents.save_rule(replace(late, order=0))
         assert store.intents.delete_rule("b")
         assert not store.intents.delete_rule("b")
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         assert store.reader.load_rules() == [
             replace(late, order=0),
             RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ]
         assert store.health() == []
-    with running(path, engine="another") as (store, _):
+    with running(where, engine="another") as (store, _):
         assert store.reader.load_rules() == []
 
 
-def test_what_another_database_says_of_overrides_and_rules_is_replaced_whole(path: Path) -> None:
-    with running(path, engine="neighbor") as (store, _):
+def test_what_another_database_says_of_overrides_and_rules_is_replaced_whole(where: Where) -> None:
+    with running(where, engine="neighbor") as (store, _):
         store.intents.save_override("theirs", {}, START_S, LATER_S)
         store.intents.save_rule(RuleRecord("theirs", 0, {}, {}))
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         for name in ("gone", "kept"):
             store.intents.save_override(name, {"store": False}, START_S, LATER_S)
             store.intents.save_rule(RuleRecord(name, 0, {}, {}))
-        ((created_s,),) = shell(path, "SELECT created_at FROM rules WHERE name = 'kept'")
+        ((created_s,),) = shell(where, "SELECT created_at FROM rules WHERE name = 'kept'")
         overrides = [
             OverrideRecord("kept", {"load": False}, START_S, LATER_S),
             OverrideRecord("new", {}, START_S, LATER_S),
@@ -92,14 +92,14 @@ def test_what_another_database_says_of_overrides_and_rules_is_replaced_whole(pat
         store.intents.replace_policies(overrides, rules)
         assert store.reader.load_overrides(START_S) == overrides
         assert store.reader.load_rules() == rules
-        assert shell(path, "SELECT created_at FROM rules WHERE name = 'kept'") == [(created_s,)]
+        assert shell(where, "SELECT created_at FROM rules WHERE name = 'kept'") == [(created_s,)]
         store.intents.replace_policies([], [])
         assert store.reader.load_overrides(START_S) == store.reader.load_rules() == []
-    assert shell(path, "SELECT engine FROM overrides UNION ALL SELECT engine FROM rules") == [("neighbor",)] * 2
+    assert shell(where, "SELECT engine FROM overrides UNION ALL SELECT engine FROM rules") == [("neighbor",)] * 2
 
 
-def test_a_call_is_recorded_before_and_after(path: Path) -> None:
-    with running(path) as (store, _):
+def test_a_call_is_recorded_before_and_after(where: Where) -> None:
+    with running(where) as (store, _):
         entry = AuditEntry(
             START_S, "admin", "10.0.0.1", "id-1", "PATCH", "/admin/v1/policy", {"store": False, "n": [1, None]}
         )
@@ -112,16 +112,16 @@ def test_a_call_is_recorded_before_and_after(path: Path) -> None:
             AuditEntry(START_S, "none", "", "id\0\ud800", "POST", "/", None, 401, "refused")
         )
         assert second > number
-    with running(path) as (store, _):
+    with running(where) as (store, _):
         last, first = store.reader.audit().items
         assert (first.entry.status, first.entry.outcome, first.entry.what) == (200, "applied", entry.what)
         assert (last.entry.status, last.entry.what) == (401, None)
-        assert shell(path, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
+        assert shell(where, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
 
 
-def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(path: Path) -> None:
+def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(where: Where) -> None:
     """History comes faster than it is written, and calls come without a pause; both get on."""
-    with running(path, max_queued_rows=10_000_000) as (store, _):
+    with running(where, max_queued_rows=10_000_000) as (store, _):
         stop = threading.Event()
 
         def flood() -> None:

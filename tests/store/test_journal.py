@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,7 @@ from core.events import Origin, SlotRows
 from .helpers import (
     DEADLINE_S,
     START_S,
+    Where,
     count,
     eviction,
     fill,
@@ -26,9 +25,9 @@ from .helpers import (
 )
 
 
-def test_the_projection_follows_the_pool_through_traffic(path: Path) -> None:
+def test_the_projection_follows_the_pool_through_traffic(where: Where) -> None:
     random = np.random.default_rng(7)
-    with running(path, 3000) as (store, manager):
+    with running(where, 3000) as (store, manager):
         for step in range(60):
             now_s = START_S + step
             first = int(random.integers(0, 6000))
@@ -41,31 +40,31 @@ def test_the_projection_follows_the_pool_through_traffic(path: Path) -> None:
                 manager.reset(np.empty(0, dtype=np.int64), now_s)
             if step in (10, 20, 30, 45):
                 assert store.journal.flush(DEADLINE_S)
-                assert in_file(path) == in_memory(manager)
+                assert in_file(where) == in_memory(manager)
         assert store.journal.flush(DEADLINE_S)
         truth = in_memory(manager)
         assert len(truth) > 1000
-        assert in_file(path) == truth
+        assert in_file(where) == truth
 
 
-def test_a_reset_removes_rows_of_older_epochs_and_is_history_itself(path: Path) -> None:
-    with running(path, 5000) as (store, manager):
+def test_a_reset_removes_rows_of_older_epochs_and_is_history_itself(where: Where) -> None:
+    with running(where, 5000) as (store, manager):
         fill(manager, range(4500))
         assert store.journal.flush(DEADLINE_S)
-        assert count(path, "slots") == 4500
+        assert count(where, "slots") == 4500
         manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
         fill(manager, range(9000, 9010), START_S + 2)
         assert store.journal.flush(DEADLINE_S)
-        assert shell(path, "SELECT epoch, count(*) FROM slots GROUP BY epoch") == [(1, 10)]
-        assert in_file(path) == in_memory(manager)
-        assert shell(path, "SELECT engine, epoch, dropped FROM resets") == [("e", 1, 4500)]
+        assert shell(where, "SELECT epoch, count(*) FROM slots GROUP BY epoch") == [(1, 10)]
+        assert in_file(where) == in_memory(manager)
+        assert shell(where, "SELECT engine, epoch, dropped FROM resets") == [("e", 1, 4500)]
         summary = store.reader.eviction_summary()
         assert (summary.resets, summary.reset_blocks, summary.count) == (1, 4500, 0)
 
 
-def test_rows_read_before_a_reset_are_not_written_after_it(path: Path) -> None:
+def test_rows_read_before_a_reset_are_not_written_after_it(where: Where) -> None:
     """The journal may hold rows of a batch while the pool is reset under it."""
-    store, manager = open_store(path, 64)
+    store, manager = open_store(where, 64)
     fill(manager, range(64))
 
     class ResetsWhileAsked:
@@ -84,76 +83,76 @@ def test_rows_read_before_a_reset_are_not_written_after_it(path: Path) -> None:
 
     store.start(ResetsWhileAsked())
     assert store.journal.flush(DEADLINE_S)
-    assert in_file(path) == {} == in_memory(manager)
+    assert in_file(where) == {} == in_memory(manager)
     assert store.close(DEADLINE_S)
 
 
-def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(path: Path) -> None:
+def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) -> None:
     """A sweep that is under way must not take the place of the next one for the slots that it has passed."""
-    store, manager = open_store(path, 20_000)
+    store, manager = open_store(where, 20_000)
     projection, database = store.journal._projection, store.database
     fill(manager, range(20_000))
     while projection.step(database, manager.inventory):
         pass
-    assert count(path, "slots") == 20_000
+    assert count(where, "slots") == 20_000
     manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
     fill(manager, range(30_000, 30_010), START_S + 2)
     assert projection.step(database, manager.inventory), "the sweep is not over"
-    assert shell(path, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
-    assert count(path, "slots") > 10
+    assert shell(where, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
+    assert count(where, "slots") > 10
     manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
     while projection.step(database, manager.inventory):
         pass
-    assert in_file(path) == {} == in_memory(manager)
+    assert in_file(where) == {} == in_memory(manager)
     assert projection.up_to_date
     database.close()
 
 
 @pytest.mark.parametrize(("pool_kind", "survivors"), [("pinned", 0), ("shm", 3), ("file", 3)])
-def test_rows_of_a_pool_that_did_not_survive_are_deleted_at_start(path: Path, pool_kind: str, survivors: int) -> None:
-    with running(path, pool_kind=pool_kind) as (store, manager):
+def test_rows_of_a_pool_that_did_not_survive_are_deleted_at_start(where: Where, pool_kind: str, survivors: int) -> None:
+    with running(where, pool_kind=pool_kind) as (store, manager):
         fill(manager, range(3))
-    assert count(path, "slots") == 3
-    with running(path, engine="another") as (store, _):
+    assert count(where, "slots") == 3
+    with running(where, engine="another") as (store, _):
         assert store.journal.flush(DEADLINE_S)
-        assert count(path, "slots") == 3, "another engine's rows are not ours to delete"
-    with running(path, pool_kind=pool_kind) as (store, _):
+        assert count(where, "slots") == 3, "another engine's rows are not ours to delete"
+    with running(where, pool_kind=pool_kind) as (store, _):
         assert store.journal.flush(DEADLINE_S)
-        assert count(path, "slots") == survivors
+        assert count(where, "slots") == survivors
         assert [slot.key for slot in store.reader.slots()] == [key_of(n).hex() for n in range(survivors)]
 
 
-def test_engines_that_share_a_database_do_not_see_each_other(path: Path) -> None:
-    with running(path, 4, "one") as (first, one), running(path, 4, "two") as (second, two):
+def test_engines_that_share_a_database_do_not_see_each_other(where: Where) -> None:
+    with running(where, 4, "one") as (first, one), running(where, 4, "two") as (second, two):
         fill(one, range(4), START_S)
         fill(two, range(2), START_S)
         fill(one, range(10, 14), START_S + 1)
         two.reset(np.empty(0, dtype=np.int64), START_S + 2)
         assert first.journal.flush(DEADLINE_S)
         assert second.journal.flush(DEADLINE_S)
-        assert in_file(path, "one") == in_memory(one) != {}
-        assert in_file(path, "two") == {}
+        assert in_file(where, "one") == in_memory(one) != {}
+        assert in_file(where, "two") == {}
         assert first.reader.eviction_summary().count == 4
         assert second.reader.eviction_summary().count == 0
         assert first.reader.find_slot(key_of(10).hex()) is not None
         assert second.reader.find_slot(key_of(10).hex()) is None
-        assert {row[0] for row in shell(path, "SELECT name FROM engines")} == {"one", "two"}
+        assert {row[0] for row in shell(where, "SELECT name FROM engines")} == {"one", "two"}
 
 
-def test_close_writes_what_is_left(path: Path) -> None:
-    store, manager = open_store(path, 64)
+def test_close_writes_what_is_left(where: Where) -> None:
+    store, manager = open_store(where, 64)
     store.start(manager.inventory)
     fill(manager, range(64))
     fill(manager, range(100, 164), START_S + 1)
     assert store.close(DEADLINE_S)
     assert not store.journal.is_alive()
-    assert count(path, "evictions") == 64
-    assert in_file(path) == in_memory(manager)
+    assert count(where, "evictions") == 64
+    assert in_file(where) == in_memory(manager)
     assert store.health() != []
 
 
-def test_the_thread_can_be_started_again(path: Path) -> None:
-    with running(path, 4) as (store, manager):
+def test_the_thread_can_be_started_again(where: Where) -> None:
+    with running(where, 4) as (store, manager):
         thread = store.journal._thread
         store.start(manager.inventory)
         assert store.journal._thread is thread, "one thread is enough"
@@ -161,10 +160,10 @@ def test_the_thread_can_be_started_again(path: Path) -> None:
         store.start(manager.inventory)
         fill(manager, range(4))
         assert store.journal.flush(DEADLINE_S)
-        assert count(path, "slots") == 4
+        assert count(where, "slots") == 4
 
 
-def test_a_source_that_raises_does_not_end_the_journal(path: Path) -> None:
+def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     class Broken:
         broken = True
 
@@ -176,7 +175,7 @@ def test_a_source_that_raises_does_not_end_the_journal(path: Path) -> None:
         def mark_all_dirty(self) -> None: ...
 
     source = Broken()
-    store, _ = open_store(path)
+    store, _ = open_store(where)
     store.start(source)
     wait_until(lambda: any("a bug of ours" in reason for reason in store.health()), "health names the bug")
     store.journal.evicted(eviction([1]))
@@ -188,19 +187,19 @@ def test_a_source_that_raises_does_not_end_the_journal(path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_is_told_and_can_be_started_again(path: Path) -> None:
+def test_a_dead_thread_is_told_and_can_be_started_again(where: Where) -> None:
     class Deadly:
         def dirty_rows(self, limit: int) -> SlotRows | None:
             raise SystemExit
 
         def mark_all_dirty(self) -> None: ...
 
-    store, manager = open_store(path)
+    store, manager = open_store(where)
     store.start(Deadly())
     wait_until(lambda: any("does not run" in reason for reason in store.health()), "health says that it died")
     fill(manager, range(3))
     store.start(manager.inventory)
     assert store.journal.flush(DEADLINE_S)
     assert store.health() == []
-    assert in_file(path) == in_memory(manager) != {}
+    assert in_file(where) == in_memory(manager) != {}
     assert store.close(DEADLINE_S)

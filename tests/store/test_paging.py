@@ -19,7 +19,7 @@ from app.store.cursors import decode_cursor, encode_cursor
 from app.store.models import EvictionRow
 from core.events import EvictionReason
 
-from .helpers import DEADLINE_S, START_S, eviction, open_store, running, wait_until
+from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
 
 T = TypeVar("T")
 REASONS = (EvictionReason.CAPACITY, EvictionReason.OPERATOR)
@@ -145,8 +145,8 @@ TestPagingWhileRowsComeAndGo.settings = settings(
 )
 
 
-def test_other_lists_are_paged_too(path: Path) -> None:
-    with running(path) as (store, _):
+def test_other_lists_are_paged_too(where: Where) -> None:
+    with running(where) as (store, _):
         for number in range(7):
             store.intents.begin_audit(AuditEntry(START_S + number // 3, "admin", "", str(number), "PUT", "/x"))
             store.intents.save_override(f"request {number}", {"store": False}, START_S, START_S + 3600 + number)
@@ -193,16 +193,16 @@ def all_pages(read: Callable[[str | None], Page[T]]) -> list[T]:
         encode_cursor("evictions", [START_S, 5]) + "=\n",
     ],
 )
-def test_a_cursor_that_was_never_given_out_is_a_value_error(path: Path, cursor: str) -> None:
-    store, _ = open_store(path)
+def test_a_cursor_that_was_never_given_out_is_a_value_error(where: Where, cursor: str) -> None:
+    store, _ = open_store(where)
     with pytest.raises(ValueError, match="cursor"):
         store.reader.evictions(cursor=cursor)
     store.database.close()
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1001])
-def test_a_limit_out_of_range_is_a_value_error(path: Path, limit: int) -> None:
-    store, _ = open_store(path)
+def test_a_limit_out_of_range_is_a_value_error(where: Where, limit: int) -> None:
+    store, _ = open_store(where)
     with pytest.raises(ValueError, match="limit"):
         store.reader.evictions(limit=limit)
     store.database.close()
@@ -228,12 +228,12 @@ def test_cursors_made_up_are_refused_or_well_formed(text: str) -> None:
     assert (type(time_s), type(number)) == (float, int)
 
 
-def test_readers_go_on_beside_the_writer(path: Path) -> None:
+def test_readers_go_on_beside_the_writer(where: Where) -> None:
     """Each page is of one moment: batches of ten are seen whole or not at all."""
     stop = threading.Event()
     failures: list[BaseException] = []
     reads = [0, 0, 0]
-    with running(path, max_queued_rows=1_000_000) as (store, _):
+    with running(where, max_queued_rows=1_000_000) as (store, _):
 
         def read(reader: int) -> None:
             try:

@@ -1,0 +1,105 @@
+"""A PostgreSQL server for tests: the one that TEST_POSTGRES_URL names, or one of our own from installed binaries."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import make_url
+
+_DEBIAN = Path("/usr/lib/postgresql")
+START_S = 60
+
+
+def find_binaries() -> Path | None:
+    """The folder of `initdb` and `pg_ctl`: on the path, or where Debian's package puts them."""
+    on_path = shutil.which("initdb")
+    if on_path is not None:
+        return Path(on_path).resolve().parent
+    found = sorted(_DEBIAN.glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    return found[-1].parent if found else None
+
+
+def _unprivileged() -> pwd.struct_passwd | None:
+    """Whom the server runs as: it refuses to run as root."""
+    if os.geteuid() != 0:
+        return None
+    names = {user.pw_name: user for user in pwd.getpwall()}
+    return names.get("postgres") or names["nobody"]
+
+
+class Server:
+    """A PostgreSQL server that can be stopped and started; `url` is of a database to make others from."""
+
+    def __init__(self, binaries: Path, folder: Path) -> None:
+        self._binaries = binaries
+        self._data = folder / "data"
+        self._user = _unprivileged()
+        if self._user is not None:
+            os.chown(folder, self._user.pw_uid, self._user.pw_gid)
+            # Its owner has to be able to walk there.
+            for parent in folder.parents:
+                if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+                    parent.chmod(parent.stat().st_mode | 0o011)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
+        self._run("initdb", "-D", str(self._data), "-U", "kvferry", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self.url = f"postgresql://kvferry@127.0.0.1:{self._port}/postgres"
+        self.start()
+
+    def start(self) -> None:
+        options = f"-p {self._port} -h 127.0.0.1 -k '' -c fsync=off"
+        log = str(self._data.parent / "log")
+        self._run("pg_ctl", "-D", str(self._data), "-l", log, "-w", "-t", str(START_S), "-o", options, "start")
+
+    def stop(self) -> None:
+        """As a crash does: nobody is told."""
+        self._run("pg_ctl", "-D", str(self._data), "-w", "-m", "immediate", "stop")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        user, group = (None, None) if self._user is None else (self._user.pw_uid, self._user.pw_gid)
+        groups = None if self._user is None else []
+        done = subprocess.run(
+            [str(self._binaries / program), *arguments],
+            user=user,
+            group=group,
+            extra_groups=groups,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program} failed: {done.stderr}")
+
+
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server for whoever wants to stop it; skips where none is installed."""
+    binaries = find_binaries()
+    if binaries is None:
+        pytest.skip("no PostgreSQL: install Debian's package postgresql, or set TEST_POSTGRES_URL")
+    return Server(binaries, tmp_path_factory.mktemp("postgres"))
+
+
+@contextmanager
+def new_database(server_url: str) -> Iterator[str]:
+    """The URL of an empty database, dropped in the end."""
+    name = f"kvferry_test_{uuid.uuid4().hex}"
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')
+    try:
+        yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
+    finally:
+        with psycopg.connect(server_url, autocommit=True) as connection:
+            connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')

@@ -1,0 +1,68 @@
+"""A database server that goes and comes: serving goes on, what was lost is counted, and the journal catches up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from app.store import StoreError, StoreUnavailable, upgrade
+
+from .helpers import DEADLINE_S, START_S, count, eviction, fill, in_file, in_memory, key_of, running, wait_until
+from .postgres import Server, new_database, own_server
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that nobody else uses."""
+    server = own_server(tmp_path_factory)
+    yield server
+    server.stop()
+
+
+def test_a_server_that_dies_is_told_and_caught_up_with_when_it_is_back(server: Server) -> None:
+    with new_database(server.url) as url, running(url, 64, max_queued_rows=100) as (store, manager):
+        fill(manager, range(32))
+        assert store.journal.flush(DEADLINE_S)
+        server.stop()
+        fill(manager, range(100, 164), START_S + 1)
+        for number in range(10):
+            store.journal.evicted(eviction(range(number * 50, number * 50 + 50)))
+        wait_until(lambda: store.health() != [], "the loss of the server shows")
+        assert "kvferry@" not in " ".join(store.health())
+        with pytest.raises(StoreUnavailable):
+            store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+        with pytest.raises(StoreUnavailable):
+            store.reader.evictions()
+        server.start()
+        wait_until(lambda: store.health() == [], "the server's return shows")
+        assert store.journal.flush(DEADLINE_S)
+        stats = store.journal_stats()
+        assert stats.dropped > 0, "the queue is bounded"
+        assert count(url, "evictions") == stats.written
+        assert in_file(url) == in_memory(manager) != {}
+        store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+        assert count(url, "overrides") == 1
+
+
+def test_a_table_that_others_lock_is_waited_for_no_longer_than_told(server: Server) -> None:
+    with new_database(server.url) as url, running(url, 8) as (store, _), psycopg.connect(url) as other:
+        other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
+        store.journal.evicted(eviction([1]))
+        with pytest.raises(StoreUnavailable, match="locked"):
+            store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
+        wait_until(lambda: any("locked" in reason for reason in store.health()), "the lock shows")
+        other.rollback()
+        wait_until(lambda: store.health() == [], "its end shows")
+        assert store.journal.flush(DEADLINE_S)
+        assert [item.key for item in store.reader.evictions().items] == [key_of(1).hex()]
+
+
+def test_a_server_that_cannot_be_reached_refuses_to_start(server: Server) -> None:
+    server.stop()
+    with pytest.raises(StoreError, match="DATABASE_URL"):
+        upgrade(server.url)
+    server.start()
+    with pytest.raises(StoreError, match="DATABASE_URL"):
+        upgrade(server.url.replace("/postgres", "/nowhere"))
