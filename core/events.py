@@ -21,11 +21,15 @@ class EvictionReason(StrEnum):
     RESET = "reset"
     OPERATOR = "operator"
     LOAD_FAILED = "load_failed"
+    FAILED_VERIFICATION = "failed_verification"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whom a stored block came from: one object a request, shared by all its blocks. `tenant` is a digest."""
+    """Whom a stored block came from: one object a request, shared by all its blocks. `tenant` is a digest.
+
+    A block that an earlier process left may be nobody's: then `request_id` is empty.
+    """
 
     request_id: str
     tenant: str | None = None

@@ -40,7 +40,7 @@ class OpenJob:
     """A job from the moment it is decided until its last worker has reported.
 
     A store has `parts`; a load has a `pin`, what it reads (`hit`), and its `request`, which is None once the request
-    went away or was preempted.
+    went away or was preempted. `corrupt` slots failed verification, and `only_corrupt` says that nothing else failed.
     """
 
     job: TransferJob
@@ -52,6 +52,8 @@ class OpenJob:
     hit: PrefixHit | None = None
     reported: set[int] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
+    corrupt: set[int] = field(default_factory=set)
+    only_corrupt: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -94,6 +96,8 @@ class JobTable:
         job.seconds = max(job.seconds, result.seconds)
         if result.error is not None:
             job.errors.append(result.error)
+            job.corrupt.update(result.corrupt)
+            job.only_corrupt &= bool(result.corrupt)
         if len(job.reported) < self._num_workers:
             return None
         return self._open.pop(result.job_id)

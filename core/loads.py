@@ -152,9 +152,10 @@ class LoadSide:
         self.counts.in_flight -= job.num_blocks
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
-            self._manager.drop(pin.slots, EvictionReason.LOAD_FAILED, now_s)
+            self._drop_failed(ended, pin.slots, now_s)
         ok = intact and not ended.errors
         if ok:
+            self._manager.note_verified(pin)
             self.counts.blocks += job.num_blocks
             self.counts.bytes += ended.num_bytes
             self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
@@ -265,7 +266,14 @@ class LoadSide:
         self._lost.append((state, state.lost_load))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
-        job = TransferJob(self._jobs.new_id(), Direction.LOAD, runs, state.request.request_id)
+        verify = self._manager.unverified(pin.slots)
+        job = TransferJob(
+            self._jobs.new_id(),
+            Direction.LOAD,
+            runs,
+            state.request.request_id,
+            verify=verify if len(verify) else None,
+        )
         self._jobs.open(OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit))
         self._pending.append(job)
         for run in runs:
@@ -273,6 +281,13 @@ class LoadSide:
         self._lead(state, hit)
         self.counts.in_flight += job.num_blocks
         self._bytes_in_flight += hit.num_bytes
+
+    def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
+        """Drop the slots that failed: those that did not verify, and all where something else went wrong."""
+        corrupt = np.intersect1d(slots, np.fromiter(ended.corrupt, dtype=np.int64))
+        self.counts.corrupt += self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        if not ended.only_corrupt:
+            self._manager.drop(slots, EvictionReason.LOAD_FAILED, now_s)
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING

@@ -22,12 +22,14 @@ from core.ghosts import Ghosts
 from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
 from core.index import KeyIndex
 from core.inventory import Inventory
+from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
+from core.policy import PRIORITY_CLASS, Priority
 from core.room import Room
 from core.slots import SlotState, SlotTable
 from core.stats import EvictionCounts, PoolCounts
-from core.transfers import NO_SLOTS, Slots
+from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
@@ -46,13 +48,16 @@ class OffloadManager:
         sink: EventSink | None = None,
         max_pinned_fraction: float = 0.25,
         store_threshold: int = 1,
+        record: PoolRecord | None = None,
+        epoch: int = 0,
     ) -> None:
         """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them.
 
-        A block is stored from its offer number `store_threshold` on.
+        A block is stored from its offer number `store_threshold` on. A pool that outlives its process has a `record`,
+        and begins with the `epoch` that its last process had come to.
         """
         self.lock = threading.RLock()
-        self.table = SlotTable(num_slots, slot_bytes)
+        self.table = SlotTable(num_slots, slot_bytes, epoch)
         self.inventory = Inventory(self.table, self.lock)
         self.index = KeyIndex(num_slots)
         self.room = Room(self.table, eviction_policy)
@@ -62,6 +67,7 @@ class OffloadManager:
         self.space_version = 0
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self._sink = sink if sink is not None else NullSink()
+        self._record = record
         self._ghosts = Ghosts(num_slots)
         self._loading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
@@ -158,6 +164,7 @@ class OffloadManager:
             if holders != wanted:
                 won = slots == np.array(holders)
                 self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
+                self.void(slots[~won])
                 self._free(slots[~won])
                 slots = slots[won]
                 keys = self.table.keys[slots].tolist()
@@ -182,7 +189,54 @@ class OffloadManager:
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
         with self.lock:
+            self.void(slots)
             self._free(slots)
+
+    def labels(self, slots: Slots) -> SlotLabels | None:
+        """What a store has to write beside the bytes of slots that were reserved; None if nothing outlives us."""
+        if self._record is None:
+            return None
+        with self.lock:
+            return self.table.labels(slots)
+
+    def void(self, slots: Slots) -> None:
+        """What these slots hold, or are about to hold, is not to come back after a restart."""
+        if self._record is not None and len(slots):
+            with self.lock:
+                self._record.void(slots, self.table.generations[slots])
+
+    # --- what an earlier process left -----------------------------------------------------------------------------
+
+    def adopt(self, blocks: KeptBlocks, stale: Slots) -> None:
+        """Begin with what an earlier process left; slots of the earlier process with wrong or no rows are `stale`.
+
+        Before anything else: raises `RuntimeError` once a slot was given out. In time proportional to all slots.
+        """
+        with self.lock:
+            if self.table.num_free < self.table.num_slots:
+                raise RuntimeError("blocks of an earlier process can only be taken over by an empty pool")
+            self.index.claim(blocks.keys, blocks.slots.tolist())
+            self.table.adopt(blocks, PRIORITY_CLASS[Priority.NORMAL])
+            self.table.dirty[stale] = True
+            self.room.policy.admit(blocks.slots)
+
+    def unverified(self, slots: Slots) -> Slots:
+        """Those of these slots whose bytes nobody has looked at since an earlier process wrote them."""
+        with self.lock:
+            return self.table.unverified_of(slots)
+
+    def begin_verification(self, start_slot: int) -> Pin:
+        """Pin the next slots to be verified, from `start_slot` on; none at the end."""
+        with self.lock:
+            return self.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
+
+    def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
+        """Slots of a pin were looked at: those that are `corrupt` are dropped."""
+        with self.lock:
+            if pin.epoch == self.table.epoch:
+                self.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+                self.table.end_unverified(pin.slots)
+            self.release(pin)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -245,6 +299,12 @@ class OffloadManager:
             self._loading[id(pin)] = pin
             return True
 
+    def note_verified(self, pin: Pin) -> None:
+        """All slots of a pin were loaded, and what had to be verified was."""
+        with self.lock:
+            if pin.epoch == self.table.epoch:
+                self.table.end_unverified(pin.slots)
+
     def end_load(self, pin: Pin) -> bool:
         """Undo `begin_load`, which was given this very object, and the pin; False if a slot was dropped meanwhile.
 
@@ -306,6 +366,8 @@ class OffloadManager:
             self.table.states[list(self._lingering)] = SlotState.FREE
             self._lingering.clear()
             self.table.begin_epoch(held)
+            if self._record is not None:
+                self._record.void_before(self.table.epoch)
             for pin in self._loading.values():
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
@@ -354,7 +416,7 @@ class OffloadManager:
                 storing=table.num_storing,
                 loading=int(np.count_nonzero(table.is_ready(self._loading_slots()))),
                 pinned=table.num_ready - len(self.room.policy),
-                unverified=0,
+                unverified=table.num_unverified,
                 bytes=table.num_slots * table.slot_bytes,
                 eviction_policy=self.room.policy.name,
             )
@@ -482,6 +544,8 @@ class OffloadManager:
         self.index.remove(rows.keys)
         self._ghosts.add(rows.keys, reason)
         table.dirty[slots] = True
+        table.end_unverified(slots)
+        self.void(slots)
         table.num_ready -= count
         self.evictions.total += count
         self._count_reason(reason, count)

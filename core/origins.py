@@ -11,7 +11,10 @@ from core.events import Origin
 
 @dataclass(frozen=True, slots=True)
 class OriginMatch:
-    """Globs that must all match; one that is None is not asked. A request matches by its id or by any alias."""
+    """Globs that must all match; one that is None is not asked. A request matches by its id or by any alias.
+
+    A block whose origin is not known any more may be meant, so it is.
+    """
 
     request: str | None = None
     tenant: str | None = None
@@ -19,7 +22,7 @@ class OriginMatch:
 
     def matches(self, origin: Origin) -> bool:
         """Whether blocks of this origin are meant."""
-        return (
+        return not origin.request_id or (
             _any_matches(self.request, (origin.request_id, *origin.aliases))
             and _any_matches(self.tenant, (origin.tenant or "",))
             and _any_matches(self.lora, (origin.lora or "",))

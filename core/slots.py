@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from core.arrays import zeros_on_lines
 from core.events import Origin, SlotRows
+from core.kept import KeptBlocks
 from core.keys import Key
-from core.transfers import NO_SLOTS, Slots
+from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _FRONTIER_CHUNK = 128
 
@@ -77,10 +78,10 @@ class PriorityClasses:
 class SlotTable:
     """Columns over all slots, and the free ones: a stack of those given back, then those never given out this epoch."""
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        self.epoch = 0
+        self.epoch = epoch
         records = zeros_on_lines(num_slots, _RECORD)
         self.states = records["state"]
         self.epochs = records["epoch"]
@@ -103,6 +104,8 @@ class SlotTable:
         self._lendings = 0
         self.num_free = num_slots
         self.num_ready = 0
+        self.num_unverified = 0
+        self._unverified = np.zeros(0, dtype=np.bool_)
 
     @property
     def num_storing(self) -> int:
@@ -166,11 +169,62 @@ class SlotTable:
         self.dirty[slots] = True
         self.num_ready += len(slots)
 
+    def adopt(self, blocks: KeptBlocks, priority_class: int) -> None:
+        """Take over what an earlier process left, while every slot is free. In time proportional to all slots."""
+        slots = blocks.slots
+        self.states[slots] = _READY
+        self.epochs[slots] = self.epoch
+        self.generations[slots] = blocks.generations
+        self.positions[slots] = blocks.positions
+        self.sizes[slots] = blocks.sizes
+        self.stored_s[slots] = blocks.stored_s
+        self.hit_s[slots] = blocks.hit_s
+        self.hits[slots] = blocks.hits
+        self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
+        self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
+        self.classes.assign(slots, priority_class)
+        self._lendings = int(blocks.generations.max(initial=0))
+        self._unverified = np.zeros(self.num_slots, dtype=np.bool_)
+        self._unverified[slots] = True
+        self.num_unverified = self.num_ready = len(slots)
+        free = np.ones(self.num_slots, dtype=np.bool_)
+        free[slots] = False
+        returned = free.nonzero()[0][::-1]
+        self._returned[: len(returned)] = returned
+        self._num_returned = self.num_free = len(returned)
+        self._frontier = self.num_slots
+
+    def unverified_of(self, slots: Slots) -> Slots:
+        """Those of these ready slots that an earlier process wrote and nobody has looked at since."""
+        return slots[self._unverified[slots]] if self.num_unverified else NO_SLOTS
+
+    def unverified_from(self, start: int, limit: int) -> Slots:
+        """Up to `limit` slots to be verified, from `start` on."""
+        found: Slots = self._unverified[start:].nonzero()[0][:limit] + start if self.num_unverified else NO_SLOTS
+        return found
+
+    def end_unverified(self, slots: Slots) -> None:
+        """These slots are verified, or hold nothing that could be."""
+        if self.num_unverified:
+            self.num_unverified -= int(np.count_nonzero(self._unverified[slots]))
+            self._unverified[slots] = False
+
+    def labels(self, slots: Slots) -> SlotLabels:
+        """What is to be written beside the bytes of slots that are being stored."""
+        return SlotLabels(
+            slots,
+            self.keys[slots].tolist(),
+            self.generations[slots],
+            self.epochs[slots].astype(np.int64),
+            self.sizes[slots],
+        )
+
     def begin_epoch(self, held: Slots) -> None:
         """Forget every slot but `held`, those that transfers under way still touch, in time proportional to `held`."""
         self.epoch += 1
         self.classes.begin_epoch()
         self.num_ready = 0
+        self.num_unverified = 0
         self.states[held] = _HELD
         self.pins[held] = 0
         self.num_free = self.num_slots - len(held)

@@ -244,8 +244,9 @@ class StoreSide:
         if not parts:
             return []
         runs = [run for group in self._layout.groups if (run := _run_of(group, parts)) is not None]
-        job = TransferJob(self._jobs.new_id(), Direction.STORE, tuple(runs))
         slots = parts[0].slots if len(parts) == 1 else np.concatenate([part.slots for part in parts])
+        labels = self._manager.labels(slots)
+        job = TransferJob(self._jobs.new_id(), Direction.STORE, tuple(runs), labels=labels)
         self._jobs.open(OpenJob(job, now_s, slots, parts=parts))
         return [job]
 
@@ -312,6 +313,7 @@ class StoreSide:
         matching = [part for part in parts if match.matches(part.request.origin)]
         for part in matching:
             part.disowned = True
+            self._manager.void(part.slots)
             self._forget_blocks(part)
         return bool(matching)
 

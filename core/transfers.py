@@ -6,11 +6,15 @@ has reported; only success publishes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from core.keys import Key
 
 Slots = NDArray[np.int64]
 BlockIds = NDArray[np.int64]
@@ -41,17 +45,40 @@ class BlockRun:
         return len(self.block_ids)
 
 
+class SlotLabels(NamedTuple):
+    """What a pool that outlives its process has to write beside the bytes of slots, as columns of one length."""
+
+    slots: Slots
+    keys: Sequence[Key]
+    generations: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def part(self, start: int, end: int) -> SlotLabels:
+        """The labels from `start` up to `end`."""
+        return SlotLabels(
+            self.slots[start:end],
+            self.keys[start:end],
+            self.generations[start:end],
+            self.epochs[start:end],
+            self.sizes[start:end],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class TransferJob:
     """Copy what the runs name, all in one direction. A device block and a place in a slot are named at most once.
 
-    `request_id` is the request that waits for a load.
+    `request_id` is the request that waits for a load. A store into a kept pool has `labels`; a load has in `verify` the
+    slots that an earlier process wrote, whose checksums have to be right before a byte of them is copied.
     """
 
     job_id: int
     direction: Direction
     runs: tuple[BlockRun, ...]
     request_id: str | None = None
+    labels: SlotLabels | None = None
+    verify: Slots | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -61,13 +88,17 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """One worker's report on one job: `error` is None when every byte was copied. `num_bytes` is that worker's part."""
+    """One worker's report on one job: `error` is None when every byte was copied. `num_bytes` is that worker's part.
+
+    A load that failed since slots did not verify names them in `corrupt`, and has copied nothing.
+    """
 
     job_id: int
     worker: int = 0
     error: str | None = None
     num_bytes: int = 0
     seconds: float = 0.0
+    corrupt: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,10 @@ class SharedFile:
             if self.reserved_bytes() > offset:
                 os.ftruncate(self._file, offset)
 
+    def fileno(self) -> int:
+        """The open file's number."""
+        return self._file
+
     def unlink(self) -> None:
         """Remove its name, once everybody who is to map it has: the memory then goes with the last of them."""
         self.path.unlink(missing_ok=True)

@@ -1,0 +1,40 @@
+"""A pool that outlives its process, as far as core knows of it: what it is told, and what it gets at a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.events import Origin
+from core.keys import Key
+from core.transfers import Slots
+
+
+class PoolRecord(Protocol):
+    """Where it is written what a restart must not bring back. Called under the lock: it only writes memory."""
+
+    def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
+        """What these slots held in these generations has left the pool."""
+
+    def void_before(self, epoch: int) -> None:
+        """Nothing of an epoch before this one exists any more."""
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks that an earlier process left, as columns of one length, the most recently used first. No key is twice.
+
+    What nobody knows is zero, and `Origin("")`.
+    """
+
+    slots: Slots
+    keys: Sequence[Key]
+    generations: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    origins: Sequence[Origin]
+    stored_s: NDArray[np.float64]
+    hit_s: NDArray[np.float64]
+    hits: NDArray[np.int64]

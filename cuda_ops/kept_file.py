@@ -1,0 +1,278 @@
+"""The file of a kept pool: held by one process at a time, checked before a byte of it is believed, and made anew when
+it is another one's, an older one's, or damaged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cuda_ops.backing import SharedFile
+from cuda_ops.limits import MemoryLimit, NotEnoughMemory
+from cuda_ops.pages import can_populate, populate
+from cuda_ops.pool_format import (
+    FORMAT_VERSION,
+    MAGIC,
+    POOL_HEADER,
+    POOL_HEADER_BYTES,
+    SLOT_HEADER,
+    Headers,
+    PoolShape,
+    pool_header,
+    pool_header_checksum,
+)
+
+_log = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PoolRefused(ValueError):
+    """A kept pool that this process may not use; the message says why, and what to do."""
+
+
+class NotAPool(ValueError):
+    """A file that has no pool's header, or not one that this version can read; the message says which field it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """A pool's header as it was read."""
+
+    shape: PoolShape
+    fingerprint: dict[str, object]
+    min_epoch: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPool:
+    """What there was when the file was opened.
+
+    `dropped` says why nothing of it is kept: None for a pool that is kept, and for a new one, which `is_new`.
+    `num_whole` slots lie in the file with all their bytes. After `other_boot` the file may have lost some silently.
+    """
+
+    is_new: bool
+    dropped: str | None
+    num_whole: int
+    other_boot: bool
+
+
+def read_boot_id() -> str:
+    """The kernel's name for the time since the machine was started."""
+    return BOOT_ID.read_text().strip()
+
+
+def read_pool_header(file: int) -> PoolHeader:
+    """The header of a pool's open file. Raises `NotAPool`, and `OSError`."""
+    raw = os.pread(file, POOL_HEADER_BYTES, 0)
+    if len(raw) < POOL_HEADER_BYTES:
+        raise NotAPool(f"the file has {len(raw):,} bytes, and a pool's header takes {POOL_HEADER_BYTES:,}")
+    header = np.frombuffer(raw[: POOL_HEADER.itemsize], dtype=POOL_HEADER)
+    field = header[0]
+    if bytes(field["magic"]) != MAGIC:
+        raise NotAPool(f"magic is {bytes(field['magic'])!r}, and a pool's is {MAGIC!r}")
+    if int(field["format_version"]) != FORMAT_VERSION:
+        raise NotAPool(f"format_version is {field['format_version']}, and this version reads {FORMAT_VERSION}")
+    length = int(field["fingerprint_bytes"])
+    fingerprint = raw[POOL_HEADER.itemsize : POOL_HEADER.itemsize + min(length, POOL_HEADER_BYTES)]
+    if pool_header_checksum(header, fingerprint) != int(field["checksum"]):
+        raise NotAPool("checksum of the pool's header does not fit: it is damaged")
+    shape = PoolShape(
+        num_slots=int(field["num_slots"]),
+        slot_bytes=int(field["slot_bytes"]),
+        num_ranks=int(field["num_ranks"]),
+        extent_slots=int(field["extent_slots"]),
+    )
+    boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
+    return PoolHeader(shape, json.loads(fingerprint), int(field["min_epoch"]), boot_id)
+
+
+class KeptFile:
+    """A `Backing` that outlives its process. Only one process may have it; the lock of one that dies is free."""
+
+    def __init__(self, path: Path, shape: PoolShape, fingerprint: Mapping[str, object]) -> None:
+        """Take the lock, look at what is there, and start anew where that cannot be kept.
+
+        Raises `PoolRefused` when another process has it or it is not ours, `NotEnoughMemory`, and `OSError`.
+        """
+        self.path = path
+        self.shape = shape
+        text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
+        if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
+            raise PoolRefused(
+                f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use POOL_KIND=pinned"
+            )
+        self._lock = _take_lock(path)
+        try:
+            self._shared = SharedFile(path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            self._refuse_others_file()
+            self.found = self._look(json.loads(text))
+            if self.found.dropped is not None:
+                _log.warning("the kept pool %s is dropped and starts empty: %s", path, self.found.dropped)
+            if self.found.is_new or self.found.dropped is not None:
+                self._start_anew(text)
+            elif self._size() > shape.payload_offset + shape.payload_bytes:
+                self._shared.free(shape.payload_offset + shape.payload_bytes)
+            self._map()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what a host pool asks of its backing ------------------------------------------------------------------------
+
+    @property
+    def must_touch(self) -> bool:
+        """See `Backing`."""
+        return self._shared.must_touch
+
+    def limits(self) -> list[MemoryLimit]:
+        """See `Backing`."""
+        return self._shared.limits()
+
+    def reserved_bytes(self) -> int:
+        """See `Backing`."""
+        return max(self._size() - self.shape.payload_offset, 0)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """See `Backing`."""
+        return self._shared.reserve(self.shape.payload_offset + num_bytes)
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """See `Backing`."""
+        return self._shared.map(self.shape.payload_offset + offset, num_bytes)
+
+    def free(self, offset: int) -> None:
+        """See `Backing`."""
+        self._shared.free(self.shape.payload_offset + offset)
+
+    def close(self) -> None:
+        """Map no more, and let the next process have it. What is mapped stays."""
+        self._shared.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # ---- the headers -------------------------------------------------------------------------------------------------
+
+    def headers(self, rank: int) -> Headers:
+        """The slot headers of a rank, `[num_slots]`, in place."""
+        start = POOL_HEADER_BYTES + rank * self.shape.rank_stride
+        return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.num_slots, offset=start)
+
+    @property
+    def min_epoch(self) -> int:
+        """Slots of another epoch are void."""
+        return int(self._pool_header["min_epoch"][0])
+
+    @min_epoch.setter
+    def min_epoch(self, epoch: int) -> None:
+        self._pool_header["min_epoch"] = epoch
+
+    def note_boot(self) -> None:
+        """All that is there has been verified since this boot."""
+        self._pool_header["boot_id"] = read_boot_id().encode()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _size(self) -> int:
+        return os.fstat(self._shared.fileno()).st_size
+
+    def _refuse_others_file(self) -> None:
+        """In a folder that anybody may write to, another user could have put a file in our way."""
+        owner = os.fstat(self._shared.fileno()).st_uid
+        if owner != os.geteuid():
+            raise PoolRefused(
+                f"ENGINE_NAME: the pool {self.path} belongs to user {owner}, and this process runs as "
+                f"{os.geteuid()}; remove the file, or set ENGINE_NAME to another name"
+            )
+
+    def _look(self, fingerprint: dict[str, object]) -> FoundPool:
+        size = self._size()
+        if size == 0:
+            return FoundPool(is_new=True, dropped=None, num_whole=0, other_boot=False)
+        try:
+            header = read_pool_header(self._shared.fileno())
+        except NotAPool as error:
+            return FoundPool(is_new=False, dropped=str(error), num_whole=0, other_boot=False)
+        differs = _first_difference(header, self.shape, fingerprint)
+        if differs is None and size < self.shape.payload_offset:
+            differs = f"the file has {size:,} bytes, and its slot headers end at {self.shape.payload_offset:,}"
+        num_whole = self.shape.num_slots
+        if size < self.shape.payload_offset + self.shape.payload_bytes:
+            num_whole = self.shape.count_whole(size)
+        return FoundPool(False, differs, num_whole, header.boot_id != read_boot_id())
+
+    def _start_anew(self, fingerprint: bytes) -> None:
+        """Empty the file and give it a header, whose magic comes last: a death in between leaves no pool."""
+        self._shared.free(0)
+        try:
+            self._shared.reserve(self.shape.payload_offset)
+        except OSError as error:
+            raise NotEnoughMemory(
+                f"POOL_BYTES: taking {self.shape.payload_offset:,} bytes for the pool's headers failed: {error}"
+            ) from error
+        header = pool_header(self.shape, fingerprint)
+        header["boot_id"] = read_boot_id().encode()
+        raw = header.tobytes()
+        os.pwrite(self._shared.fileno(), raw[len(MAGIC) :] + fingerprint, len(MAGIC))
+        os.pwrite(self._shared.fileno(), MAGIC, 0)
+
+    def _map(self) -> None:
+        self._headers = self._shared.map(0, self.shape.payload_offset)
+        memory = np.frombuffer(self._headers, dtype=np.uint8)
+        if self.must_touch and can_populate():
+            try:
+                populate(memory.ctypes.data, memory.nbytes)
+            except OSError as error:
+                raise NotEnoughMemory(
+                    f"POOL_BYTES: taking {memory.nbytes:,} bytes for the pool's headers failed: {error}"
+                ) from error
+        self._pool_header = np.frombuffer(self._headers, dtype=POOL_HEADER, count=1)
+
+
+def _take_lock(path: Path) -> int:
+    """Lock the file beside the pool, which goes with its process. It says who has it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise PoolRefused(
+            f"ENGINE_NAME: the pool {path} is in use by another process (pid {owner}); stop it, or give this one "
+            "another ENGINE_NAME"
+        ) from None
+    except BaseException:
+        os.close(lock)
+        raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _first_difference(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, object]) -> str | None:
+    """The first field in which what was kept is not what is wanted."""
+    for name in sorted(header.fingerprint.keys() | fingerprint.keys()):
+        old, new = header.fingerprint.get(name), fingerprint.get(name)
+        if old != new:
+            return f"{name} was {old!r} when it was written, and is {new!r}"
+    for name in ("slot_bytes", "num_ranks", "num_slots", "extent_slots"):
+        old, new = getattr(header.shape, name), getattr(shape, name)
+        if old != new:
+            return f"{name} was {old:,} when it was written, and is {new:,}"
+    return None

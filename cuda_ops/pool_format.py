@@ -1,0 +1,202 @@
+"""What the file of a kept pool looks like, byte by byte; docs/pool-format.md says the same in words.
+
+The pool's header comes first, then for each rank an array with one header a slot, then the slots' bytes in extents.
+Every part starts on a page. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from core.keys import Key
+from core.transfers import Slots
+
+MAGIC = b"kvferry\n"
+FORMAT_VERSION = 1
+POOL_HEADER_BYTES = 1 << 16
+MAX_KEY_BYTES = 72
+NEVER_DROPPED = 0
+"""Generations count from 1."""
+
+POOL_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("format_version", "<u4"),
+        ("slot_header_bytes", "<u4"),
+        ("num_slots", "<u8"),
+        ("slot_bytes", "<u8"),
+        ("num_ranks", "<u8"),
+        ("extent_slots", "<u8"),
+        ("headers_offset", "<u8"),
+        ("rank_stride", "<u8"),
+        ("payload_offset", "<u8"),
+        ("fingerprint_bytes", "<u8"),
+        ("checksum", "<u8"),
+        ("min_epoch", "<i8"),
+        ("boot_id", "S48"),
+        ("unused", "V112"),
+    ]
+)
+"""The first 256 bytes; the fingerprint's JSON follows.
+
+`checksum` covers all before it, and the fingerprint. What comes after it changes while the pool is in use, by words
+each of which is right by itself: only slots of `min_epoch` count, and all are verified unless `boot_id` is this boot's.
+"""
+
+SLOT_HEADER = np.dtype(
+    [
+        ("generation", "<i8"),
+        ("epoch", "<i8"),
+        ("length", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("key", "V72"),
+        ("key_length", "<u2"),
+        ("state", "u1"),
+        ("unused", "V5"),
+        ("checksum", "<u8"),
+        ("dropped_generation", "<i8"),
+    ]
+)
+"""128 bytes a slot. `checksum` covers all before it. `dropped_generation` is the scheduler's own word, in the array of
+rank 0 only: a generation up to it has left the pool."""
+
+_CHECKED_BYTES = SLOT_HEADER.fields["checksum"][1] if SLOT_HEADER.fields else 0
+_HEADER_CHECKED_BYTES = POOL_HEADER.fields["checksum"][1] if POOL_HEADER.fields else 0
+
+Headers = NDArray[Any]
+"""An array of `SLOT_HEADER`."""
+
+
+class HeaderState(IntEnum):
+    """The byte that is written first and last: whether the rest of a slot's header means anything."""
+
+    EMPTY = 0
+    WRITING = 1
+    VALID = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Sizes that settle where everything lies. `slot_bytes` is one rank's part of a slot."""
+
+    num_slots: int
+    slot_bytes: int
+    num_ranks: int
+    extent_slots: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a slot, all ranks side by side."""
+        return self.num_ranks * self.slot_bytes
+
+    @property
+    def rank_stride(self) -> int:
+        """From one rank's slot headers to the next one's."""
+        return whole_pages(self.num_slots * SLOT_HEADER.itemsize)
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the first extent starts."""
+        return POOL_HEADER_BYTES + self.num_ranks * self.rank_stride
+
+    @property
+    def payload_bytes(self) -> int:
+        """All extents; each starts on a page."""
+        full, rest = divmod(self.num_slots, self.extent_slots)
+        return full * whole_pages(self.extent_slots * self.row_bytes) + whole_pages(rest * self.row_bytes)
+
+    def row_offsets(self, slots: Slots) -> NDArray[np.int64]:
+        """Where the rows of slots start, counted from `payload_offset`."""
+        extents, within = np.divmod(slots, self.extent_slots)
+        offsets: NDArray[np.int64] = extents * whole_pages(self.extent_slots * self.row_bytes)
+        offsets += within * self.row_bytes
+        return offsets
+
+    def count_whole(self, file_bytes: int) -> int:
+        """How many of the first slots lie in a file of so many bytes with all their bytes."""
+        ends = self.row_offsets(np.arange(self.num_slots)) + self.row_bytes + self.payload_offset
+        return int(np.searchsorted(ends, file_bytes, side="right"))
+
+
+def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:
+    """A new pool's header, one `POOL_HEADER`, without boot id."""
+    header = np.zeros(1, dtype=POOL_HEADER)
+    for name, value in {
+        "magic": MAGIC,
+        "format_version": FORMAT_VERSION,
+        "slot_header_bytes": SLOT_HEADER.itemsize,
+        "num_slots": shape.num_slots,
+        "slot_bytes": shape.slot_bytes,
+        "num_ranks": shape.num_ranks,
+        "extent_slots": shape.extent_slots,
+        "headers_offset": POOL_HEADER_BYTES,
+        "rank_stride": shape.rank_stride,
+        "payload_offset": shape.payload_offset,
+        "fingerprint_bytes": len(fingerprint),
+    }.items():
+        header[name] = value
+    header["checksum"] = pool_header_checksum(header, fingerprint)
+    return header
+
+
+def pool_header_checksum(header: Headers, fingerprint: bytes) -> int:
+    """XXH3 of the fixed part of a pool's header, followed by the fingerprint."""
+    return xxh3_64_intdigest(header.tobytes()[:_HEADER_CHECKED_BYTES] + fingerprint)
+
+
+def header_checksums(headers: Headers) -> NDArray[np.uint64]:
+    """XXH3 of each of these slot headers, up to its `checksum`."""
+    size = SLOT_HEADER.itemsize
+    view = memoryview(headers.tobytes())
+    return np.array(
+        [xxh3_64_intdigest(view[at : at + _CHECKED_BYTES]) for at in range(0, len(view), size)], dtype=np.uint64
+    )
+
+
+def are_sound(headers: Headers, slot_bytes: int) -> NDArray[np.bool_]:
+    """Which of these slot headers are valid and undamaged."""
+    sound: NDArray[np.bool_] = (
+        (headers["state"] == HeaderState.VALID)
+        & (headers["key_length"] > 0)
+        & (headers["key_length"] <= MAX_KEY_BYTES)
+        & (headers["length"] <= slot_bytes)
+        & (header_checksums(headers) == headers["checksum"])
+    )
+    return sound
+
+
+def payload_checksum(key: Key, epoch: int, payload: NDArray[np.uint8]) -> int:
+    """XXH3 of a slot's bytes, seeded with that of its key, epoch (8 bytes) and length (8 bytes)."""
+    about = key + epoch.to_bytes(8, "little", signed=True) + len(payload).to_bytes(8, "little")
+    return xxh3_64_intdigest(payload.data, seed=xxh3_64_intdigest(about))
+
+
+def keys_of(headers: Headers) -> list[Key]:
+    """The key of each header; their lengths have to be right."""
+    lengths = headers["key_length"]
+    if not len(headers):
+        return []
+    texts = np.ascontiguousarray(headers["key"]).view(np.uint8).reshape(len(headers), MAX_KEY_BYTES)
+    first = int(lengths[0])
+    if bool((lengths == first).all()):
+        keys: list[Key] = np.ascontiguousarray(texts[:, :first]).view(f"V{first}").ravel().tolist()
+        return keys
+    return [row[:length].tobytes() for row, length in zip(texts, lengths.tolist(), strict=True)]
+
+
+def padded_keys(keys: Sequence[Key]) -> NDArray[Any]:
+    """Keys as headers have them, filled up with zeros."""
+    return np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
+
+
+def whole_pages(num_bytes: int) -> int:
+    """So many bytes rounded up to pages."""
+    return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -1,0 +1,94 @@
+"""A kept pool for tests: slots with known bytes, stored the way a copy engine stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from core.transfers import SlotLabels, Slots
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord, KeptSlots, recover_slots
+from cuda_ops.pool_format import PoolShape
+from cuda_ops.slot_headers import SlotHeaders
+
+SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=5)
+FINGERPRINT = {"model": "m", "revision": "r", "layers": [1, 2]}
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big") + b"\0"
+
+
+def bytes_of(number: int, length: int = SHAPE.slot_bytes) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, length, dtype=np.uint8)
+
+
+@dataclass
+class Kept:
+    """An attached pool. `found` is what was recovered when it was attached."""
+
+    file: KeptFile
+    pool: HostPool
+    headers: SlotHeaders
+    record: KeptRecord
+    found: KeptSlots
+
+    def label(self, numbers: list[int], slots: list[int], generation: int, length: int = 1000) -> SlotLabels:
+        count = len(slots)
+        return SlotLabels(
+            np.array(slots),
+            [key_of(number) for number in numbers],
+            np.full(count, generation),
+            np.full(count, self.file.min_epoch),
+            np.full(count, length),
+        )
+
+    def store(self, numbers: list[int], slots: list[int], generation: int, length: int = 1000) -> None:
+        labels = self.label(numbers, slots, generation, length)
+        self.headers.begin(labels)
+        for number, slot in zip(numbers, slots, strict=True):
+            self.pool.slot(slot)[:length] = bytes_of(number, length)
+        assert self.headers.seal(labels) == len(slots)
+
+    def numbers(self) -> dict[int, int]:
+        """What was recovered: slot to number."""
+        return {
+            int(slot): int.from_bytes(key[:-1], "big")
+            for slot, key in zip(self.found.slots, self.found.keys, strict=True)
+        }
+
+    def good(self) -> dict[int, int]:
+        """What was recovered and verifies, whose bytes have to be right."""
+        bad = set(self.headers.verify(self.found.slots).tolist())
+        good = {slot: number for slot, number in self.numbers().items() if slot not in bad}
+        lengths = dict(zip(self.found.slots.tolist(), self.found.sizes.tolist(), strict=True))
+        for slot, number in good.items():
+            expected = bytes_of(number, lengths[slot])
+            assert np.array_equal(self.pool.slot(slot)[: lengths[slot]], expected), "wrong bytes were verified"
+        return good
+
+
+@contextmanager
+def attached(path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object] | None = None) -> Iterator[Kept]:
+    """A pool that is let go at the end, as if its process had died."""
+    file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
+    try:
+        pool = HostPool(
+            shape.num_slots,
+            shape.slot_bytes,
+            shape.extent_slots * shape.row_bytes,
+            backing=file,
+            num_ranks=shape.num_ranks,
+        )
+        yield Kept(file, pool, SlotHeaders(file.headers(0), pool), KeptRecord(file), recover_slots(file))
+    finally:
+        file.close()
+
+
+def all_slots(shape: PoolShape = SHAPE) -> Slots:
+    return np.arange(shape.num_slots)

@@ -1,0 +1,401 @@
+"""Kept pools: what was sealed comes back, nothing else does, and whatever happens to the file, no wrong byte does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.transfers import BlockRun, Direction, TransferJob
+from cuda_ops import kept_file
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_file import KeptFile, PoolRefused
+from cuda_ops.kept_pool import DropReason, recover_slots
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.pool_format import (
+    MAX_KEY_BYTES,
+    POOL_HEADER,
+    POOL_HEADER_BYTES,
+    SLOT_HEADER,
+    PoolShape,
+    header_checksums,
+)
+from tests.cuda_ops.kept import FINGERPRINT, SHAPE, attached, bytes_of, key_of
+from tests.waiting import wait_until
+
+NUMBERS = list(range(100, 112))
+SLOTS = list(range(12))
+EXPECTED = dict(zip(SLOTS, NUMBERS, strict=True))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "engine.pool"
+
+
+@pytest.fixture
+def full(path: Path) -> Path:
+    """A pool with a block in every slot, whose process is gone."""
+    with attached(path) as kept:
+        assert kept.file.found.is_new
+        kept.store(NUMBERS, SLOTS, 1)
+    return path
+
+
+def test_what_was_sealed_comes_back_byte_for_byte(full: Path) -> None:
+    for _ in range(2):
+        with attached(full) as kept:
+            assert not kept.file.found.is_new
+            assert kept.file.found.dropped is None
+            assert not kept.file.found.other_boot
+            assert kept.good() == EXPECTED
+            assert kept.found.dropped == {}
+            assert kept.found.generations.tolist() == [1] * 12
+            assert kept.found.sizes.tolist() == [1000] * 12
+
+
+def test_a_store_that_was_not_sealed_does_not_come_back(full: Path) -> None:
+    with attached(full) as kept:
+        kept.headers.begin(kept.label([1, 2], [3, 4], 2))
+        kept.pool.slot(3)[:] = 0
+    with attached(full) as kept:
+        assert kept.good() == {slot: number for slot, number in EXPECTED.items() if slot not in (3, 4)}
+        assert kept.found.dropped == {DropReason.UNSEALED: 2}
+    with attached(full) as kept:
+        assert kept.found.dropped == {}, "what was dropped is counted once"
+
+
+def test_a_seal_is_abandoned_for_slots_that_were_given_out_again(path: Path) -> None:
+    with attached(path) as kept:
+        first, second = kept.label([1, 2], [5, 6], 1), kept.label([3], [6], 2)
+        kept.headers.begin(first)
+        kept.headers.begin(second)
+        kept.pool.slot(5)[:] = bytes_of(1)
+        assert kept.headers.seal(first) == 1
+        kept.pool.slot(6)[:] = bytes_of(3)
+        assert kept.headers.seal(second) == 1
+        assert kept.headers.seal(second) == 0, "a slot is sealed once"
+    with attached(path) as kept:
+        assert kept.good() == {5: 1, 6: 3}
+
+
+def test_what_left_the_pool_does_not_come_back_also_when_it_is_sealed_afterwards(full: Path) -> None:
+    with attached(full) as kept:
+        kept.record.void(np.array([0, 1]), np.array([1, 1]))
+        late = kept.label([50, 51], [2, 3], 7)
+        kept.headers.begin(late)
+        kept.record.void(np.array([2]), np.array([7]))
+        for number, slot in ((50, 2), (51, 3)):
+            kept.pool.slot(slot)[:] = bytes_of(number)
+        kept.headers.seal(late)
+    with attached(full) as kept:
+        assert kept.good() == {3: 51} | {slot: EXPECTED[slot] for slot in range(4, 12)}
+        assert kept.found.dropped == {DropReason.LEFT: 3}
+
+
+def test_a_reset_leaves_nothing_of_the_epochs_before(full: Path) -> None:
+    with attached(full) as kept:
+        late = kept.label([60], [1], 2)
+        kept.headers.begin(late)
+        kept.record.void_before(5)
+        kept.pool.slot(1)[:] = bytes_of(60)
+        kept.headers.seal(late)
+        kept.store([70], [0], 3)
+    with attached(full) as kept:
+        assert kept.file.min_epoch == 5
+        assert kept.good() == {0: 70}
+        assert kept.found.dropped == {DropReason.RESET: 11}
+
+
+def test_of_a_key_that_is_there_twice_the_later_one_comes_back(path: Path) -> None:
+    with attached(path) as kept:
+        kept.store([1], [9], 4)
+        kept.store([1], [2], 5)
+        kept.store([1], [7], 3)
+    with attached(path) as kept:
+        assert kept.good() == {2: 1}
+        assert kept.found.dropped == {DropReason.DUPLICATE: 2}
+
+
+def test_a_shorter_block_is_checked_as_far_as_it_goes(path: Path) -> None:
+    with attached(path) as kept:
+        kept.store([1], [0], 1, length=300)
+        kept.pool.slot(0)[300:] = 99
+    with attached(path) as kept:
+        assert kept.good() == {0: 1}
+        assert kept.found.sizes.tolist() == [300]
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_costs_at_most_the_slot_that_it_is_in(full: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    slot = int(random.integers(12))
+    if seed % 2:
+        start = POOL_HEADER_BYTES + slot * SLOT_HEADER.itemsize
+        offset = start + int(random.integers(SLOT_HEADER.itemsize))
+    else:
+        start = SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([slot]))[0])
+        offset = start + int(random.integers(1000))
+    flip(full, offset, int(random.integers(8)))
+    with attached(full) as kept:
+        good = kept.good()
+        others = {each: number for each, number in EXPECTED.items() if each != slot}
+        assert good in (others, EXPECTED), f"seed {seed}"
+        lost = sum(kept.found.dropped.values()) + len(kept.found.slots) - len(good)
+        assert lost == 12 - len(good), "what is lost is counted"
+        unused = POOL_HEADER_BYTES + slot * SLOT_HEADER.itemsize + SLOT_HEADER.itemsize - 8
+        assert (good == others) or offset >= unused, "only the scheduler's own word may change unnoticed"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_in_the_pools_header_drops_all_or_has_all_verified(full: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    flip(full, int(random.integers(400)), int(random.integers(8)))
+    with attached(full) as kept:
+        good = kept.good()
+        assert good in ({}, EXPECTED), f"seed {seed}"
+        if not good:
+            assert kept.file.found.dropped or kept.found.dropped == {DropReason.RESET: 12}
+    with attached(full) as kept:
+        kept.store([1], [0], 100)
+    with attached(full) as kept:
+        assert kept.good()[0] == 1, "it works again"
+
+
+def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
+    with full.open("r+b") as file:
+        raw = bytearray(file.read())
+        one, other = (POOL_HEADER_BYTES + slot * SLOT_HEADER.itemsize for slot in (2, 9))
+        size = SLOT_HEADER.itemsize
+        raw[one : one + size], raw[other : other + size] = raw[other : other + size], raw[one : one + size]
+        file.seek(0)
+        file.write(raw)
+    with attached(full) as kept:
+        assert len(kept.found.slots) == 12
+        assert kept.good() == {slot: number for slot, number in EXPECTED.items() if slot not in (2, 9)}
+
+
+@pytest.mark.parametrize("kept_slots", [0, 1, 5, 7, 11])
+def test_a_truncated_file_keeps_the_slots_that_it_still_has(full: Path, kept_slots: int) -> None:
+    end = SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([kept_slots]))[0])
+    os.truncate(full, end + 1)
+    with attached(full) as kept:
+        assert kept.good() == {slot: EXPECTED[slot] for slot in range(kept_slots)}
+        assert kept.found.dropped == {DropReason.TRUNCATED: 12 - kept_slots}
+
+
+@pytest.mark.parametrize("size", [1, 200, POOL_HEADER_BYTES, SHAPE.payload_offset - 1])
+def test_a_file_without_all_headers_is_dropped(full: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    os.truncate(full, size)
+    with attached(full) as kept:
+        assert kept.found.slots.tolist() == []
+        assert kept.file.found.dropped is not None
+        assert f"{size:,} bytes" in caplog.text
+        kept.store([1], [0], 1)
+    with attached(full) as kept:
+        assert kept.good() == {0: 1}
+
+
+def test_a_longer_file_is_cut_and_kept(full: Path) -> None:
+    size = full.stat().st_size
+    with full.open("ab") as file:
+        file.write(b"x" * 100_000)
+    with attached(full) as kept:
+        assert kept.good() == EXPECTED
+    assert full.stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    ("shape", "fingerprint", "field"),
+    [
+        (SHAPE, FINGERPRINT | {"model": "other"}, "model was 'm' when it was written, and is 'other'"),
+        (SHAPE, FINGERPRINT | {"dtype": "float16"}, "dtype was None"),
+        (SHAPE, FINGERPRINT | {"layers": [1, 3]}, "layers was [1, 2]"),
+        (replace(SHAPE, num_slots=13), FINGERPRINT, "num_slots was 12 when it was written, and is 13"),
+        (replace(SHAPE, num_slots=3), FINGERPRINT, "num_slots was 12"),
+        (replace(SHAPE, slot_bytes=1001), FINGERPRINT, "slot_bytes was 1,000"),
+        (replace(SHAPE, extent_slots=4), FINGERPRINT, "extent_slots was 5"),
+        (replace(SHAPE, num_ranks=2), FINGERPRINT, "num_ranks was 1"),
+    ],
+)
+def test_what_was_made_by_another_is_dropped_saying_which_field_differs(
+    full: Path,
+    shape: PoolShape,
+    fingerprint: dict[str, object],
+    field: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with attached(full, shape, fingerprint) as kept:
+        assert kept.found.slots.tolist() == []
+        assert field in str(kept.file.found.dropped)
+        assert field in caplog.text
+    with attached(full, shape, fingerprint) as kept:
+        assert kept.file.found.dropped is None
+
+
+def test_another_format_version_and_foreign_files_are_dropped(full: Path) -> None:
+    with full.open("r+b") as file:
+        file.seek(8)
+        file.write((0).to_bytes(4, "little"))
+    with attached(full) as kept:
+        assert "format_version is 0" in str(kept.file.found.dropped)
+    full.write_bytes(b"PNG" + bytes(range(256)) * 1000)
+    with attached(full) as kept:
+        assert "magic" in str(kept.file.found.dropped)
+        assert kept.found.slots.tolist() == []
+
+
+def test_after_another_boot_the_pool_says_so_until_it_was_noted(
+    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("00000000-0000-0000-0000-000000000001\n")
+    monkeypatch.setattr(kept_file, "BOOT_ID", boot)
+    for _ in range(2):
+        with attached(full) as kept:
+            assert kept.file.found.other_boot
+            assert kept.good() == EXPECTED
+    with attached(full) as kept:
+        kept.file.note_boot()
+    with attached(full) as kept:
+        assert not kept.file.found.other_boot
+
+
+def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from cuda_ops.kept_file import KeptFile\n"
+        "from tests.cuda_ops.kept import *\n"
+        f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"attached\n"
+    with (
+        pytest.raises(PoolRefused, match=rf"in use by another process \(pid {owner.pid}\).*ENGINE_NAME"),
+        attached(full),
+    ):
+        pass
+    owner.kill()
+    owner.communicate()
+    with attached(full) as kept:
+        assert kept.good() == EXPECTED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
+def test_a_file_of_another_user_is_refused(full: Path) -> None:
+    os.chown(full, 12345, -1)
+    with pytest.raises(PoolRefused, match="belongs to user 12345"), attached(full):
+        pass
+
+
+def test_slots_come_back_only_if_all_ranks_agree(path: Path) -> None:
+    shape = replace(SHAPE, num_ranks=2)
+    with attached(path, shape) as kept:
+        pool = HostPool(12, 1000, 5 * 2000, backing=kept.file, num_ranks=2, rank=1)
+        other = type(kept.headers)(kept.file.headers(1), pool)
+        for headers, whole in ((kept.headers, kept.pool), (other, pool)):
+            labels = kept.label([1, 2, 3], [0, 1, 2], 1)
+            headers.begin(labels)
+            for number, slot in ((1, 0), (2, 1), (3, 2)):
+                whole.slot(slot)[:] = bytes_of(number)
+            headers.seal(labels if headers is kept.headers else labels.part(0, 2))
+        header = kept.file.headers(1)
+        header["generation"][1] = 9
+        header["checksum"][1:2] = header_checksums(header[1:2])
+    with attached(path, shape) as kept:
+        assert kept.numbers() == {0: 1}
+        assert kept.found.dropped == {DropReason.UNSEALED: 1, DropReason.RANKS_DIFFER: 1}
+
+
+def test_a_key_that_does_not_fit_a_header_is_never_sealed(path: Path) -> None:
+    with attached(path) as kept:
+        labels = kept.label([1, 2], [0, 1], 1)._replace(keys=[b"k" * (MAX_KEY_BYTES + 1), b"k" * MAX_KEY_BYTES])
+        kept.headers.begin(labels)
+        assert kept.headers.seal(labels) == 1
+    with attached(path) as kept:
+        assert kept.found.keys == [b"k" * MAX_KEY_BYTES]
+
+
+def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path: Path) -> None:
+    blocks = np.stack([bytes_of(number) for number in range(12)])
+
+    def job(number: int, direction: Direction, count: int, **extra: object) -> TransferJob:
+        every = np.arange(count)
+        return TransferJob(number, direction, (BlockRun(0, every, every, np.zeros(count, np.int64)),), **extra)  # type: ignore[arg-type]
+
+    with attached(path) as kept:
+        layout = DeviceLayout.of_arrays([blocks])
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        copies.submit(job(1, Direction.STORE, 12, labels=kept.label(list(range(12)), SLOTS, 1)))
+        assert copies.wait([1], 30)
+        copies.close()
+        assert [result.error for result in copies.poll()] == [None]
+        assert not copies.num_unsealed
+    with attached(path) as kept:
+        assert kept.good() == {n: n for n in range(12)}
+        kept.pool.slot(3)[17] ^= 1
+        kept.pool.slot(5)[0] ^= 1
+        blocks[:] = 0
+        woken: list[int] = []
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: woken.append(1))
+        copies.submit(job(1, Direction.LOAD, 2, verify=np.array([0, 1])))
+        copies.submit(job(2, Direction.LOAD, 12, verify=np.arange(12)))
+        assert copies.wait([1, 2], 30)
+        wait_until(lambda: len(woken) == 2, "both were told", deadline_s=30)
+        results = {result.job_id: result for result in copies.poll()}
+        assert (results[1].error, results[1].corrupt) == (None, ())
+        assert results[2].corrupt == (3, 5)
+        assert "2 of 12 slots" in str(results[2].error)
+        assert np.array_equal(blocks[:2], [bytes_of(0), bytes_of(1)])
+        assert not blocks[2:].any(), "nothing of a load with a bad slot is copied"
+        copies.close()
+        copies.submit(job(3, Direction.LOAD, 1, verify=np.array([0])))
+        assert [result.error is None for result in copies.poll()] == [False]
+
+
+def test_a_million_slot_headers_are_read_quickly_and_all_come_back(tmp_path: Path) -> None:
+    """No time is asserted here; bench/restart.py measures it. This is the size at which a loop would be noticed."""
+    count = 1_000_000
+    shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
+    file = KeptFile(tmp_path / "big.pool", shape, FINGERPRINT)
+    headers = file.headers(0)
+    headers["generation"] = np.arange(1, count + 1)
+    headers["length"] = 8
+    texts = np.zeros((count, MAX_KEY_BYTES), dtype=np.uint8)
+    texts[:, :8] = np.arange(count, dtype=">u8").view(np.uint8).reshape(count, 8)
+    headers["key"] = texts.view(f"V{MAX_KEY_BYTES}").ravel()
+    headers["key_length"] = 33
+    headers["state"] = 2
+    headers["checksum"] = header_checksums(headers)
+    file.found = replace(file.found, num_whole=count)
+    kept = recover_slots(file)
+    file.close()
+    assert len(kept.slots) == count
+    assert kept.keys[12345] == (12345).to_bytes(8, "big") + bytes(25)
+    assert key_of(1) != kept.keys[1]
+
+
+def test_the_page_about_the_format_has_every_field_where_it_is() -> None:
+    page = (Path(__file__).parents[2] / "docs/pool-format.md").read_text()
+    told = [(name, int(at)) for name, at in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE)]
+    fields = [(name, dtype.fields[name][1]) for dtype in (POOL_HEADER, SLOT_HEADER) for name in dtype.names]
+    assert told == fields
+    assert [reason for reason in DropReason if f"| `{reason}` |" not in page] == []
