@@ -11,6 +11,7 @@ from app.store.database import Database
 from app.store.errors import is_refused
 from app.store.models import EvictionRow, ResetRow
 from app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
+from app.store.sums import add_evictions, add_regrets
 from app.store.text import clean
 from core.events import EvictionBatch, ResetEvent
 from core.keys import group_of
@@ -75,13 +76,18 @@ class HistoryWriter:
                 evictions += rows
                 continue
             # A regret is about an eviction before it, never about one behind it.
-            _insert_evictions(connection, evictions)
+            self._insert_evictions(connection, evictions)
             evictions = []
             if isinstance(item, Regrets):
                 _mark_regrets(connection, self._engine, item)
             else:
                 connection.execute(insert(ResetRow), rows)
-        _insert_evictions(connection, evictions)
+        self._insert_evictions(connection, evictions)
+
+    def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            connection.execute(insert(EvictionRow), rows)
+            add_evictions(connection, self._engine, rows)
 
 
 def eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
@@ -124,11 +130,6 @@ def eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
     ]
 
 
-def _insert_evictions(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        connection.execute(insert(EvictionRow), rows)
-
-
 def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None:
     for start in range(0, len(regrets.keys), BATCH_ROWS):
         keys = [key.hex() for key in regrets.keys[start : start + BATCH_ROWS]]
@@ -138,4 +139,6 @@ def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None
             .group_by(EvictionRow.key)
         )
         which = (EvictionRow.id.in_(latest), EvictionRow.regretted_at.is_(None))
-        connection.execute(update(EvictionRow).where(*which).values(regretted_at=regrets.time_s))
+        marked = update(EvictionRow).where(*which).values(regretted_at=regrets.time_s)
+        returned = connection.execute(marked.returning(EvictionRow.time, EvictionRow.reason, EvictionRow.age_s))
+        add_regrets(connection, engine, ((row.time, row.reason, row.age_s) for row in returned.all()))

@@ -95,6 +95,23 @@ class EvictionRow(Base):
     )
 
 
+class EvictionSumRow(Base):
+    """Evictions of `span`, five minutes, counted from 1970, by reason and bucket of ages: see `app.store.sums`."""
+
+    __tablename__ = "eviction_sums"
+
+    engine: Mapped[str] = mapped_column(primary_key=True)
+    span: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    reason: Mapped[str] = mapped_column(primary_key=True)
+    bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    number: Mapped[int]
+    never_hit: Mapped[int]
+    regretted: Mapped[int]
+    age_min: Mapped[float]
+    age_sum: Mapped[float]
+    age_max: Mapped[float]
+
+
 class ResetRow(Base):
     """A whole reset and how many blocks it dropped; they have no eviction rows, since a reset costs O(1)."""
 

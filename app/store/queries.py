@@ -6,16 +6,15 @@ neither repeat an item nor hide one. Every list is read in the order of an index
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Row, Select, case, func, select, tuple_
+from sqlalchemy import ColumnElement, Row, Select, select, tuple_
 
 from app.store.cursors import MAX_LIMIT, Page, check_limit, decode_cursor, encode_cursor
 from app.store.database import Database
-from app.store.models import AuditRow, EvictionRow, OverrideRow, ResetRow, RuleRow, SlotRow
+from app.store.models import AuditRow, EvictionRow, OverrideRow, RuleRow, SlotRow
 from app.store.records import (
-    AgeBucket,
     AuditEntry,
     AuditRecord,
     EvictionFilter,
@@ -25,12 +24,10 @@ from app.store.records import (
     RuleRecord,
     SlotRecord,
 )
+from app.store.sums import summarize, window
 from app.store.text import clean
 
 T = TypeVar("T")
-
-AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
-"""Upper bounds of the buckets in which ages at eviction are counted; one more is without end."""
 
 
 def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None, limit: int) -> Select[Any]:
@@ -94,29 +91,8 @@ class StoreReader:
 
     def eviction_summary(self, since_s: float | None = None, until_s: float | None = None) -> EvictionSummary:
         """Counts by reason, ages at eviction and the rate of regrets, within a window."""
-        conditions = _conditions(self._engine, EvictionFilter(since_s=since_s, until_s=until_s))
-        age, bucket = EvictionRow.age_s, _age_bucket()
-        grouped = (
-            select(
-                EvictionRow.reason,
-                bucket.label("bucket"),
-                func.count().label("number"),
-                func.count(EvictionRow.regretted_at).label("regretted"),
-                func.sum(case((EvictionRow.hits == 0, 1), else_=0)).label("never_hit"),
-                func.min(age).label("age_min"),
-                func.sum(age).label("age_sum"),
-                func.max(age).label("age_max"),
-            )
-            .where(*conditions)
-            .group_by(EvictionRow.reason, bucket)
-        )
-        resets = select(func.count(), func.coalesce(func.sum(ResetRow.dropped), 0)).where(
-            ResetRow.engine == self._engine, *_window(ResetRow.time, since_s, until_s)
-        )
         with self._database.read() as connection:
-            groups = connection.execute(grouped).all()
-            num_resets, reset_blocks = connection.execute(resets).one()
-        return _summarize(groups, num_resets, reset_blocks)
+            return summarize(connection, self._engine, since_s, until_s)
 
     def audit(self, cursor: str | None = None, limit: int = 100) -> Page[AuditRecord]:
         """Calls that changed something, newest first."""
@@ -182,17 +158,8 @@ def _position(kind: str, cursor: str) -> Any:
     return tuple_(time_s, number)
 
 
-def _window(column: Any, since_s: float | None, until_s: float | None) -> list[ColumnElement[bool]]:
-    conditions: list[ColumnElement[bool]] = []
-    if since_s is not None:
-        conditions.append(column >= since_s)
-    if until_s is not None:
-        conditions.append(column < until_s)
-    return conditions
-
-
 def _conditions(engine: str, wanted: EvictionFilter) -> list[ColumnElement[bool]]:
-    conditions = [EvictionRow.engine == engine, *_window(EvictionRow.time, wanted.since_s, wanted.until_s)]
+    conditions = [EvictionRow.engine == engine, *window(EvictionRow.time, wanted.since_s, wanted.until_s)]
     for column, value in (
         (EvictionRow.reason, wanted.reason),
         (EvictionRow.request, wanted.request),
@@ -201,36 +168,6 @@ def _conditions(engine: str, wanted: EvictionFilter) -> list[ColumnElement[bool]
         if value is not None:
             conditions.append(column == clean(value))
     return conditions
-
-
-def _age_bucket() -> ColumnElement[int]:
-    steps = [(EvictionRow.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
-    return case(*steps, else_=len(AGE_BOUNDS_S))
-
-
-def _summarize(groups: Sequence[Row[Any]], num_resets: int, reset_blocks: int) -> EvictionSummary:
-    by_reason: dict[str, int] = {}
-    regretted: dict[str, int] = {}
-    ages = [0] * (len(AGE_BOUNDS_S) + 1)
-    for group in groups:
-        by_reason[group.reason] = by_reason.get(group.reason, 0) + group.number
-        regretted[group.reason] = regretted.get(group.reason, 0) + group.regretted
-        ages[group.bucket] += group.number
-    count, regrets = sum(by_reason.values()), sum(regretted.values())
-    return EvictionSummary(
-        count=count,
-        by_reason=by_reason,
-        regretted=regrets,
-        regret_rate=regrets / count if count else 0.0,
-        regretted_by_reason=regretted,
-        ages=[AgeBucket(bound, number) for bound, number in zip((*AGE_BOUNDS_S, None), ages, strict=True)],
-        age_min_s=min((group.age_min for group in groups), default=None),
-        age_mean_s=sum(group.age_sum for group in groups) / count if count else None,
-        age_max_s=max((group.age_max for group in groups), default=None),
-        never_hit=sum(group.never_hit for group in groups),
-        resets=num_resets,
-        reset_blocks=reset_blocks,
-    )
 
 
 def _eviction(row: Row[Any]) -> EvictionRecord:

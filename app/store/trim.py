@@ -9,6 +9,7 @@ from sqlalchemy import delete, func, select
 
 from app.store.database import Database
 from app.store.models import AuditRow, EngineRow, EvictionRow, OverrideRow, ResetRow
+from app.store.sums import trim_sums
 
 BATCH_ROWS = 1000
 BATCHES_A_STEP = 8
@@ -28,14 +29,18 @@ class HistoryLimits:
     audit_days: float = 365.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Task:
-    """Rows of one engine in one table: those before `before_s` go, and the oldest beyond `max_rows`."""
+    """Rows of one engine in one table: those before `before_s` go, and the oldest beyond `max_rows`.
+
+    `excess` is how many those are, once they were counted: in a large table that takes half a second.
+    """
 
     table: _History
     engine: str
     before_s: float
     max_rows: int
+    excess: int | None = None
 
 
 class HistoryTrimmer:
@@ -91,13 +96,19 @@ class HistoryTrimmer:
         with database.read() as connection:
             victims = connection.scalars(oldest.where(table.time < task.before_s).limit(BATCH_ROWS)).all()
             if not victims:
-                excess = connection.scalar(select(func.count()).select_from(table).where(mine)) or 0
-                excess = min(excess - task.max_rows, BATCH_ROWS)
-                victims = connection.scalars(oldest.limit(excess)).all() if excess > 0 else []
+                if task.excess is None:
+                    task.excess = (
+                        connection.scalar(select(func.count()).select_from(table).where(mine)) or 0
+                    ) - task.max_rows
+                if task.excess > 0:
+                    victims = connection.scalars(oldest.limit(min(task.excess, BATCH_ROWS))).all()
+                    task.excess -= len(victims)
         if not victims:
             return False
         with database.write() as connection:
             connection.execute(delete(table).where(table.id.in_(victims)))
+            if table is EvictionRow:
+                trim_sums(connection, task.engine)
         self.trimmed_rows += len(victims)
         return True
 

@@ -17,15 +17,14 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """A server to make databases on. Skips, saying so, where there is none."""
     given = os.environ.get("TEST_POSTGRES_URL")
     if given:
         yield given
         return
-    server = own_server(tmp_path_factory)
-    yield server.url
-    server.stop()
+    with own_server() as server:
+        yield server.url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

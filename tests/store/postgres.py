@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psycopg
 import pytest
@@ -46,10 +47,6 @@ class Server:
         self._user = _unprivileged()
         if self._user is not None:
             os.chown(folder, self._user.pw_uid, self._user.pw_gid)
-            # Its owner has to be able to walk there.
-            for parent in folder.parents:
-                if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
-                    parent.chmod(parent.stat().st_mode | 0o011)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self._port = listener.getsockname()[1]
@@ -63,8 +60,9 @@ class Server:
         self._run("pg_ctl", "-D", str(self._data), "-l", log, "-w", "-t", str(START_S), "-o", options, "start")
 
     def stop(self) -> None:
-        """As a crash does: nobody is told."""
-        self._run("pg_ctl", "-D", str(self._data), "-w", "-m", "immediate", "stop")
+        """As a crash does: nobody is told. Nothing happens if it is stopped."""
+        if (self._data / "postmaster.pid").exists():
+            self._run("pg_ctl", "-D", str(self._data), "-w", "-m", "immediate", "stop")
 
     def _run(self, program: str, *arguments: str) -> None:
         user, group = (None, None) if self._user is None else (self._user.pw_uid, self._user.pw_gid)
@@ -84,12 +82,19 @@ class Server:
             raise RuntimeError(f"{program} failed: {done.stderr}")
 
 
-def own_server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+@contextmanager
+def own_server() -> Iterator[Server]:
     """A server for whoever wants to stop it; skips where none is installed."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("no PostgreSQL: install Debian's package postgresql, or set TEST_POSTGRES_URL")
-    return Server(binaries, tmp_path_factory.mktemp("postgres"))
+    # Not among pytest's own folders, into which no other user can walk.
+    with TemporaryDirectory(prefix="kvferry-postgres-") as folder:
+        server = Server(binaries, Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from app.store import AuditEntry, EvictionFilter, HistoryLimits
+from app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
 from app.store.queue import HistoryQueue
 from core.events import EvictionBatch, EvictionReason, Origin
 from core.manager import OffloadManager
@@ -26,6 +28,7 @@ from .helpers import (
     open_store,
     running,
     shell,
+    url_of,
     wait_until,
 )
 
@@ -199,3 +202,60 @@ def test_a_summary_says_what_was_evicted_and_how_old(where: Where) -> None:
         )
         assert later.never_hit == 0
         assert json.dumps(summary.by_reason)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_summary_is_what_counting_the_rows_of_its_window_gives(where: Where, seed: int) -> None:
+    """Also where the window cuts spans, after trimming, and after a migration that counted what was there."""
+    rng = random.Random(seed)
+    hour_s = START_S - START_S % 3600 - 7200
+    with running(where) as (store, _):
+        for number in range(60):
+            time_s = hour_s + number * 60 + rng.random() * 60
+            reason = rng.choice([EvictionReason.CAPACITY, EvictionReason.OPERATOR])
+            stored_s = time_s - rng.choice([0.5, 1.0, 10.0, 59.0, 3000.0, 1e6])
+            hit_s = rng.choice([0.0, stored_s])
+            store.journal.evicted(
+                eviction(range(number * 30, number * 30 + 30), time_s, reason, stored_s=stored_s, hit_s=hit_s)
+            )
+            if number % 3 == 2:
+                regretted = rng.sample(range(number * 30), 20)
+                store.journal.regretted(keys_of(regretted), time_s + 1)
+        assert store.journal.flush(DEADLINE_S)
+        windows = [
+            (None, None),
+            (hour_s + 600, hour_s + 900),
+            (hour_s + 10, hour_s + 20),
+            (hour_s + 299, hour_s + 2000),
+        ]
+        windows += [(None, hour_s + 1234), (hour_s + 1500, None), (hour_s + 9000, None), (hour_s, hour_s)]
+        for _ in range(12):
+            start_s = hour_s + rng.random() * 3600
+            windows.append((start_s, start_s + rng.random() * 2000))
+        _compare_summaries(where, store, windows, seed)
+        store.set_limits(HistoryLimits(eviction_rows=1000))
+        wait_until(lambda: count(where, "evictions") == 1000, "the oldest are trimmed")
+        _compare_summaries(where, store, windows, seed)
+    downgrade(url_of(where), "0002")
+    with running(where) as (store, _):
+        _compare_summaries(where, store, windows, seed)
+
+
+def _compare_summaries(where: Where, store: Store, windows: list[tuple[float | None, float | None]], seed: int) -> None:
+    rows = shell(where, "SELECT time, reason, age_s, hits, regretted_at FROM evictions")
+    for since_s, until_s in windows:
+        inside = [
+            row for row in rows if (since_s is None or row[0] >= since_s) and (until_s is None or row[0] < until_s)
+        ]
+        found = store.reader.eviction_summary(since_s, until_s)
+        what = f"seed {seed}, window {since_s} to {until_s}, {len(inside)} of {len(rows)} rows"
+        assert found.count == len(inside), what
+        assert found.by_reason == Counter(row[1] for row in inside), what
+        assert found.regretted == sum(row[4] is not None for row in inside), what
+        assert found.never_hit == sum(row[3] == 0 for row in inside), what
+        ages = [row[2] for row in inside]
+        assert (found.age_min_s, found.age_max_s) == ((min(ages), max(ages)) if ages else (None, None)), what
+        assert found.age_mean_s == (pytest.approx(sum(ages) / len(ages)) if ages else None), what
+        bounds = [bucket.upto_s for bucket in found.ages]
+        counted = Counter(next(b for b in bounds if b is None or age <= b) for age in ages)
+        assert {bucket.upto_s: bucket.count for bucket in found.ages if bucket.count} == counted, what

@@ -14,11 +14,10 @@ from .postgres import Server, new_database, own_server
 
 
 @pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     """One that nobody else uses."""
-    server = own_server(tmp_path_factory)
-    yield server
-    server.stop()
+    with own_server() as server:
+        yield server
 
 
 def test_a_server_that_dies_is_told_and_caught_up_with_when_it_is_back(server: Server) -> None:
