@@ -42,6 +42,11 @@ class VllmServer:
             self._admin = httpx.Client(base_url=find_services(self.state)[0].url, timeout=30.0)
         return self._admin
 
+    @property
+    def model(self) -> str:
+        """The model's name, as requests say it."""
+        return str(self.client.get("/v1/models").json()["data"][0]["id"])
+
     def stats(self) -> Any:
         return self.admin.get("/admin/v1/stats").raise_for_status().json()
 

@@ -17,7 +17,8 @@ from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
 from tests.vllm.workload import BLOCK, Answer, assert_same, count_different, shared_prefixes
 
 BLOCKS = 200
-PROMPTS = shared_prefixes(24, prefixes=8, prefix_tokens=18 * BLOCK, seed=21)
+PROMPTS = shared_prefixes(200, prefixes=10, prefix_tokens=14 * BLOCK, seed=21)
+SOME = PROMPTS[:40]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_answers_are_the_same_when_windows_and_full_attention_come_from_the_pool
     engine: InProcess, truth: list[Answer]
 ) -> None:
     assert len(engine.core.layout) == 3
-    for _ in range(3):
+    for _ in range(2):
         assert_same(engine.generate(PROMPTS), truth)
     after = engine.settle()
     assert after.prompt_tokens.host_hit > 0
@@ -48,11 +49,11 @@ def test_answers_are_the_same_when_windows_and_full_attention_come_from_the_pool
 
 def test_control_wrong_bytes_in_the_pool_change_answers(gemma: Path, truth: list[Answer]) -> None:
     with in_process(gemma, transfer_config(load_decision="always"), num_gpu_blocks_override=BLOCKS) as engine:
-        engine.generate(PROMPTS)
+        engine.generate(SOME)
         engine.forget_device()
         for slot in range(engine.snapshot().pool.ready):
             engine.copies.slot(slot)[:] = engine.copies.slot(slot)[::-1]
-        assert count_different(engine.generate(PROMPTS), truth) > len(PROMPTS) // 4
+        assert count_different(engine.generate(SOME), truth[: len(SOME)]) > len(SOME) // 4
 
 
 def test_a_load_takes_only_the_blocks_that_a_window_still_sees(gemma: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_load_takes_only_the_blocks_that_a_window_still_sees(gemma: Path) -> N
         engine.generate(PROMPTS[:1])
         after = engine.settle()
         loaded = after.prompt_tokens.host_hit // BLOCK
-        assert loaded >= 18
+        assert loaded >= 14
         assert after.load.blocks == loaded + 2 * (WINDOW // BLOCK)
 
 

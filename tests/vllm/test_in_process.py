@@ -56,6 +56,17 @@ def test_two_hundred_prompts_over_a_device_cache_that_turns_over_are_answered_al
     assert after.prompt_tokens.host_hit > 0
 
 
+def test_two_hundred_prompts_in_lazy_mode_are_answered_alike(llama: Path, truth: list[Answer]) -> None:
+    with in_process(llama, transfer_config(store_mode="lazy", load_decision="always")) as engine:
+        for _ in range(2):
+            assert_same(engine.generate(PROMPTS), truth)
+        after = engine.settle()
+        assert after.store.stored > 2 * DEVICE_BLOCKS
+        assert after.load.blocks > 2 * DEVICE_BLOCKS
+        assert after.prompt_tokens.host_hit > 0
+        assert_nothing_left(engine)
+
+
 def test_vllms_own_counters_agree_with_ours(engine: InProcess) -> None:
     hits, queries = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
     for start in range(0, 80, 4):

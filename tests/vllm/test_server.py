@@ -50,8 +50,7 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vl
 def ask(server: VllmServer, prompt: Prompt, request_id: str | None = None, **body: object) -> Any:
     headers = {} if request_id is None else {"X-Request-ID": request_id}
     sent = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
-    model = server.client.get("/v1/models").json()["data"][0]["id"]
-    answer = server.client.post("/v1/completions", json={"model": model, **sent}, headers=headers)
+    answer = server.client.post("/v1/completions", json={"model": server.model, **sent}, headers=headers)
     return answer.raise_for_status().json()
 
 
@@ -116,6 +115,23 @@ def test_what_the_client_sends_with_its_request_settles_its_policy(server: VllmS
     assert shown["policy"]["max_offload_tokens"] == {"value": 2 * BLOCK, "source": "request"}
 
 
+def test_settings_that_change_while_running_hold_for_the_engine(server: VllmServer) -> None:
+    prompt = random_tokens(random.Random(80), 4 * BLOCK + 3)
+    changed = {"eviction_policy": "arc", "store_threshold": 2}
+    before = server.settled()
+    server.admin.patch("/admin/v1/config", json=changed).raise_for_status()
+    try:
+        ask(server, prompt)
+        after = server.settled()
+        assert after["pool"]["eviction_policy"] == "arc"
+        assert after["store"]["stored"] == before["store"]["stored"]
+        ask(server, prompt)
+        assert server.settled()["store"]["stored"] == before["store"]["stored"] + 4
+    finally:
+        server.admin.patch("/admin/v1/config", json=dict.fromkeys(changed)).raise_for_status()
+    assert server.settled()["pool"]["eviction_policy"] == "lru"
+
+
 def test_live_requests_are_shown_while_they_run(server: VllmServer) -> None:
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(ask, server, PROMPTS[3], "long-one", max_tokens=600)
@@ -139,7 +155,7 @@ def test_the_command_line_finds_the_engine(server: VllmServer) -> None:
 
 
 def test_clients_that_go_away_leave_nothing_behind(server: VllmServer) -> None:
-    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    model = server.model
 
     def leave(prompt: Prompt) -> None:
         body = {"model": model, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}

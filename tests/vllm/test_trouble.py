@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from core.transfers import Direction, TransferJob
 from cuda_ops.cpu_copy import CpuCopyEngine
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
-from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
+from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes
 from tests.waiting import wait_until
 
-PROMPTS = shared_prefixes(60, seed=11)
+PROMPTS = shared_prefixes(200, seed=11)
+SOME = PROMPTS[:40]
 LARGE = (PROMPTS[1] * 8)[:1990]
 """Leaves less of the device than any other prompt needs."""
 DEADLINE_S = 20.0
@@ -54,9 +56,9 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TransferJob]
     return patch
 
 
-def refill(engine: InProcess) -> None:
+def refill(engine: InProcess, prompts: Sequence[Prompt] = PROMPTS) -> None:
     """Have the pool hold what the prompts need, and the device nothing."""
-    engine.generate(PROMPTS)
+    engine.generate(prompts)
     engine.forget_device()
 
 
@@ -94,7 +96,7 @@ def test_failed_stores_publish_nothing(engine: InProcess, truth: list[Answer], c
 
 
 def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(engine: InProcess, copying: Any) -> None:
-    refill(engine)
+    refill(engine, SOME)
     prompt = PROMPTS[0]
     may_load, stored = threading.Event(), []
 
@@ -140,7 +142,7 @@ def test_a_lost_completion_hangs_nobody_also_when_the_copy_thread_dies(
 
 
 def test_steps_without_work_are_bounded_while_a_load_is_in_flight(engine: InProcess, copying: Any) -> None:
-    refill(engine)
+    refill(engine, SOME)
     may_load = threading.Event()
     copying(lambda job: may_load.wait(DEADLINE_S) and None)
     engine.add("slow", PROMPTS[0])
@@ -203,11 +205,11 @@ def test_resetting_running_requests_resumes_them_within_one_step(engine: InProce
 
 
 def test_preempted_requests_are_answered_alike(llama: Path) -> None:
-    prompts = shared_prefixes(12, prefixes=12, prefix_tokens=4 * BLOCK, seed=5)
+    prompts = shared_prefixes(200, prefixes=40, prefix_tokens=5 * BLOCK, seed=5)
     with in_process(llama, num_gpu_blocks_override=256) as alone:
-        truth = alone.generate(prompts, max_tokens=150)
+        truth = alone.generate(prompts, max_tokens=100)
     with in_process(llama, transfer_config(offload_prompt_only=False, load_decision="always")) as engine:
-        assert_same(engine.generate(prompts, max_tokens=150), truth)
+        assert_same(engine.generate(prompts, max_tokens=100), truth)
         after = engine.settle()
         assert after.requests.preempted > 0
         assert after.load.blocks > 0
@@ -216,7 +218,7 @@ def test_preempted_requests_are_answered_alike(llama: Path) -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "matched", "loading", "running"])
 def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying: Any, when: str) -> None:
-    refill(engine)
+    refill(engine, SOME)
     may_copy = threading.Event()
     copying(lambda job: may_copy.wait(DEADLINE_S) and None)
     if when == "matched":
@@ -245,8 +247,47 @@ def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying:
     wait_until(lambda: (engine.step(), not engine.vllm_scheduler.requests)[1], "it is gone", DEADLINE_S)
 
 
-def test_lookups_are_polled_and_pin_anew_each_time(engine: InProcess) -> None:
+def test_requests_that_outlive_aborted_ones_are_answered_alike(engine: InProcess, truth: list[Answer]) -> None:
+    rng = random.Random(13)
     refill(engine)
+    answers: dict[str, Answer] = {}
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(str(number), prompt)
+    aborted: set[str] = set()
+    while engine.engine.has_unfinished_requests():
+        answers.update(engine.step())
+        left = [
+            str(number) for number in range(len(PROMPTS)) if str(number) not in answers and str(number) not in aborted
+        ]
+        if left and rng.random() < 0.2:
+            # The next in line, or one that runs or loads: those are the first that are left.
+            victim = rng.choice(left[:12])
+            aborted.add(victim)
+            engine.engine.abort_request([victim])
+    assert len(aborted) > 20
+    kept = [number for number in range(len(PROMPTS)) if str(number) in answers]
+    assert len(kept) > len(PROMPTS) // 2
+    assert_same([answers[str(number)] for number in kept], [truth[number] for number in kept])
+
+
+def test_stores_that_end_after_the_last_request_are_seen_to_end(engine: InProcess, copying: Any) -> None:
+    """Without `has_pending_push_work` vLLM would stop taking steps, and nothing would ever be published."""
+    may_copy = threading.Event()
+    copying(lambda job: may_copy.wait(DEADLINE_S) and None)
+    engine.add("one", PROMPTS[0])
+    wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
+    assert not engine.vllm_scheduler.requests
+    assert engine.connector.has_pending_push_work()
+    assert engine.vllm_scheduler.has_requests()
+    assert engine.snapshot().pool.ready == 0
+    may_copy.set()
+    wait_until(lambda: (engine.step(), not engine.vllm_scheduler.has_requests())[1], "it comes to rest", DEADLINE_S)
+    assert not engine.connector.has_pending_push_work()
+    assert engine.snapshot().pool.ready == len(PROMPTS[0]) // BLOCK
+
+
+def test_lookups_are_polled_and_pin_anew_each_time(engine: InProcess) -> None:
+    refill(engine, SOME)
     engine.add("large", LARGE, max_tokens=40)
     for _ in range(8):
         engine.step()

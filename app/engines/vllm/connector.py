@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -269,3 +270,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise RuntimeError("this is a worker's half of the connector")
         return self._scheduler
+
+
+# In the API server's process vLLM's MultiConnector looks its children up by name alone, to read their statistics.
+KVConnectorFactory.register_connector(KVFerryConnector.__name__, "app.engines.vllm", KVFerryConnector.__name__)

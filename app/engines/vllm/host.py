@@ -86,6 +86,7 @@ class EngineCoreHost:
             settings.eviction_policy,
             sink=wrap_sink(self.feed),
             max_pinned_fraction=settings.max_pinned_fraction,
+            store_threshold=settings.store_threshold,
         )
         self.core = OffloadScheduler(
             self.manager,
@@ -160,6 +161,10 @@ class EngineCoreHost:
         self.manager.max_pinned_fraction = settings.max_pinned_fraction
         self.core.choice.decision = settings.load_decision
         self.core.set_store_mode(settings.store_mode)
+        self.manager.admission.threshold = settings.store_threshold
+        while self.manager.switch_policy(settings.eviction_policy):
+            # In short turns, between which the engine has the lock.
+            continue
         self.store.set_limits(_history_limits(settings))
 
     def _supervise(self) -> None:

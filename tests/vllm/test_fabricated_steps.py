@@ -1,0 +1,369 @@
+"""Steps that vLLM's CPU backend never takes: recurrent states, asynchronous scheduling, drafts, several ranks, pipeline
+stages and the second model runner. What vLLM hands over is fabricated; the connector, core and vLLM's pool are real.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+
+from app.engines.vllm.connector import KVFerryConnector
+from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.layout import NULL_BLOCK, read_layout
+from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
+from app.engines.vllm.refusal import ConnectorRefused
+from app.engines.vllm.scheduler_side import SchedulerSide
+from core.keys import group_of, hash_of
+from core.manager import OffloadManager
+from core.policy import PolicyBook, RequestPolicy
+from core.rates import LoadOrCompute
+from core.scheduler import OffloadScheduler
+from core.transfers import TransferJob, TransferResult
+from tests.vllm import fabricated as fake
+from tests.vllm.engines import engine_options, transfer_config
+from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
+from tests.waiting import wait_until
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class LiveRequest:
+    """As much of vLLM's request as a connector reads."""
+
+    request_id: str
+    num_prompt_tokens: int
+    block_hashes: list[bytes]
+    num_tokens: int = field(init=False)
+    num_preemptions: int = 0
+    kv_transfer_params: None = None
+    cache_salt: None = None
+    lora_request: None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_prompt_tokens
+
+
+def hashes(count: int, name: str = "a") -> list[bytes]:
+    return [f"{name}{number}".encode().ljust(32, b".") for number in range(count)]
+
+
+@dataclass
+class World:
+    """The scheduler's half of the connector beside vLLM's block pool, and steps by hand."""
+
+    groups: list[KVCacheGroupSpec]
+    num_workers: int = 1
+    tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layout = read_layout(cache_config(KVCacheLayout.LBNHC, self.groups))
+        slots = self.layout.of_core(1, self.num_workers)
+        device = VllmDevice()
+        self.pool = BlockPool(NUM_BLOCKS * 4, True, BLOCK)
+        device.bind(self.pool)
+        self.core = OffloadScheduler(
+            OffloadManager(64, slots.slot_bytes),
+            PolicyBook(RequestPolicy(offload_prompt_only=False), {}),
+            device,
+            slots,
+            choice=LoadOrCompute("always"),
+            num_workers=self.num_workers,
+            null_block=NULL_BLOCK,
+        )
+        ticks = itertools.count(1)
+        self.side = SchedulerSide(self.core, device, self.layout, self.num_workers, clock=lambda: float(next(ticks)))
+
+    def take(self, count: int) -> list[int]:
+        """Device blocks, as requests take them."""
+        return [block.block_id for block in self.pool.get_new_blocks(count)]
+
+    def add(self, request: LiveRequest, *tables: list[int]) -> None:
+        self.tables[request.request_id] = tables
+        self.side.on_new_request(request)
+
+    def step(
+        self,
+        computed: dict[str, tuple[int, int]],
+        offers: dict[str, list[tuple[int, int, int]]] | None = None,
+        drafts: dict[str, list[int]] | None = None,
+    ) -> StepOrders:
+        """A step that takes each request from so many computed tokens over so many new ones."""
+        return self.side.plan(
+            SimpleNamespace(
+                preempted_req_ids=(),
+                total_num_scheduled_tokens=sum(new for _, new in computed.values()),
+                num_scheduled_tokens={name: new for name, (_, new) in computed.items()},
+                scheduled_spec_decode_tokens=drafts or {},
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(computed), num_computed_tokens=[before for before, _ in computed.values()]
+                ),
+                kv_connector_block_state=KVConnectorBlockState(
+                    {*computed, *(offers or {})}, self.tables.__getitem__, offers or {}
+                ),
+            )
+        )
+
+    def report(self, results: Sequence[TransferResult]) -> None:
+        self.side.take_reports(KVConnectorOutput(kv_connector_worker_meta=StepReports(list(results))))
+
+    def end(self, *jobs: TransferJob) -> None:
+        self.report([TransferResult(job.job_id, rank) for job in jobs for rank in range(self.num_workers)])
+
+    def stored(self) -> set[tuple[int, bytes]]:
+        """Groups and hashes of what can be loaded."""
+        table = self.core.manager.table
+        keys = [table.keys[slot] for slot in range(table.num_slots)]
+        return {(group_of(key), hash_of(key)) for key in keys if key is not None}
+
+
+def blocks_of(jobs: Sequence[TransferJob]) -> list[tuple[int, int]]:
+    """Groups and device blocks that jobs name."""
+    return sorted((run.group, block) for job in jobs for run in job.runs for block in run.block_ids.tolist())
+
+
+# --- recurrent states -----------------------------------------------------------------------------------------------
+
+
+def test_recurrent_states_are_stored_from_the_blocks_that_are_offered_and_no_others() -> None:
+    world = World(groups_of(fake.MAMBA, fake.FULL))
+    request = LiveRequest("one", 4 * BLOCK, hashes(4))
+    full, states = world.take(4), world.take(4)
+    # A state's block stands in the table only until the next one is reached, and then goes to somebody else.
+    world.add(request, [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, states[3]], full)
+    first = world.step({"one": (0, 2 * BLOCK)}, {"one": [(0, states[0], BLOCK), (0, states[1], 2 * BLOCK)]})
+    assert blocks_of(first.stores) == sorted([(0, states[0]), (0, states[1]), (1, full[0]), (1, full[1])])
+    world.end(*first.stores)
+    second = world.step({"one": (2 * BLOCK, 2 * BLOCK)}, {"one": [(0, states[3], 4 * BLOCK)]})
+    # There was no offer for the third boundary: its state is nowhere, whatever the table says.
+    assert blocks_of(second.stores) == sorted([(0, states[3]), (1, full[2]), (1, full[3])])
+    world.end(*second.stores)
+    assert {name for group, name in world.stored() if group == 0} == {request.block_hashes[n] for n in (0, 1, 3)}
+    assert {name for group, name in world.stored() if group == 1} == set(request.block_hashes)
+
+
+def test_a_recurrent_state_is_loaded_for_the_boundary_alone() -> None:
+    world = World(groups_of(fake.MAMBA, fake.FULL))
+    first = LiveRequest("one", 3 * BLOCK + 5, hashes(3))
+    full, states = world.take(4), world.take(2)
+    world.add(first, [NULL_BLOCK, NULL_BLOCK, states[1], NULL_BLOCK], full)
+    orders = world.step({"one": (0, 3 * BLOCK)}, {"one": [(0, states[0], 2 * BLOCK), (0, states[1], 3 * BLOCK)]})
+    world.end(*orders.stores)
+    world.side.finish("one")
+    again = LiveRequest("two", 3 * BLOCK + 5, hashes(3))
+    world.add(again)
+    assert world.side.match(again, 0) == (3 * BLOCK, True)
+    target, state = world.take(4), world.take(1)[0]
+    tables = ([NULL_BLOCK, NULL_BLOCK, state], target)
+    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 3 * BLOCK)
+    orders = world.step({})
+    assert blocks_of(orders.loads) == sorted([(0, state), *((1, block) for block in target[:3])])
+
+
+def test_offers_of_requests_that_are_gone_or_of_boundaries_not_reached_are_dropped() -> None:
+    world = World(groups_of(fake.MAMBA, fake.FULL))
+    request = LiveRequest("one", 4 * BLOCK, hashes(4))
+    full, states = world.take(4), world.take(2)
+    world.add(request, [NULL_BLOCK] * 4, full)
+    offers = {"one": [(0, states[0], 3 * BLOCK), (0, states[0], BLOCK + 7)], "gone": [(0, states[1], BLOCK)]}
+    assert blocks_of(world.step({"one": (0, 2 * BLOCK)}, offers).stores) == [(1, full[0]), (1, full[1])]
+
+
+# --- steps that are planned before the last one has answered --------------------------------------------------------
+
+
+def test_scheduling_ahead_of_the_tokens_offers_no_block_before_its_hash_is_known() -> None:
+    """With asynchronous scheduling a step is planned before the one before it has sampled."""
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", 2 * BLOCK - 1, hashes(1))
+    blocks = world.take(3)
+    world.add(request, blocks)
+    assert blocks_of(world.step({"one": (0, 2 * BLOCK - 1)}).stores) == [(0, blocks[0])]
+    # This step fills the second block, with a token that nobody knows yet.
+    assert world.step({"one": (2 * BLOCK - 1, 1)}).stores == []
+    assert world.step({"one": (2 * BLOCK, 1)}).stores == []
+    request.block_hashes += hashes(2)[1:]
+    assert blocks_of(world.step({"one": (2 * BLOCK + 1, 1)}).stores) == [(0, blocks[1])]
+
+
+def test_drafts_that_may_be_taken_back_fill_no_block() -> None:
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", BLOCK - 2, [])
+    blocks = world.take(2)
+    world.add(request, blocks)
+    world.step({"one": (0, BLOCK - 2)})
+    request.block_hashes += hashes(1)
+    assert world.step({"one": (BLOCK - 2, 4)}, drafts={"one": [7, 7, 7]}).stores == []
+    assert blocks_of(world.step({"one": (BLOCK - 1, 4)}, drafts={"one": [7, 7, 7]}).stores) == [(0, blocks[0])]
+
+
+def test_what_steps_computed_on_a_failed_load_of_another_connector_is_never_published() -> None:
+    """Such a connector loads within a step, which then runs on whatever bytes there were."""
+    world = World(groups_of(fake.FULL))
+    request, bystander = LiveRequest("one", 3 * BLOCK, hashes(3)), LiveRequest("two", BLOCK, hashes(1, "b"))
+    blocks, other = world.take(3), world.take(1)
+    world.add(request, blocks)
+    world.add(bystander, other)
+    (store,) = world.step({"one": (0, 2 * BLOCK), "two": (0, BLOCK)}).stores
+    world.side.take_reports(KVConnectorOutput(invalid_block_ids={blocks[0]}))
+    world.end(store)
+    assert world.core.snapshot().pool.ready == 0
+    # What vLLM computes from then on is as good as ever.
+    world.end(*world.step({"one": (0, 3 * BLOCK)}).stores)
+    assert world.core.snapshot().pool.ready > 0
+
+
+# --- several ranks --------------------------------------------------------------------------------------------------
+
+
+def outputs_of(*ranks: tuple[list[TransferResult], set[str], set[str]]) -> list[ModelRunnerOutput]:
+    """What each rank's worker returns from a step: results, requests received, and those that failed."""
+    return [
+        ModelRunnerOutput(
+            req_ids=[],
+            req_id_to_index={},
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=received or None,
+                failed_recving=failed,
+                kv_connector_worker_meta=StepReports(results) if results else None,
+            ),
+        )
+        for results, received, failed in ranks
+    ]
+
+
+@pytest.mark.parametrize("error", [None, "injected"])
+def test_a_load_ends_when_the_last_rank_reports_and_one_failure_fails_it(error: str | None) -> None:
+    world = World(groups_of(fake.FULL), num_workers=2)
+    world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), world.take(2))
+    world.end(*world.step({"one": (0, 2 * BLOCK)}).stores)
+    world.side.finish("one")
+    again = LiveRequest("two", 2 * BLOCK + 1, hashes(2))
+    world.add(again)
+    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    tables = (world.take(3),)
+    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 2 * BLOCK)
+    (load,) = world.step({}).loads
+    vllms = KVOutputAggregator(2)
+    early = vllms.aggregate(outputs_of(([TransferResult(load.job_id, 0)], {"two"}, set()), ([], set(), set())))
+    world.side.take_reports(early.kv_connector_output)
+    assert not early.kv_connector_output.finished_recving
+    assert world.core.snapshot().requests.waiting_for_load == 1
+    failed = {"two"} if error else set()
+    late = vllms.aggregate(outputs_of(([], set(), set()), ([TransferResult(load.job_id, 1, error)], {"two"}, failed)))
+    world.side.take_reports(late.kv_connector_output)
+    assert late.kv_connector_output.finished_recving == {"two"}
+    assert late.kv_connector_output.failed_recving == failed
+    after = world.core.snapshot()
+    assert (after.requests.waiting_for_load, after.pool.pinned) == (0, 0)
+    assert after.pool.ready == (0 if error else 2)
+    assert after.load.failed == (2 if error else 0)
+
+
+# --- a whole connector, for devices that are not here ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base_config(llama: Path) -> VllmConfig:
+    transfer = transfer_config(pool_bytes="8MiB", load_decision="always")
+    return EngineArgs(**engine_options(llama), kv_transfer_config=transfer).create_engine_config()
+
+
+@pytest.fixture
+def connector(base_config: VllmConfig) -> Iterator[Callable[..., KVFerryConnector]]:
+    made: list[KVFerryConnector] = []
+
+    def make(role: KVConnectorRole, groups: list[KVCacheGroupSpec], **parallel: int) -> KVFerryConnector:
+        config = replace(base_config) if not parallel else _spread(base_config, **parallel)
+        made.append(KVFerryConnector(config, role, cache_config(KVCacheLayout.LBNHC, groups)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+def _spread(config: VllmConfig, **parallel: int) -> Any:
+    """The configuration with other numbers of ranks, which vLLM would not let this machine ask for."""
+    names = {name: getattr(config, name) for name in vars(config)}
+    ranks = SimpleNamespace(**{**vars(config.parallel_config), **parallel})
+    return SimpleNamespace(**{**names, "parallel_config": ranks})
+
+
+def test_pipeline_stages_with_equal_shares_are_one_pool_and_with_unequal_ones_refuse(
+    connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages = {"world_size": 2, "pipeline_parallel_size": 2, "rank": 0}
+    groups = groups_of(fake.FULL, layers=4)
+    scheduler = connector(KVConnectorRole.SCHEDULER, groups, **stages)
+    slot_bytes = sum(fake.FULL.page_size_bytes for _ in groups[0].layer_names)
+    facts = RankFacts(0, (8 << 20) // (2 * slot_bytes), slot_bytes)
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (1, 0): replace(facts, rank=1)})
+    with pytest.raises(ConnectorRefused, match="a pipeline_parallel_size that divides the layers"):
+        scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): facts, (1, 0): RankFacts(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
+        )
+    assert "kvferry does not start: rank 1 has" in capfd.readouterr().err
+
+
+def test_the_second_model_runner_gets_loads_stores_and_results_in_its_own_order(
+    connector: Callable[..., KVFerryConnector], base_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own driver of connectors in that runner, which needs a GPU to run a model, but none for this."""
+    groups = groups_of(fake.FULL)
+    worker = connector(KVConnectorRole.WORKER, groups)
+    caches = allocate(cache_config(KVCacheLayout.LBNHC, groups))
+    fill(caches, seed=1)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    runner = ActiveKVConnector(base_config, caches)
+    world = World(groups)
+    blocks = world.take(2)
+    world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), blocks)
+    name = groups[0].layer_names[1]
+    before = [block_bytes(caches[name], block) for block in blocks]
+
+    def run(orders: StepOrders) -> KVConnectorOutput:
+        scheduled = SimpleNamespace(
+            kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set(), num_scheduled_tokens={}
+        )
+        output = runner.no_forward(scheduled).kv_connector_output or KVConnectorOutput()
+        world.side.take_reports(output)
+        return output
+
+    run(world.step({"one": (0, 2 * BLOCK)}))
+    wait_until(lambda: (run(world.step({})), not world.side.has_open_work())[1], "it is stored", DEADLINE_S)
+    world.side.finish("one")
+    again = LiveRequest("two", 2 * BLOCK + 1, hashes(2))
+    world.add(again)
+    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    target = world.take(3)
+    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: (target,)), 2 * BLOCK)
+    received: set[str] = set()
+
+    def step() -> bool:
+        output = run(world.step({}))
+        received.update(output.finished_recving or ())
+        assert not output.failed_recving
+        return "two" in received
+
+    wait_until(step, "it is loaded", DEADLINE_S)
+    assert [block_bytes(caches[name], block) for block in target[:2]] == before

@@ -1,0 +1,99 @@
+"""Beside another connector: vLLM's `MultiConnector` asks both, loads from one and stores with both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+import app.engines.vllm as entry
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.workload import Answer, assert_same, shared_prefixes
+
+PROMPTS = shared_prefixes(60, seed=41)
+WHOLE_PROMPTS = 4096
+"""Tokens a step: vLLM's example connector saves a prompt when it is first scheduled, as if all of it were computed."""
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+class BesideAnother(InProcess):
+    """An engine whose connector is one of several."""
+
+    @property
+    def connector(self) -> Any:
+        return self.vllm_scheduler.connector.sub_connectors[self.place]
+
+    @property
+    def copies(self) -> Any:
+        return get_kv_transfer_group().sub_connectors[self.place]._the_worker()._copies
+
+    place = 0
+
+
+@pytest.fixture(params=["first", "second"])
+def engine(llama: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[BesideAnother]:
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }
+    ours = transfer_config(load_decision="always")
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, example] if request.param == "first" else [example, ours]},
+    }
+    options = {"disable_hybrid_kv_cache_manager": True, "max_num_batched_tokens": WHOLE_PROMPTS}
+    with in_process(llama, multi, **options) as engine:
+        engine = BesideAnother(engine.llm)
+        engine.place = 0 if request.param == "first" else 1
+        yield engine
+        assert_nothing_left(engine)
+
+
+def test_answers_are_the_same_whichever_connector_has_the_blocks(engine: BesideAnother, truth: list[Answer]) -> None:
+    assert_same(engine.generate(PROMPTS), truth)
+    first = engine.settle()
+    assert first.store.stored > 0
+    engine.forget_device()
+    assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    hits = engine.metric("vllm:external_prefix_cache_hits")
+    if engine.place == 0:
+        assert hits == after.prompt_tokens.host_hit > 0
+    else:
+        # The example has the prompts that were asked before, whole: it is asked first, and ours are released.
+        assert hits > after.prompt_tokens.host_hit
+    assert after.load.failed == 0
+
+
+def test_vllm_finds_our_statistics_among_those_of_several(engine: BesideAnother) -> None:
+    engine.generate(PROMPTS[:10])
+    engine.settle()
+    engine.generate(PROMPTS[:1])
+    assert engine.metric("vllm:kvferry_stored_bytes") == engine.settle().store.bytes > 0
+
+
+def test_vllms_reset_reaches_ours(engine: BesideAnother) -> None:
+    engine.generate(PROMPTS[:10])
+    assert engine.settle().pool.ready > 0
+    assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True) is not None
+    assert engine.settle().pool.ready == 0
+
+
+def test_our_statistics_are_understood_in_another_process() -> None:
+    """The API server gets them as plain numbers, and looks the connector up by its name alone."""
+    assert entry.KVFerryConnector.__name__ == entry.CONNECTOR
+    stats = MultiConnector.build_kv_connector_stats({entry.CONNECTOR: {"stored_bytes": 5.0}})
+    assert stats.reduce() == {entry.CONNECTOR: {"stored_bytes": 5.0}}
