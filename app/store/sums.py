@@ -85,19 +85,19 @@ def summarize(connection: Connection, engine: str, since_s: float | None, until_
         # The first and last of the spans that are counted by their sums, the last one excluded.
         first = span_of(start_s) + 1
         last = None if until_s is None else span_of(until_s)
-        mine = EvictionRow.engine == engine
-        inside = window(EvictionRow.time, since_s, until_s)
+        # Each edge has one bound a side: of two, a database may take the wider one to read by.
         if last is not None and last <= first:
-            groups += connection.execute(_from_rows(mine, *inside)).all()
+            edges = [(since_s, until_s)]
         else:
-            edges = [EvictionRow.time < first * SPAN_S]
+            edges = [(since_s, first * SPAN_S)]
             spans = [EvictionSumRow.engine == engine, EvictionSumRow.span >= first]
             if last is not None:
-                edges.append(EvictionRow.time >= last * SPAN_S)
+                edges.append((last * SPAN_S, until_s))
                 spans.append(EvictionSumRow.span < last)
-            for edge in edges:
-                groups += connection.execute(_from_rows(mine, *inside, edge)).all()
             groups += connection.execute(_from_sums(*spans)).all()
+        for edge in edges:
+            rows = _from_rows(EvictionRow.engine == engine, *window(EvictionRow.time, *edge))
+            groups += connection.execute(rows).all()
     resets = select(func.count(), func.coalesce(func.sum(ResetRow.dropped), 0)).where(
         ResetRow.engine == engine, *window(ResetRow.time, since_s, until_s)
     )
