@@ -365,6 +365,35 @@ def test_a_prefix_ends_at_the_first_missing_key_however_long_it_is() -> None:
         assert manager.find_each(keys(0, 300)).tolist() == [*manager.find_prefix(keys(0, 300)), *[-1] * (300 - length)]
 
 
+def test_a_prefix_has_no_gap() -> None:
+    manager = OffloadManager(300, 64)
+    for missing in (1, 63, 64, 130):
+        manager.reset(NO_SLOTS, 1.0)
+        store(manager, keys(0, 200))
+        manager.drop_block(keys(missing, 1)[0], 1.0)
+        assert len(manager.find_prefix(keys(0, 200))) == missing
+
+
+def test_a_pin_that_a_reset_voided_does_not_make_its_slots_candidates() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 4))
+    pin = pin_prefix(manager, keys(0, 4))
+    manager.reset(NO_SLOTS, 1.0)
+    manager.release(pin)
+    assert (manager.counts().pinned, len(manager.room.policy)) == (0, 0)
+    taken = manager.offer(keys(10, 6), ANYONE, np.arange(6), NORMAL, 1.0)
+    assert sorted(taken.slots.tolist()) == [0, 1, 2, 3]
+
+
+def test_a_slot_that_comes_back_after_a_reset_is_given_out_once() -> None:
+    manager = OffloadManager(400, 64)
+    store(manager, keys(0, 400))
+    manager.reset(np.array([3, 5, 399]), 1.0)
+    manager.abandon(np.array([5, 399]))
+    taken = manager.offer(keys(1000, 400), ANYONE, np.arange(400), NORMAL, 1.0)
+    assert sorted(taken.slots.tolist()) == sorted(set(range(400)) - {3})
+
+
 def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
     manager = OffloadManager(6000, 64, max_pinned_fraction=1.0)
     store(manager, keys(0, 2600))

@@ -164,6 +164,7 @@ def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEng
 
 
 def test_a_full_pool_is_a_normal_answer_and_is_asked_again_when_room_appears() -> None:
+    """vllm#26329, LMCache#1330: a full pool led to an index error or an assertion."""
     engine = ToyEngine(num_slots=4, num_blocks=64)
     for name in ("stores", "loads"):
         engine.add(request(f"{name}-a", 2))
@@ -227,6 +228,7 @@ def test_pins_of_waiting_requests_are_capped_at_half_the_pool() -> None:
 
 
 def test_a_failed_store_publishes_nothing(engine: ToyEngine) -> None:
+    """dynamo#15079: a failed transfer counted as done, and a request got another's KV."""
     engine.add(request("r", 5))
     plan = engine.step()
     engine.end_job(plan.stores[0].job_id, error="injected")
@@ -235,6 +237,7 @@ def test_a_failed_store_publishes_nothing(engine: ToyEngine) -> None:
 
 
 def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyEngine) -> None:
+    """dynamo#15079: a failed transfer counted as done, and a request got another's KV."""
     store_and_turn_over(engine)
     engine.add(request("second", 5))
     plan = engine.step()
@@ -249,11 +252,13 @@ def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyE
 
 
 def test_no_block_of_a_request_that_is_loading_is_stored(engine: ToyEngine) -> None:
+    """vllm#45704: a store began before the kernel that computes its block was done."""
     store_and_turn_over(engine)
-    second = request("second", 5)
+    second = request("second", 8)
     engine.add(second)
     engine.step()
     assert second.state == "loading"
+    assert len(second.tables[0]) == 9
     plan = engine.offload.plan_step([StepProgress("second", second.tables, second.num_tokens)], engine.now_s)
     assert not plan
 
@@ -269,6 +274,7 @@ def test_a_failed_step_stores_nothing_of_its_requests(engine: ToyEngine) -> None
 
 @pytest.mark.parametrize("emitted", [False, True])
 def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted: bool) -> None:
+    """vllm#37160: a reset with transfers in flight was not implemented."""
     engine.add(request("stored", 3, first=700))
     engine.run()
     victim = request("r", 5, max_tokens=50)
@@ -297,6 +303,7 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
 
 
 def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -> None:
+    """vllm#37160: a reset with transfers in flight was not implemented."""
     store_and_turn_over(engine)
     engine.add(request("second", 5))
     plan = engine.step()
@@ -358,6 +365,7 @@ def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
         engine.deliver([result])
     assert engine.offload.snapshot().store.in_flight == 5, "late, repeated and unknown reports are harmless"
     engine.deliver([TransferResult(job.job_id, 1, "broken")])
+    assert engine.offload.snapshot().store.in_flight == 5, "a worker that is not there has no say"
     engine.deliver([TransferResult(job.job_id, 2)])
     assert engine.offload.snapshot().store.failed == 5
     engine.deliver([TransferResult(job.job_id, 2)])
@@ -394,6 +402,7 @@ def test_nothing_of_a_forgotten_request_is_stored_when_its_id_comes_again() -> N
 
 
 def test_a_request_that_was_never_scheduled_finishes_all_the_same(engine: ToyEngine) -> None:
+    """vllm#49118: a request was aborted that had never been scheduled."""
     engine.add(request("r", 5))
     engine.finish(engine.requests["r"])
     engine.offload.on_request_finished("r", 1.0)
@@ -459,6 +468,7 @@ def test_views_of_requests_are_paged_from_the_latest(engine: ToyEngine) -> None:
 
 
 def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
+    """vllm#44294: requests that share a prefix queued behind one load."""
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
         engine.offload.choice.tokens_rate.observe(1, 10.0)
@@ -476,6 +486,7 @@ def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
 
 @pytest.mark.parametrize("how", ["too long", "failed", "gone"])
 def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine: ToyEngine, how: str) -> None:
+    """vllm#44294: requests that share a prefix queued behind one load."""
     store_and_turn_over(engine)
     for name in ("leader", "follower"):
         engine.add(request(name, 5))
@@ -497,6 +508,8 @@ def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine:
 
 def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
+    for _ in range(MIN_SAMPLES):
+        engine.offload.choice.tokens_rate.observe(1, 100.0)
     engine.add(request("leader", 5))
     engine.step()
     follower, second = request("follower", 5), request("second", 5)
@@ -639,6 +652,7 @@ def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: Toy
 
 
 def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyEngine) -> None:
+    """vllm#42085, vllm#42903: sliding-window tables repeat a block, and its reference count went wrong."""
     victim = request("r", 3)
     engine.add(victim)
     engine.admit(victim)

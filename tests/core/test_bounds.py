@@ -1,0 +1,275 @@
+"""What a step may cost, what is asked again and when, and other limits that only show when they are reached."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from core.engine import StoreMode
+from core.events import Origin
+from core.keys import make_keys
+from core.manager import OffloadManager
+from core.policy import Override, Priority
+from core.scheduler import Hit, Miss
+from core.transfers import TransferResult
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
+
+
+def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
+    tokens = list(range(first, first + blocks * BLOCK_SIZE + 1))
+    return ToyRequest(name, tokens, len(tokens), max_tokens, **fields)
+
+
+def findable(engine: ToyEngine, one: ToyRequest) -> int:
+    return len(engine.manager.find_prefix(make_keys(one.block_hashes, 0)))
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
+
+
+def store(manager: OffloadManager, wanted: list[bytes]) -> None:
+    answer = manager.offer(wanted, Origin("r"), np.arange(len(wanted)), 1, 1.0)
+    manager.publish(answer.slots, 1.0)
+
+
+def pin_all(engine: ToyEngine) -> list[bytes]:
+    """Have operators pin all that is in the pool."""
+    engine.manager.max_pinned_fraction = 1.0
+    held = list(engine.manager.inventory.list_blocks(0, 10_000).keys)
+    for key in held:
+        engine.manager.pin_block(key, engine.now_s + 1e6, engine.now_s)
+    return held
+
+
+# --- slots of several blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 8])
+def test_a_prompt_that_parts_within_a_slot_misses_it(blocks_per_slot: int) -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
+    slot_tokens = blocks_per_slot * BLOCK_SIZE
+    engine.add(request("first", 2 * blocks_per_slot))
+    engine.run()
+    engine.device.forget_all()
+    for shared, found in ((2 * slot_tokens - 1, slot_tokens), (slot_tokens, slot_tokens), (slot_tokens - 1, 0)):
+        tokens = [*range(shared), *range(5000, 5000 + 3 * slot_tokens)]
+        engine.add(ToyRequest(f"shares {shared}", tokens, len(tokens), 1))
+        expected = Hit(found) if found else Miss()
+        assert engine.offload.match(f"shares {shared}", 0, engine.now_s) == expected
+    engine.run()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2, 3, 8])
+def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
+    engine.add(request("r", 3 * blocks_per_slot - 1, max_tokens=2))
+    engine.run()
+    store = engine.offload.snapshot().store
+    complete = (3 * blocks_per_slot - 1) // blocks_per_slot * blocks_per_slot
+    assert (store.stored, store.offered) == (complete, complete)
+    assert engine.offload.snapshot().pool.ready == complete // blocks_per_slot
+
+
+@pytest.mark.parametrize("blocks_per_slot", [2, 3, 8])
+def test_a_slot_is_loaded_without_the_head_that_the_device_has_and_the_tail_that_is_computed(blocks_per_slot) -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
+    first = request("first", 2 * blocks_per_slot)
+    engine.add(first)
+    engine.run()
+    for block_hash in first.block_hashes[1:]:
+        engine.device.forget(engine.device.cached[0, block_hash])
+    # One block on the device, and the last token of a prompt that ends with a block: both are in the middle of a slot.
+    tokens = list(range(2 * blocks_per_slot * BLOCK_SIZE))
+    engine.add(ToyRequest("second", tokens, len(tokens), 1))
+    (load,) = engine.step().loads
+    (run,) = load.runs
+    loaded = range(1, 2 * blocks_per_slot - 1)
+    assert run.parts.tolist() == [block % blocks_per_slot for block in loaded]
+    assert len(blocks_of(load)) == len(loaded)
+    engine.run()
+    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    assert (prompt.device_hit, prompt.host_hit) == (BLOCK_SIZE, len(loaded) * BLOCK_SIZE)
+
+
+# --- what a step may cost -------------------------------------------------------------------------------------------
+
+
+def test_a_step_offers_a_bounded_number_of_blocks_of_a_request() -> None:
+    engine = ToyEngine(num_slots=3000, num_blocks=3000)
+    engine.add(request("huge", 2300, max_tokens=50))
+    planned = [sum(job.num_blocks for job in engine.step(10**6, copy=True).stores) for _ in range(4)]
+    assert planned == [1000, 1000, 300, 0]
+
+
+def test_what_found_no_space_is_not_asked_again_before_some_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ToyEngine(num_slots=4, num_blocks=64)
+    asked = 0
+    offer = engine.manager.offer
+
+    def counting(*args, **options):
+        nonlocal asked
+        asked += 1
+        return offer(*args, **options)
+
+    monkeypatch.setattr(engine.manager, "offer", counting)
+    engine.add(request("r", 6, max_tokens=60))
+    plan = engine.step()
+    before = asked
+    for _ in range(10):
+        engine.step(budget=1)
+    assert asked == before, "nothing was freed"
+    engine.end_job(plan.stores[0].job_id)
+    engine.step(budget=1)
+    assert asked == before + 1
+
+
+def test_of_what_found_no_space_at_most_64_blocks_are_asked_again_in_a_step() -> None:
+    engine = ToyEngine(num_slots=400, num_blocks=900)
+    engine.add(request("holds", 400, first=10_000))
+    engine.step(10**6, copy=True)
+    held = pin_all(engine)
+    engine.add(request("waits", 300, max_tokens=50))
+    assert not engine.step(10**6).stores
+    for key in held:
+        engine.manager.unpin_block(key)
+    (job,) = engine.step().stores
+    assert job.num_blocks == 64
+    engine.run()
+    assert engine.offload.find_request("waits", engine.now_s).store.stored == 300
+
+
+def test_a_reset_by_match_looks_at_a_thousand_slots_at_a_time() -> None:
+    manager = OffloadManager(2500, 64)
+    store(manager, keys(0, 2500))
+    dropped, start = [], 0
+    while start is not None:
+        count, start = manager.drop_matching(lambda origin: True, start, 1.0)
+        dropped.append(count)
+    assert dropped == [1000, 1000, 500]
+
+
+@pytest.mark.parametrize("policy", ["arc", "lru"])
+def test_making_room_costs_what_is_wanted_and_not_what_there_is(policy: str) -> None:
+    """LMCache#418, vllm#45757: eviction walked all blocks."""
+    num_slots = 100_000
+    manager = OffloadManager(num_slots, 64, eviction_policy=policy)
+    for _ in range(2):
+        for first in range(0, num_slots, 1000):
+            store(manager, keys(first, 1000))
+    peaks = []
+    for number in range(20):
+        wanted = keys(10**7 + 64 * number, 64)
+        tracemalloc.start()
+        try:
+            answer = manager.offer(wanted, Origin("r"), np.arange(64), 1, 1.0)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert len(answer.slots) == 64
+        manager.publish(answer.slots, 1.0)
+    # A walk over all slots would make arrays of eight bytes for each. Now and then a dictionary grows.
+    assert sorted(peaks)[-3] < 200_000
+
+
+# --- lazy mode ------------------------------------------------------------------------------------------------------
+
+
+def test_lazy_mode_does_not_offer_what_is_in_flight() -> None:
+    engine = ToyEngine(64, 8, blocks_per_slot=2, store_mode=StoreMode.LAZY, watermark_blocks=16)
+    shared = list(range(BLOCK_SIZE))
+    for name, first in (("a", 100), ("b", 200)):
+        engine.add(ToyRequest(name, [*shared, *range(first, first + BLOCK_SIZE + 1)], 2 * BLOCK_SIZE + 1, 50))
+        engine.step()
+    a, b = engine.requests["a"], engine.requests["b"]
+    assert a.tables[0][0] == b.tables[0][0], "both slots begin with the same device block"
+    engine.finish(a)
+    (first_job,) = engine.step(budget=1).stores
+    engine.finish(b)
+    later = [block for _ in range(3) for job in engine.step().stores for block in blocks_of(job)]
+    assert not set(later) & set(blocks_of(first_job))
+    engine.end_job(first_job.job_id)
+    engine.run()
+    engine.check_idle()
+
+
+def test_after_a_reset_lazy_mode_stores_again_what_it_has_passed() -> None:
+    engine = ToyEngine(64, 12, store_mode=StoreMode.LAZY, watermark_blocks=12)
+    one = request("r", 5)
+    engine.add(one)
+    engine.run()
+    engine.step(copy=True)
+    assert findable(engine, one) == 5
+    engine.reset()
+    assert findable(engine, one) == 0
+    engine.step(copy=True)
+    assert findable(engine, one) == 5
+
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+
+def load_on_two_ranks() -> tuple[ToyEngine, int]:
+    engine = ToyEngine(64, 64, num_workers=2)
+    engine.add(request("first", 5))
+    engine.run()
+    engine.device.forget_all()
+    engine.add(request("second", 5))
+    return engine, engine.step().loads[0].job_id
+
+
+def test_bytes_and_errors_of_a_repeated_report_do_not_count() -> None:
+    engine, job_id = load_on_two_ranks()
+    for result in (
+        TransferResult(job_id, 0, None, 100, 1.0),
+        TransferResult(job_id, 0, "told twice", 100, 1.0),
+        TransferResult(job_id, 1, None, 100, 1.0),
+        TransferResult(job_id, 1, "told late", 100, 1.0),
+    ):
+        engine.offload.on_transfers_finished([result], engine.now_s)
+    load = engine.offload.snapshot().load
+    assert (load.bytes, load.failed, load.blocks) == (200, 0, 5)
+
+
+def test_a_job_takes_as_long_as_its_slowest_rank() -> None:
+    engine, job_id = load_on_two_ranks()
+    for rank, seconds in ((0, 1.0), (1, 3.0)):
+        engine.offload.on_transfers_finished([TransferResult(job_id, rank, None, 100, seconds)], engine.now_s)
+    assert engine.offload.snapshot().load.seconds == 3.0
+
+
+# --- eviction -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_offered_again_together_die_from_their_end() -> None:
+    manager = OffloadManager(100, 64)
+    for first, count in ((0, 4), (10, 96), (0, 4), (1000, 97)):
+        store(manager, keys(first, count))
+    assert not (manager.find_each(keys(10, 96)) >= 0).any()
+    assert (manager.find_each(keys(0, 4)) >= 0).tolist() == [True, True, True, False]
+
+
+def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:
+    engine = ToyEngine(64, 64)
+    one = request("r", 2)
+    engine.add(one)
+    engine.run()
+    engine.manager.pin_block(make_keys(one.block_hashes, 0)[0], engine.now_s + 2.5, engine.now_s)
+    pinned = []
+    for _ in range(4):
+        engine.step()
+        pinned.append(engine.offload.snapshot().pool.pinned)
+    assert pinned == [1, 1, 0, 0]
+
+
+def test_blocks_of_a_request_of_low_priority_go_first() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    engine.offload.set_override(Override("low", {"priority": Priority.LOW}, engine.now_s + 100))
+    normal, low = request("normal", 4, first=500), request("low", 4)
+    for one in (normal, low, request("new", 3, first=1000)):
+        engine.add(one)
+        engine.run()
+    assert (findable(engine, normal), findable(engine, low)) == (4, 1)
