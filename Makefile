@@ -1,4 +1,4 @@
-# make serve | test | test-vllm | soak | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-vllm | soak | mutants | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 SEED ?= 1
 STEPS ?= 100000
 
-.PHONY: help serve test test-vllm soak lint format clean
+.PHONY: help serve test test-vllm soak mutants lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -25,6 +25,10 @@ test: $(STAMP)
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.sim $(SEED) $(STEPS)
+
+# Breaks every rule of offloading, one at a time, and sees that the tests go red. NAMES='a pin' for some of them.
+mutants: $(STAMP)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.mutants $(if $(NAMES),"$(NAMES)")
 
 # In a venv of its own, outside the checkout, which is used again while its versions match.
 test-vllm: $(STAMP)
