@@ -75,6 +75,7 @@ def expected_refusal(method: str, path: str, who: str) -> int | None:
 def test_every_call_needs_the_token_that_the_contract_says(
     guarded: Service, method: str, path: str, who: str, origin: str | None
 ) -> None:
+    """LMCache#5128, LMCache#2757, sglang#32772: anyone could mutate, and secrets were shown."""
     headers = [*CREDENTIALS[who], *([("Origin", origin)] if origin else [])]
     answer = guarded.shared_client.request(method, path, headers=headers, follow_redirects=False)
     refusal = expected_refusal(method, path, who)

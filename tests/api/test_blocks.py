@@ -27,6 +27,7 @@ def fill(service: Service, *requests: LoopRequest) -> list[str]:
 
 
 def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> None:
+    """vllm#53893, dynamo#10066: no eviction counter, no view of what is held."""
     hashes = fill(fresh, LoopRequest("one", 64, seed=1, tenant="a1b2", lora="sql"))
     fill(fresh, LoopRequest("two", 64, seed=1, tenant="a1b2", lora="sql"))
     with fresh.client() as client:

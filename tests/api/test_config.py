@@ -31,6 +31,7 @@ def test_every_setting_is_shown_with_its_source(fresh: Service) -> None:
 
 
 def test_secrets_are_masked_everywhere(guarded: Service) -> None:
+    """LMCache#5128, LMCache#2757, sglang#32772: anyone could mutate, and secrets were shown."""
     with guarded.client(ADMIN) as client:
         for path in (CONFIG, "/admin/v1/stats", "/metrics", "/openapi.json"):
             text = client.get(path).text

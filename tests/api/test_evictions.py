@@ -25,6 +25,7 @@ def overflow(service: Service) -> None:
 
 
 def test_an_eviction_is_shown_with_why_and_for_whom(fresh: Service) -> None:
+    """vllm#53893, dynamo#10066: no eviction counter, no view of what is held."""
     overflow(fresh)
     with fresh.client() as client:
         stats = client.get("/admin/v1/stats").json()["evictions"]

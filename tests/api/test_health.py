@@ -26,6 +26,7 @@ def test_healthz_answers(api: httpx.Client) -> None:
 
 
 def test_readyz_says_why_not(fresh: Service) -> None:
+    """LMCache on CPU: a connector failed to start, and the engine ran on without a word."""
     with fresh.client() as client:
         assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
             200,

@@ -30,6 +30,7 @@ def fill(service: Service, *requests: LoopRequest) -> None:
 
 
 def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service) -> None:
+    """LMCache#1660, LMCache#1692, LMCache#1693: clear said success and freed nothing."""
     fill(fresh, LoopRequest("one", 160, seed=1))
     with fresh.client() as client:
         answer = client.post(RESET)
@@ -52,6 +53,7 @@ def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service) -> None:
 
 
 def test_a_reset_in_flight_outlasts_its_timeout_and_holds_all_the_same(fresh: Service) -> None:
+    """LMCache#2942, vllm#57959: unbounded waits for a buffer or for a pending store."""
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")

@@ -54,6 +54,7 @@ def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there(
 
 
 def test_lookups_are_no_offers() -> None:
+    """vllm#52022: reuse was counted by look-ups, which stop at the first miss."""
     manager = OffloadManager(100, 64, store_threshold=2)
     for _ in range(5):
         manager.find_prefix(keys(0, 3))

@@ -32,6 +32,7 @@ def store(manager: OffloadManager, wanted: list[bytes], request_id: str = "r") -
 
 
 def test_each_missing_block_has_its_reason() -> None:
+    """vllm-ascend#9261: 'only stores, never a load': the GPU still had it all."""
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 4), "old")
     store(manager, keys(10, 4), "dropped")

@@ -131,5 +131,6 @@ def test_placeholders_in_a_table_are_not_copied_to_and_a_table_too_short_is_told
     ],
 )
 def test_vllm_28950_sizes_that_do_not_fit_together_are_refused_with_the_numbers(specs, options, said) -> None:
+    """vllm#28950: sizes that do not divide were found at run time."""
     with pytest.raises(ValueError, match=said):
         GroupLayout(specs, **options)

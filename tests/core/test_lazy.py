@@ -111,6 +111,7 @@ def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() ->
 
 
 def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
+    """vllm#42085, vllm#42903: sliding-window tables repeat a block, and its reference count went wrong."""
     engine = lazy_engine(64, 16, watermark=16, blocks_per_slot=3)
     shared = list(range(4 * BLOCK_SIZE))
     requests = [ToyRequest(f"r{i}", [*shared, *range(1000 * i, 1000 * i + 9)], 25, 5) for i in (1, 2)]

@@ -142,6 +142,7 @@ def copy_threads() -> Callable[[], list[threading.Thread]]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied(copy_threads) -> None:
+    """LMCache#4817: a background thread died, and nobody noticed."""
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), Dying(1), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))

@@ -11,6 +11,7 @@ from cuda_ops.numa import cpus_of_node, node_of_pci_device
 
 
 def test_the_tightest_limit_is_the_one_that_is_named() -> None:
+    """vllm#42348, vllm#53042: more memory was configured than there is, and 1.92 times as much taken."""
     limits = [MemoryLimit("memory", 1000), MemoryLimit("the cgroup", 500)]
     check_fits("POOL_BYTES", 500, limits)
     with pytest.raises(NotEnoughMemory, match=r"asks for 501 bytes .* the cgroup is 500 bytes"):

@@ -19,6 +19,7 @@ def chain(tokens: list[int], block_size: int = 4, salt: str | None = None, lora:
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
+    """LMCache#1788: hashes differed from process to process."""
     assert [h.hex()[:16] for h in chain(list(range(3, 12)))] == KNOWN_HASHES
     assert all(len(h) == HASH_BYTES for h in chain(list(range(8))))
 
@@ -37,6 +38,7 @@ def test_a_chain_grown_by_pieces_is_the_chain_of_the_whole(tokens: list[int], cu
 
 
 def test_every_difference_shows_from_its_block_on() -> None:
+    """LMCache#4492, vllm#49261, vllm#42125."""
     tokens = list(range(20))
     base = chain(tokens)
     changed = chain([*tokens[:9], 99, *tokens[10:]])

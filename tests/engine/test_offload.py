@@ -166,6 +166,7 @@ def test_a_failed_forward_spares_those_who_wait(
 def test_others_run_while_one_waits_for_its_load(
     prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
 ) -> None:
+    """vllm#45704: a store began before the kernel that computes its block was done."""
     offloaded = make_offloaded(device_blocks=40, block_size=4)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     ask_all(offloaded.engine, [prompts[longest]], greedy(MAX_TOKENS))

@@ -140,6 +140,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
 
 
 def test_other_weights_are_another_revision(checkpoints: dict[str, str], tmp_path: Path) -> None:
+    """LMCache#4492, vllm#49261, vllm#42125."""
     folder = shutil.copytree(checkpoints["llama"], tmp_path / "model")
     first = load_model(str(folder), "cpu").revision
     assert first == load_model(str(folder), "cpu").revision

@@ -330,8 +330,8 @@ MUTATIONS = (
         5,
         "the set in flight shrinks on reset",
         "core/stores.py",
-        "            part.disowned = True\n            self._forget_blocks(part)\n",
-        "            part.disowned = True\n",
+        "            self._manager.void(part.slots)\n            self._forget_blocks(part)\n",
+        "            self._manager.void(part.slots)\n",
         (SCHEDULER + "test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing",),
     ),
     # --- hits -------------------------------------------------------------------------------------------------------
@@ -568,8 +568,17 @@ MUTATIONS = (
         8,
         "a preempted request has no blocks, until it is resumed with others",
         "core/scheduler.py",
-        "            state.phase = RequestPhase.WAITING\n            state.block_ids = ()\n",
-        "",
+        """            state.phase = RequestPhase.WAITING
+            state.block_ids = ()
+            state.num_blocks = 0
+            for progress in state.groups:
+                progress.kept = 0
+            state.num_computed_tokens = 0
+""",
+        """            state.num_blocks = 0
+            for progress in state.groups:
+                progress.kept = 0
+""",
         (CRASHES + "test_a_preempted_request_is_admitted_again_or_ends_while_its_jobs_are_in_flight",),
     ),
     # --- resets -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, comma
 
 
 def test_what_the_readme_says_it_prints_is_printed(served: Served) -> None:
+    """LMCache#2901, LMCache#1399, sglang#14282: a size was per rank here and in total there."""
     log = served.log()
     for line in re.findall(r"^    \.\.\. INFO  (.*)$", README, re.MULTILINE):
         said = line.replace("http://127.0.0.1:8787", served.url)

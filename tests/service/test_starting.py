@@ -46,6 +46,7 @@ def test_a_bad_setting_is_named(tmp_path: Path, settings: dict[str, object], wor
 
 
 def test_a_pool_larger_than_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    """vllm#42348, vllm#53042: more memory was configured than there is, and 1.92 times as much taken."""
     said = refused(tmp_path, pool_bytes="900TiB")
     numbers = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes \(", said)]
     assert len(numbers) == 2

@@ -117,6 +117,7 @@ def ask(served: Served, number: int, prompt: list[int]) -> list[int] | None:
 def test_every_answer_is_the_one_without_offload(
     tmp_path: Path, truth: list[tuple[list[int], list[int]]], blocks_per_slot: int, store_mode: str
 ) -> None:
+    """vllm#31210, sglang#39830, TensorRT-LLM#8813: fluent wrong text, without a warning."""
     settings = SETTINGS | {
         "device_blocks": 80,
         "pool_bytes": 65536 * 60,

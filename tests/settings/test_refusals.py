@@ -61,6 +61,7 @@ def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> Non
     ],
 )
 def test_unknown_names_suggest_the_nearest(spelled: str, nearest: str, setenv: Setenv) -> None:
+    """LMCache#1244, LMCache#2854: an unknown setting was silently ignored."""
     setenv(spelled, "hunter2-hunter2")
     (problem,) = refused()
     assert f"did you mean {nearest}?" in problem

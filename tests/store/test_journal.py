@@ -188,6 +188,8 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_is_told_and_can_be_started_again(where: Where) -> None:
+    """LMCache#4817: a background thread died, and nobody noticed."""
+
     class Deadly:
         def dirty_rows(self, limit: int) -> SlotRows | None:
             raise SystemExit

@@ -60,6 +60,7 @@ def test_blocks_outlive_their_process(rig: Rig, path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [{"model": "other"}, {"dtype": "float16"}, {"block_size": 32}, {"hash_seed": "1"}])
 def test_another_fingerprint_finds_nothing_and_spoils_nothing(rig: Rig, path: Path, changed: dict[str, object]) -> None:
+    """LMCache#4492, vllm#49261, vllm#42125."""
     keys = keys_of(range(4))
     rig.store(keys)
     fingerprint = {"model": "tiny", "dtype": "float32", "block_size": 16} | changed
@@ -147,6 +148,7 @@ SPOILERS = [overwrite, cut, empty, lengthen, zero_tail, flip_checksum, flip_orig
 
 @pytest.mark.parametrize("spoil", SPOILERS)
 def test_bytes_that_left_our_memory_are_checked_before_they_are_served(path: Path, spoil, rig: Rig) -> None:
+    """LMCache 0.5.6: overwritten bytes in a disk block came back as a hit."""
     numbers = [number for number in range(200) if length_of(key_of(number)) > 8192][:3]
     rig.store(keys_of(numbers))
     bad = file_of(path, numbers[1])
@@ -208,6 +210,7 @@ def test_a_file_that_somebody_deleted_is_a_miss(path: Path, rig: Rig) -> None:
 
 
 def test_every_tier_has_a_byte_limit_and_the_least_recently_used_go(path: Path) -> None:
+    """vllm#52784: a disk tier without a limit filled the disk."""
     numbers = [number for number in range(300) if length_of(key_of(number)) > 500_000][:6]
     limit = 4 * (SLOT_BYTES + 8192)
     rig = file_rig(path, limit)
@@ -254,6 +257,7 @@ def test_a_lower_limit_holds_from_the_next_start(path: Path, rig: Rig) -> None:
 
 
 def test_orphaned_temporary_files_are_swept_at_start(path: Path, rig: Rig) -> None:
+    """vllm#52784: a disk tier without a limit filled the disk."""
     rig.store(keys_of([1]))
     for number in range(5):
         (path / "tmp" / f"dead-{number}").write_bytes(b"half a block")

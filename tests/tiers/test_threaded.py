@@ -219,6 +219,7 @@ def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore
 def test_background_threads_are_supervised_a_dead_one_shows_and_is_restarted(
     rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """LMCache#4817: a background thread died, and nobody noticed."""
     store.error = SystemExit()
     number = rig.submit_store(keys_of(range(3)))
     wait_until(lambda: "3 of its threads do not run" in rig.tier.health(), "three dead threads", WAIT_S)

@@ -252,6 +252,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
 
 def test_a_hanging_disk_costs_its_jobs_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    """dynamo#5012: storage hung on an overlay file system."""
     with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
         keys = keys_of(range(4))
         rig.store(keys)
@@ -293,6 +294,7 @@ def can_open(path: Path) -> bool:
 
 
 def test_a_tier_is_probed_at_start_and_one_that_hangs_refuses(tmp_path: Path) -> None:
+    """dynamo#5012: storage hung on an overlay file system."""
     with disk(tmp_path / "disk") as mount:
         file_rig(mount / "tier", "32MiB").close()
         settings = FileTier.Settings(type="fs", name="slow", path=mount / "tier", max_bytes="32MiB", timeout_s=0.3)

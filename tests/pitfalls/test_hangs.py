@@ -1,0 +1,63 @@
+"""Failures that had others' engines wait for ever, or find less and less. Each test names the threads about it."""
+
+from __future__ import annotations
+
+from core.scheduler import Hit, Miss
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine
+from tests.pitfalls.requests import answer, request
+
+
+def test_requests_that_are_looked_up_and_never_loaded_leave_no_pin_and_no_hit_is_lost() -> None:
+    """LMCache#2951, LMCache#1034, LMCache#987, LMCache#2017: pinned for ever; the hit rate fell to 0 over hours."""
+    engine = ToyEngine(num_slots=12, num_blocks=64)
+    answer(engine, "first", 5)
+    engine.device.forget_all()
+    for number in range(300):
+        name = f"gives up {number}"
+        engine.add(request(name, 5))
+        engine.requests[name].state = "found"
+        assert engine.offload.match(name, 0, engine.now_s) == Hit(5 * BLOCK_SIZE)
+        if number % 3:
+            engine.preempt(engine.requests[name])
+        engine.finish(engine.requests[name])
+        assert engine.offload.snapshot().pool.pinned == 0
+    engine.check_idle()
+
+
+def test_room_is_made_while_anything_can_be_evicted_and_refused_at_once_when_nothing_can() -> None:
+    """sglang#26357: 768 tokens free, 432,960 evictable, and the engine waited."""
+    engine = ToyEngine(num_slots=40, num_blocks=100)
+    answer(engine, "old", 20)
+    answer(engine, "other", 20, first=1000)
+    engine.add(request("new", 30, first=2000))
+    plan = engine.step(budget=200)
+    assert sum(job.num_blocks for job in plan.stores) == 30, "in the very step that needs it"
+    engine.add(request("newest", 30, first=3000))
+    plan = engine.step(budget=200)
+    assert sum(job.num_blocks for job in plan.stores) == 10, "the rest of the pool is under the first store"
+    engine.run()
+    assert engine.offload.snapshot().store.skipped["no_space"] == 20
+    engine.check_idle()
+
+
+def test_a_request_whose_load_cannot_begin_is_told_so_in_the_next_step() -> None:
+    """LMCache#2942, vllm#57959: unbounded waits for what would never come."""
+    engine = ToyEngine(num_slots=64, num_blocks=64)
+    answer(engine, "first", 5)
+    engine.device.forget_all()
+    second = request("second", 5)
+    engine.add(second)
+
+    def reset_meanwhile(num_tokens: int) -> int:
+        engine.take_hit = lambda num_tokens: num_tokens
+        engine.reset()
+        return num_tokens
+
+    engine.take_hit = reset_meanwhile
+    engine.step()
+    assert engine.offload.has_open_work(), "or an idle engine would not ask"
+    engine.deliver([])
+    assert engine.offload.snapshot().requests.waiting_for_load == 0
+    assert engine.offload.match("second", 0, engine.now_s) == Miss()
+    engine.run()
+    engine.check_idle()
