@@ -216,3 +216,20 @@ def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert engine.offload.snapshot().store.skipped["no_space"] > 0
     engine.check()
+
+
+def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_block_leaves() -> None:
+    engine = lazy_engine(num_slots=14, num_blocks=26, watermark=6)
+    keys = make_keys(request("", 5).block_hashes, 0)
+    answer(engine, "first", 5)
+    for number in range(1, 6):
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    answer(engine, "again", 5)
+    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    held = []
+    for number in range(6, 14):
+        held.append(sum(engine.manager.find_block(key) is not None for key in keys))
+        answer(engine, f"r{number}", 5, first=1000 * number)
+    assert held[0] == 5
+    gone = held.index(0)
+    assert 5 in held[gone:], held

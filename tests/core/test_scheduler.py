@@ -766,3 +766,38 @@ def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: py
     others = [number.to_bytes(16, "big") + b"\0" for number in range(10_000, 13_650)]
     engine.manager.offer(others, Origin("other"), np.arange(len(others)), 1, 1.0)
     assert whole - 40 < findable(engine, long) < whole, "its end goes first"
+
+
+def test_what_a_request_sent_is_read_once_when_it_is_announced(engine: ToyEngine) -> None:
+    sent: dict[str, object] = {"max_offload_tokens": 2 * BLOCK_SIZE}
+    engine.add(request("r", 5, kv_transfer_params=sent))
+    sent["max_offload_tokens"] = 5 * BLOCK_SIZE
+    engine.offload.set_runtime_policy({"priority": "high"})
+    engine.run()
+    store = engine.offload.find_request("r", engine.now_s).store
+    assert (store.stored, store.skipped["token_cap"]) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("cap", "prompt_only", "stored", "by_prompt_only", "by_cap"),
+    [(100, True, 2, 3, 0), (4, True, 1, 3, 1), (13, False, 3, 0, 2)],
+)
+def test_cap_and_prompt_only_combine_by_the_smaller(cap, prompt_only, stored, by_prompt_only, by_cap) -> None:
+    engine = ToyEngine(64, 64, settings=RequestPolicy(offload_prompt_only=prompt_only))
+    engine.add(request("r", 2, extra=3, max_tokens=10, kv_transfer_params={"max_offload_tokens": cap}))
+    engine.run()
+    store = engine.offload.snapshot().store
+    assert (store.stored, store.skipped["prompt_only"], store.skipped["token_cap"]) == (stored, by_prompt_only, by_cap)
+
+
+@pytest.mark.parametrize("wanted", [24, 400])
+def test_an_engine_that_takes_more_than_the_hit_gets_a_failed_load(engine: ToyEngine, wanted: int) -> None:
+    store_and_turn_over(engine)
+    second = request("second", 8)
+    engine.add(second)
+    assert engine.offload.match("second", 0, engine.now_s) == Hit(20)
+    engine.offload.commit("second", [list(range(9))], wanted, engine.now_s)
+    assert engine.offload.snapshot().pool.pinned == 0
+    (outcome,) = engine.offload.on_transfers_finished([], engine.now_s)
+    assert (outcome.ok, outcome.first_token, outcome.num_tokens) == (False, 0, wanted)
+    assert not engine.offload.plan_step([], engine.now_s)

@@ -143,7 +143,17 @@ MUTATIONS = (
         "core/requests.py",
         "min(end, prompt_end, cap_end)",
         "min(end, max(prompt_end, cap_end))",
-        (SCHEDULER + "test_a_cap_excludes_the_block_it_falls_into",),
+        (SCHEDULER + "test_cap_and_prompt_only_combine_by_the_smaller",),
+    ),
+    Mutation(
+        "what a request sent is read again",
+        2,
+        "what a request sent is parsed once, when it is announced",
+        "core/scheduler.py",
+        "            state.policy = self._policies.settle(subject, state.patch, now_s, state.policy)\n",
+        "            sent = parse_request_fields(state.request.kv_transfer_params, self._request_fields)[0]\n"
+        "            state.policy = self._policies.settle(subject, sent, now_s, state.policy)\n",
+        (SCHEDULER + "test_what_a_request_sent_is_read_once_when_it_is_announced",),
     ),
     Mutation(
         "what a request sent is stronger than an override",
@@ -278,6 +288,16 @@ MUTATIONS = (
         "                self._lazy.look_again()\n",
         "",
         (BOUNDS + "test_after_a_reset_lazy_mode_stores_again_what_it_has_passed",),
+    ),
+    Mutation(
+        "a block that was loaded is not offered again when it leaves",
+        4,
+        "a copy that was dropped since the device held it is offered again when that leaves the device",
+        "core/stores.py",
+        "first, progress.kept = progress.kept, full if limit is None",
+        "first, progress.kept = max(progress.kept, state.loaded_tokens // progress.group.slot_tokens), "
+        "full if limit is None",
+        (LAZY + "test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_block_leaves",),
     ),
     # --- de-duplication ---------------------------------------------------------------------------------------------
     Mutation(
@@ -461,6 +481,15 @@ MUTATIONS = (
         "self.bytes_rate.estimate_s(queued_bytes + num_bytes)",
         "self.bytes_rate.estimate_s(num_bytes)",
         (RATES + "test_the_faster_side_is_taken_with_the_queue_counted_in",),
+    ),
+    Mutation(
+        "an engine may take more than the hit",
+        6,
+        "what turns out not to be loadable is a failed load, not an error",
+        "core/loads.py",
+        "wanted = None if hit is None or num_tokens > hit.num_tokens else hit.shorten(num_tokens)",
+        "wanted = None if hit is None else hit.shorten(min(num_tokens, hit.num_tokens))",
+        (SCHEDULER + "test_an_engine_that_takes_more_than_the_hit_gets_a_failed_load",),
     ),
     # --- groups -----------------------------------------------------------------------------------------------------
     Mutation(
