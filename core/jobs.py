@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from core.grants import Pin
 from core.groups import Group
 from core.hits import PrefixHit
+from core.keys import Key
 from core.requests import GroupProgress, RequestState
 from core.transfers import Direction, Slots, TransferJob, TransferResult
 
@@ -21,7 +22,7 @@ class StorePart:
 
     `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
     `groups` are the request's, which are needed for as long as the job is open. `leaving`
-    blocks are about to be reused.
+    blocks are about to be reused. `followers` are requests whose tiers want blocks of it once they are ready.
     """
 
     request: RequestState
@@ -33,6 +34,7 @@ class StorePart:
     end_token: int
     leaving: bool = False
     disowned: bool = False
+    followers: list[tuple[RequestState, list[Key]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

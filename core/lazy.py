@@ -80,6 +80,8 @@ class LazySide:
             for block in blocks:
                 self._drop(block)
                 self._verdicts[block] = verdict
+                if state.session is not None:
+                    state.session.hold()
 
     def walk(self, num_taken_blocks: int, now_s: float) -> None:
         """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
@@ -175,9 +177,13 @@ class LazySide:
     def _drop(self, block: int) -> None:
         """Forget what a block held. If there never was room for it, this is when that becomes final."""
         verdict = self._verdicts.pop(block, None)
-        if verdict is not None and verdict.refused:
+        if verdict is None:
+            return
+        if verdict.refused:
             verdict.refused = False
             self._stores.count_no_space(verdict.request, verdict.group.slot_blocks)
+        if verdict.request.session is not None:
+            verdict.request.session.let_go()
 
     def _contents_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[Key, ...]:
         if group.slot_blocks == 1:

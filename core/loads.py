@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,19 +9,20 @@ import numpy as np
 from core.engine import DeviceView
 from core.events import EvictionReason
 from core.grants import Pin
-from core.groups import Group, GroupKind, GroupLayout
-from core.hits import PrefixHit, find_hit
+from core.groups import GroupKind, GroupLayout
+from core.hits import PrefixHit
 from core.jobs import JobTable, OpenJob
+from core.leaders import Leaders
 from core.manager import OffloadManager
+from core.prefixes import PrefixFinder
+from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
-from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
+from core.transfers import BlockRun, Direction, LoadOutcome, TransferJob
 
 _REGRET_SLOTS = 1000
 """Missing slots of one request that are looked up among the evicted ones."""
-_FOLLOW_S = 1.0
-"""How long to wait for another's load while nobody knows how long recomputing takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A load of this very prefix is under way: ask again next step, and schedule others meanwhile."""
+    """This very prefix is being brought, by another's load or from a tier: ask again next step, and schedule others."""
 
 
 MatchResult = Hit | Miss | Later
@@ -58,7 +58,11 @@ class LoadSide:
         layout: GroupLayout,
         null_block: int,
         choice: LoadOrCompute,
+        finder: PrefixFinder,
+        leaders: Leaders,
     ) -> None:
+        self.promotions: PromotionSide | None = None
+        """Brings in what only a tier has, before a request is answered; None without tiers."""
         self.counts = LoadCounts()
         self.num_waiting = 0
         self._manager = manager
@@ -71,7 +75,8 @@ class LoadSide:
         self._lost: list[tuple[RequestState, LoadOutcome]] = []
         self._num_pinned = 0
         self._bytes_in_flight = 0
-        self._leaders: dict[bytes, RequestState] = {}
+        self._finder = finder
+        self._leaders = leaders
 
     def has_lost(self) -> bool:
         """Whether outcomes wait to be told of loads that could not even begin."""
@@ -82,20 +87,26 @@ class LoadSide:
         state.matched_tokens = num_computed_tokens
         if not state.policy.policy.load:
             self._set_hit(state, None)
+            self._leaders.stop(state)
             if not state.decline_noted:
                 state.decline_noted = True
-                self.counts.declined += self._find(state, num_computed_tokens).num_blocks
+                self.counts.declined += self._finder.find(state, num_computed_tokens).num_blocks
             return _MISS
-        if self._follows(state, num_computed_tokens):
+        if self._leaders.follows(state, num_computed_tokens):
             self._set_hit(state, None)
             return _LATER
         room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
-        hit = self._find(state, num_computed_tokens)
+        hit = self._finder.find(state, num_computed_tokens)
         while hit.num_tokens and len(hit.slots) > room:
             # Windows make the slots of a hit grow by less than its tokens: it takes a few rounds to fit.
             fitting = hit.num_tokens * max(room, 0) // len(hit.slots)
-            hit = self._find(state, num_computed_tokens, num_computed_tokens + fitting)
+            hit = self._finder.find(state, num_computed_tokens, num_computed_tokens + fitting)
         self._set_hit(state, hit)
+        if self.promotions is not None:
+            if self.promotions.waits(state, hit, room - len(hit.slots)):
+                return _LATER
+            if not hit.num_tokens:
+                self._leaders.stop(state)
         if not state.misses_noted:
             state.misses_noted = True
             self._note_misses(state, hit.end_token)
@@ -107,6 +118,7 @@ class LoadSide:
             self.counts.declined += 0 if state.load_wanted else hit.num_blocks
         if not state.load_wanted:
             self._set_hit(state, None)
+            self._leaders.stop(state)
             return _MISS
         return Hit(hit.num_tokens)
 
@@ -118,7 +130,8 @@ class LoadSide:
         state.loaded_tokens = 0
         state.matched_tokens = None
         state.load_wanted = None
-        state.follow_until_s = None
+        state.waits_until_s = state.follow_until_s = None
+        self._leaders.stop(state)
         hit, pin = state.hit, state.pin
         self._set_hit(state, None, release=False)
         if num_loaded_tokens > 0:
@@ -177,7 +190,9 @@ class LoadSide:
         self._set_hit(state, None)
         state.matched_tokens = None
         state.load_wanted = None
-        state.follow_until_s = None
+        state.waits_until_s = state.follow_until_s = None
+        state.look = None
+        self._leaders.stop(state)
         if state.phase is not RequestPhase.LOADING:
             return
         for job in self._jobs:
@@ -185,66 +200,13 @@ class LoadSide:
                 job.request = None
         self._stop_waiting(state)
 
-    def _find(self, state: RequestState, first_token: int, limit_token: int | None = None) -> PrefixHit:
-        """What the pool has behind the first `first_token` tokens. The last token is computed in any case."""
-        limit = state.request.num_tokens - 1 if limit_token is None else limit_token
-
-        def find_prefix(group: Group, first: int, end: int) -> Slots:
-            return self._manager.find_prefix(self._keys(state, group, first, end))
-
-        def find_each(group: Group, first: int, end: int) -> Slots:
-            keys = self._keys(state, group, first, end)
-            missing = np.full(end - first - len(keys), -1, dtype=np.int64)
-            return np.concatenate((self._manager.find_each(keys), missing))
-
-        return find_hit(self._layout, first_token, limit, find_prefix, find_each)
-
-    def _keys(self, state: RequestState, group: Group, first: int, end: int) -> Sequence[bytes]:
-        progress = state.groups[group.index]
-        return progress.keys[first : progress.extend_keys(state.request.block_hashes, end)]
-
     def _note_misses(self, state: RequestState, end_token: int) -> None:
         """Tell the manager which keys were asked for and not found behind a hit."""
         for group in self._layout.groups:
             if group.spec.kind is GroupKind.FULL:
                 first = end_token // group.slot_tokens
                 end = min((state.request.num_tokens - 1) // group.slot_tokens, first + _REGRET_SLOTS)
-                self._manager.note_misses(self._keys(state, group, first, end), state.now_s)
-
-    def _follows(self, state: RequestState, first_token: int) -> bool:
-        """Whether another request is loading what this one needs next, and waiting for it still pays.
-
-        It waits for one leader, once: then it finds the blocks on the device, or loads its own copy.
-        """
-        marks = self._marks(state, first_token, first_token + self._layout.alignment_tokens)
-        leader = self._leaders.get(marks[0]) if marks else None
-        if leader is None or leader is state:
-            return False
-        if state.follow_until_s is None:
-            num_tokens = self._find(state, first_token).num_tokens
-            patience_s = self._choice.tokens_rate.estimate_s(num_tokens)
-            state.follow_until_s = state.now_s + (_FOLLOW_S if patience_s is None else patience_s)
-            state.leader = leader.sequence
-        return leader.sequence == state.leader and state.now_s < state.follow_until_s
-
-    def _marks(self, state: RequestState, first_token: int, end_token: int) -> Sequence[bytes]:
-        """The hashes of a request's prefixes that end behind `first_token`, up to `end_token`, where hits may end."""
-        if end_token > state.request.num_tokens - 1:
-            return ()
-        step = self._layout.alignment_tokens // self._layout.hash_block_size
-        first = first_token // self._layout.hash_block_size + step - 1
-        return state.request.block_hashes[first : end_token // self._layout.hash_block_size : step]
-
-    def _lead(self, state: RequestState, hit: PrefixHit) -> None:
-        state.leads = self._marks(state, hit.first_token, hit.end_token)
-        for mark in state.leads:
-            self._leaders.setdefault(mark, state)
-
-    def _stop_leading(self, state: RequestState) -> None:
-        for mark in state.leads:
-            if self._leaders.get(mark) is state:
-                del self._leaders[mark]
-        state.leads = ()
+                self._manager.note_misses(self._finder.keys(state, group, first, end), state.now_s)
 
     def _begin(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         first = state.device_tokens
@@ -278,7 +240,7 @@ class LoadSide:
         self._pending.append(job)
         for run in runs:
             self._device.hold(run.block_ids.tolist())
-        self._lead(state, hit)
+        self._leaders.lead(state, hit.first_token, hit.end_token)
         self.counts.in_flight += job.num_blocks
         self._bytes_in_flight += hit.num_bytes
 
@@ -293,7 +255,7 @@ class LoadSide:
         state.phase = RequestPhase.WAITING
         state.lost_load = None
         self.num_waiting -= 1
-        self._stop_leading(state)
+        self._leaders.stop(state)
 
     def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
         """Pin what a waiting request has found, instead of what it had."""

@@ -70,6 +70,7 @@ class OffloadManager:
         self._record = record
         self._ghosts = Ghosts(num_slots)
         self._loading: dict[int, Pin] = {}
+        self._cascading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
         self._buried: list[KeyIndex] = []
@@ -105,13 +106,15 @@ class OffloadManager:
         now_s: float,
         prefix: Sequence[Key] = (),
         size_bytes: int | None = None,
+        is_counted: bool = True,
     ) -> Offer:
         """Reserve slots for those of `keys` that are not in the pool, evicting what must go.
 
         `keys` are blocks of one request in their order, at the indices `positions` in it, of `size_bytes` each (None:
         a whole slot). Keys that are present count as used. Where room ends, the answer ends: a block behind one that is
         missing would never be found. For the same reason nothing is evicted that stands among `keys` or in `prefix`,
-        the keys of the request's blocks before them.
+        the keys of the request's blocks before them. What is not `is_counted` needs no admission: it comes back from
+        a tier, and was admitted once.
         """
         with self.lock:
             table = self.table
@@ -126,7 +129,7 @@ class OffloadManager:
                 wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
                 wanted = [keys[i] for i in wanted_at.tolist()]
             counted, held_back_at = None, NO_SLOTS
-            if self.admission.threshold > 1:
+            if is_counted and self.admission.threshold > 1:
                 counted = wanted_at, marks_of(wanted)
                 admitted = self.admission.admits(counted[1])
                 wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
@@ -312,13 +315,23 @@ class OffloadManager:
         """
         with self.lock:
             del self._loading[id(pin)]
-            if pin.epoch != self.table.epoch:
-                # Since the reset, a pin of a held slot stands for a load that is still open on it.
-                self._free(self._unpinned(pin.slots))
-                return False
-            lost = self._lost_any(pin.slots)
-            self._unpin(pin.slots)
-            return not lost
+            return self._end_reading(pin)
+
+    def begin_cascade(self, pin: Pin) -> None:
+        """A tier reads the slots of a pin from now on: a reset holds them until `end_cascade`."""
+        with self.lock:
+            self._cascading[id(pin)] = pin
+
+    def end_cascade(self, pin: Pin) -> None:
+        """Undo `begin_cascade`, which was given this very object, and the pin."""
+        with self.lock:
+            del self._cascading[id(pin)]
+            self._end_reading(pin)
+
+    def note_origin(self, slots: Slots, origin: Origin) -> None:
+        """Slots that are not published yet hold what this request once stored, whoever had it brought back."""
+        with self.lock:
+            self.table.origins[slots] = origin
 
     def drop(self, slots: Slots, reason: EvictionReason, now_s: float) -> int:
         """Take ready slots out of the pool and say how many.
@@ -358,7 +371,8 @@ class OffloadManager:
     def reset(self, held: Slots, now_s: float) -> int:
         """Forget everything, in time proportional to `held`: the slots that open transfers still touch, once each.
 
-        Say how many ready slots were dropped. Held slots come back by `abandon` (stores) and `end_load` (loads).
+        Say how many ready slots were dropped. Held slots come back by `abandon` (what
+        was being filled) and by `end_load` and `end_cascade` (what was being read).
         """
         with self.lock:
             dropped = self.table.num_ready
@@ -368,7 +382,7 @@ class OffloadManager:
             self.table.begin_epoch(held)
             if self._record is not None:
                 self._record.void_before(self.table.epoch)
-            for pin in self._loading.values():
+            for pin in (*self._loading.values(), *self._cascading.values()):
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
             self.index = KeyIndex(self.num_slots)
@@ -490,6 +504,16 @@ class OffloadManager:
 
     def _missing(self, keys: Sequence[Key]) -> list[Key]:
         return [key for key, slot in zip(keys, self.index.find(keys), strict=True) if slot is None]
+
+    def _end_reading(self, pin: Pin) -> bool:
+        """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""
+        if pin.epoch != self.table.epoch:
+            # Since the reset, a pin of a held slot stands for a transfer that is still open on it.
+            self._free(self._unpinned(pin.slots))
+            return False
+        lost = self._lost_any(pin.slots)
+        self._unpin(pin.slots)
+        return not lost
 
     def _lost_any(self, pinned: Slots) -> bool:
         """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""

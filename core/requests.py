@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import merge
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.engine import BlockTables, EngineRequest
 from core.events import Origin
@@ -17,6 +17,10 @@ from core.keys import Key, make_keys
 from core.policy import EffectivePolicy
 from core.stats import PromptTokens, SkipReason, StoreCounts
 from core.transfers import LoadOutcome
+
+if TYPE_CHECKING:
+    from core.promotions import TierLook
+    from core.tier_sessions import TierSession
 
 
 class RequestPhase(StrEnum):
@@ -79,7 +83,7 @@ def chain(groups: Sequence[GroupProgress], end_token: int) -> list[Key]:
 
 @dataclass(slots=True)
 class RequestState:
-    """One announced request."""
+    """One announced request. `promoted` names the tier that brought what covers a number of aligned tokens."""
 
     sequence: int
     request: EngineRequest
@@ -100,9 +104,13 @@ class RequestState:
     load_wanted: bool | None = None
     decline_noted: bool = False
     lost_load: LoadOutcome | None = None
+    waits_until_s: float | None = None
     follow_until_s: float | None = None
     leader: int | None = None
     leads: Sequence[bytes] = ()
+    session: TierSession | None = None
+    look: TierLook | None = None
+    promoted: dict[int, str] = field(default_factory=dict)
     now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0

@@ -8,8 +8,8 @@ preemption `on_preempted` (after which it matches and commits again), and in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, St
 from core.events import Origin, RequestEnd
 from core.groups import GroupLayout
 from core.jobs import JobTable
+from core.keys import Key
 from core.lazy import LazySide
+from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
 from core.origins import OriginMatch
+from core.patience import Patience
 from core.policy import (
     REQUEST_FIELDS_DEFAULT,
     EffectivePolicy,
@@ -30,11 +33,14 @@ from core.policy import (
     PolicyPatch,
     parse_request_fields,
 )
+from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
 from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
 from core.rules import Rule, RuleSubject
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
+from core.tier_side import TierSide
+from core.tiers import HOST, Tier, TierResetResult
 from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
 
 __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "ResetTicket"]
@@ -48,12 +54,16 @@ _MEASURED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ResetTicket:
-    """What a reset did at once: `job_ids` are the transfers it disowned that still have to end."""
+    """What a reset did at once to the pool: `job_ids` are the transfers it disowned that still have to end.
+
+    `tiers` are the numbers of the resets that it asked of tiers, which are among `job_ids` too.
+    """
 
     epoch: int
     dropped_blocks: int
     dropped_bytes: int
     job_ids: tuple[int, ...]
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 class OffloadScheduler:
@@ -76,11 +86,13 @@ class OffloadScheduler:
         null_block: int = -1,
         store_mode: StoreMode = StoreMode.EAGER,
         watermark_blocks: int = 64,
+        tiers: Mapping[str, Tier] | None = None,
     ) -> None:
         """`request_fields` are the policy fields that `kv_transfer_params` may set.
 
         `null_block` is what stands in a block table where there is no block. In lazy mode `watermark_blocks` at the
-        head of the device's free queue are kept stored: as many as a step may take. Raises
+        head of the device's free queue are kept stored: as many as a step may take. `tiers` are those below the pool,
+        by name, the fastest first; whoever opened them closes them, behind `close_tiers`. Raises
         `ValueError` if the manager's slots are too small for the layout's.
         """
         if layout.slot_bytes > manager.slot_bytes:
@@ -96,9 +108,16 @@ class OffloadScheduler:
         self._jobs = JobTable(num_workers)
         self._stores = StoreSide(manager, device, self._jobs, layout, null_block)
         self._lazy = LazySide(manager, device, self._stores, layout, null_block, watermark_blocks)
-        self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice)
+        finder, patience = PrefixFinder(manager, layout), Patience(self.choice)
+        leaders = Leaders(layout, finder, patience)
+        self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice, finder, leaders)
+        self._tiers: TierSide | None = None
+        if tiers:
+            self._tiers = TierSide(manager, layout, tiers, self._jobs.new_id, finder, leaders, patience, self.choice)
+            self._stores.cascades = self._tiers.cascades
+            self._loads.promotions = self._tiers.promotions
         self._counts = RequestCounts()
-        self._prompt_tokens = PromptTokens()
+        self._prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self._num_resets = 0
         self._prefilled: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
@@ -127,12 +146,14 @@ class OffloadScheduler:
                 # Its engine forgot it, so nobody knows what its blocks hold by now: none of them is offered.
                 unfinished.num_computed_tokens = 0
                 self._finish(request.request_id, now_s)
+            if self._tiers is not None:
+                self._tiers.announce(state)
             self._requests.add(state)
             self._counts.seen += 1
             self._counts.running += 1
-            to_warn = [field for field in ignored if self._may_warn(field.name, now_s)]
-        for field in to_warn:
-            _warn_ignored(field, request.request_id)
+            to_warn = [one for one in ignored if self._may_warn(one.name, now_s)]
+        for one in to_warn:
+            _warn_ignored(one, request.request_id)
 
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> MatchResult:
         """How many tokens after the first `num_computed_tokens` the host can serve.
@@ -170,7 +191,7 @@ class OffloadScheduler:
         Called every step, also one without requests. The blocks of the plan are held until their job ends.
         """
         with self.manager.lock:
-            self.expire(now_s)
+            self._expire(now_s)
             self._end_step(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
@@ -213,6 +234,8 @@ class OffloadScheduler:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
         errors: list[str] = []
         with self.manager.lock:
+            if self._tiers is not None:
+                self._tiers.poll(now_s)
             outcomes = self._loads.take_lost()
             for result in results:
                 ended = self._jobs.report(result)
@@ -224,6 +247,7 @@ class OffloadScheduler:
                     outcomes += self._loads.end(ended, now_s)
                 if ended.errors and self._may_warn(f"{ended.job.direction} failed", now_s):
                     errors.append(f"{ended.job.direction} job {ended.job.job_id}: {ended.errors[0]}")
+        self._log_tiers()
         for error in errors:
             _log.error("%s; its blocks are dropped and will be recomputed", error)
         return outcomes
@@ -268,6 +292,7 @@ class OffloadScheduler:
                 load=replace(self._loads.counts),
                 evictions=self.manager.evictions.copy(),
                 open_jobs=len(self._jobs),
+                tiers={} if self._tiers is None else self._tiers.stats(),
             )
 
     def list_requests(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
@@ -339,34 +364,85 @@ class OffloadScheduler:
             return self._policies.drop_rule(name)
 
     def expire(self, now_s: float) -> None:
-        """Let go of overrides and operators' pins whose time is over, as every step does: an idle engine takes none."""
+        """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""
         with self.manager.lock:
-            self._policies.expire(now_s)
-            self.manager.expire_pins(now_s)
+            self._expire(now_s)
+            if self._tiers is not None:
+                self._tiers.poll(now_s)
+        self._log_tiers()
 
-    def reset(self, now_s: float, match: OriginMatch | None = None) -> ResetTicket:
+    def reset(self, now_s: float, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.
+
+        `places` are the names of the tiers that forget, `HOST` being the pool; None is all of them. Raises `ValueError`
+        for an unknown one. What a tier dropped is found by the ticket (`tier_resets`), once it has carried it out.
 
         A whole reset costs no more than the open jobs. One by match looks at every slot, in batches between which the
         lock is free, so it belongs on a thread that may take its time.
         """
+        of_pool = places is None or HOST in places
         with self.manager.lock:
+            names = None if places is None else [name for name in places if name != HOST]
+            resets: dict[str, int] = {}
+            job_ids: list[int] = []
+            if self._tiers is not None:
+                links = self._tiers.named(names)
+                if of_pool and match is not None:
+                    self._tiers.cascades.resets.append(match)
+                job_ids += self._tiers.open_transfers()
+                resets = self._tiers.reset(links, match, of_pool, now_s)
+                job_ids += resets.values()
+            elif names:
+                raise ValueError(f"there is no tier called {', '.join(names)}")
             self._num_resets += 1
             epoch = self._num_resets
-            if match is None:
-                job_ids = tuple(job.job.job_id for job in self._jobs)
+            dropped = 0
+            if of_pool and match is None:
+                job_ids += [job.job.job_id for job in self._jobs]
                 dropped = self.manager.reset(self._touched_slots(), now_s)
                 self._stores.disown_all()
                 self._lazy.look_again()
-            else:
-                job_ids = (*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store))
-                dropped = 0
-        if match is not None:
-            next_slot: int | None = 0
-            while next_slot is not None:
-                count, next_slot = self.manager.drop_matching(match.matches, next_slot, now_s)
-                dropped += count
-        return ResetTicket(epoch, dropped, dropped * self.manager.slot_bytes, job_ids)
+            elif of_pool and match is not None:
+                job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
+        if of_pool and match is not None:
+            try:
+                next_slot: int | None = 0
+                while next_slot is not None:
+                    count, next_slot = self.manager.drop_matching(match.matches, next_slot, now_s)
+                    dropped += count
+            finally:
+                if self._tiers is not None:
+                    with self.manager.lock:
+                        self._tiers.cascades.resets.remove(match)
+        return ResetTicket(epoch, dropped, dropped * self.manager.slot_bytes, tuple(job_ids), resets)
+
+    def tier_resets(self, ticket: ResetTicket) -> dict[str, TierResetResult]:
+        """What the tiers dropped that have carried out a reset by now."""
+        with self.manager.lock:
+            return {} if self._tiers is None else self._tiers.reset_results(ticket.tiers)
+
+    def drop_block(self, key: Key, now_s: float) -> bool:
+        """Take one block out of the pool, and out of the tiers; False if the pool does not have it."""
+        with self.manager.lock:
+            if self._tiers is not None:
+                self._tiers.drop(key)
+            return self.manager.drop_block(key, now_s)
+
+    def tier_names(self) -> tuple[str, ...]:
+        """The tiers below the pool, the fastest first."""
+        return () if self._tiers is None else tuple(link.name for link in self._tiers.links)
+
+    def tier_health(self) -> list[str]:
+        """Why tiers do less than they should, one reason an item."""
+        with self.manager.lock:
+            return [] if self._tiers is None else self._tiers.health()
+
+    def close_tiers(self, now_s: float) -> None:
+        """Tell the tiers of the end of every request, and have them touch no slot any more. They get nothing more."""
+        with self.manager.lock:
+            if self._tiers is not None:
+                self._tiers.close(now_s)
+        self._log_tiers()
 
     def overdue_jobs(self, now_s: float, limit_s: float) -> int:
         """How many jobs have been open for longer than `limit_s`; they keep their blocks, for no copy times out."""
@@ -376,7 +452,8 @@ class OffloadScheduler:
     def open_jobs(self, job_ids: Sequence[int]) -> int:
         """How many of these jobs have not ended."""
         with self.manager.lock:
-            return self._jobs.count_open(job_ids)
+            of_tiers = 0 if self._tiers is None else self._tiers.count_open(job_ids)
+            return self._jobs.count_open(job_ids) + of_tiers
 
     @property
     def store_mode(self) -> StoreMode:
@@ -390,6 +467,19 @@ class OffloadScheduler:
             self.manager.room.residency = self._lazy.residency if mode is StoreMode.LAZY else None
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _expire(self, now_s: float) -> None:
+        self._policies.expire(now_s)
+        self.manager.expire_pins(now_s)
+
+    def _log_tiers(self) -> None:
+        """Say what the tiers complain of; never under the lock."""
+        if self._tiers is None:
+            return
+        with self.manager.lock:
+            complaints = self._tiers.take_complaints()
+        for complaint in complaints:
+            _log.warning("%s; the engine goes on without it", complaint)
 
     def _view(self, found: RequestState, now_s: float) -> RequestView:
         """A copy, with the policy as it is now; that of a finished request stays what it was."""
@@ -431,6 +521,8 @@ class OffloadScheduler:
             self._stores.offer_rest(state)
         self._loads.detach(state)
         self._requests.retire(state)
+        if state.session is not None:
+            state.session.let_go()
         self._counts.running -= 1
         self._counts.finished += 1
         request = state.request
@@ -446,16 +538,32 @@ class OffloadScheduler:
         state.prefill_counted = True
         total = state.request.num_prompt_tokens
         device_hit = min(state.device_tokens, total)
-        host_hit = min(state.loaded_tokens, total - device_hit)
+        loaded = min(state.loaded_tokens, total - device_hit)
+        tier_hit = self._tier_hit(state, device_hit, device_hit + loaded) if state.promoted else {}
+        host_hit = loaded - sum(tier_hit.values())
         for counts in (self._prompt_tokens, state.prompt_tokens):
             counts.total += total
             counts.device_hit += device_hit
             counts.host_hit += host_hit
-            counts.recomputed += total - device_hit - host_hit
+            counts.recomputed += total - device_hit - loaded
+            for name, count in tier_hit.items():
+                counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
+
+    def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
+        """By tier, how many of these loaded tokens it brought into the pool for this very request."""
+        step = self.layout.alignment_tokens
+        hits: dict[str, int] = {}
+        for start in range(first_token // step * step, end_token, step):
+            name = state.promoted.get(start // step)
+            if name is not None:
+                hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
+        return hits
 
     def _touched_slots(self) -> Slots:
         """The slots that transfers open or decided read or write, each once."""
         touched = [job.slots for job in self._jobs] + self._stores.touched_slots()
+        if self._tiers is not None:
+            touched += self._tiers.touched_slots()
         return np.unique(np.concatenate(touched)) if touched else NO_SLOTS
 
     def _may_warn(self, subject: str, now_s: float) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.tier_stats import TierStats
 
 
 class SkipReason(StrEnum):
@@ -120,3 +125,4 @@ class Snapshot:
     load: LoadCounts
     evictions: EvictionCounts
     open_jobs: int
+    tiers: Mapping[str, TierStats] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from core.cascades import CascadeSide
 from core.engine import DeviceView
 from core.groups import Group, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
@@ -64,6 +65,8 @@ class StoreSide:
         """How many of them have come back to the head of the free queue since this was last set to zero."""
         self.keep: Keeper | None = None
         """Told of whole slots that may be stored, instead of storing them now; None in eager mode."""
+        self.cascades: CascadeSide | None = None
+        """Told of what is stored, or was stored before; None without tiers."""
         self._manager = manager
         self._device = device
         self._jobs = jobs
@@ -158,6 +161,8 @@ class StoreSide:
             progress.refused_at = self._manager.space_version
             end = int(numbers[answered])
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
+        if busy and self.cascades is not None and self.cascades.wishers(state):
+            self._follow(state, progress, [first + i for i, taken in enumerate(busy[: end - first]) if taken])
         progress.answered = end
         return progress.refused_at is None
 
@@ -175,10 +180,26 @@ class StoreSide:
         num_held_back = len(answer.held_back_at)
         num_known = answer.num_answered - len(answer.slots) - num_held_back
         self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
+        if num_known and self.cascades is not None and self.cascades.wishers(state):
+            others = {*answer.stored_at.tolist(), *answer.held_back_at.tolist()}
+            self.cascades.found(state, [keys[i] for i in range(answer.num_answered) if i not in others], now_s)
         self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
         if len(answer.slots):
             self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
         return answer.num_answered
+
+    def _follow(self, state: RequestState, progress: GroupProgress, numbers: Sequence[int]) -> None:
+        """These slots are being stored for others: once they are ready, this request's tiers want them too."""
+        size, table = progress.group.slot_blocks, state.block_ids[progress.group.index]
+        for number in numbers:
+            blocks = table[number * size : (number + 1) * size]
+            part = next((self._storing[block] for block in blocks if block in self._storing), None)
+            if part is None or state.session is None:
+                continue
+            if not part.followers or part.followers[-1][0] is not state:
+                state.session.hold()
+                part.followers.append((state, []))
+            part.followers[-1][1].append(progress.keys[number])
 
     def is_storing(self, block_id: int) -> bool:
         """Whether a device block is being stored."""
@@ -225,6 +246,8 @@ class StoreSide:
             leaving=offering.leaving,
         )
         self._parts.append(part)
+        if offering.request.session is not None:
+            offering.request.session.hold()
         self._storing.update(dict.fromkeys(block_ids, part))
         self._device.hold(block_ids)
         self.num_leaving += len(block_ids) if part.leaving else 0
@@ -272,6 +295,7 @@ class StoreSide:
             self.num_returned += count
         disowned = part.disowned or part.epoch != self._manager.epoch
         published = 0
+        keys = [] if self.cascades is None else self._manager.table.keys[part.slots].tolist()
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:
@@ -279,6 +303,8 @@ class StoreSide:
             reorder = last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
             used = chain(part.groups, part.end_token) if reorder else ()
             published = self._manager.publish(part.slots, now_s, used) * group.slot_blocks
+        if self.cascades is not None:
+            self._cascade(self.cascades, part, keys, not (failed or disowned), now_s)
         for counts in (self.counts, part.request.store):
             counts.in_flight -= count
             counts.stored += published
@@ -289,6 +315,20 @@ class StoreSide:
                 counts.failed += count
             else:
                 counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
+
+    def _cascade(self, cascades: CascadeSide, part: StorePart, keys: Sequence[Key], ok: bool, now_s: float) -> None:
+        """What a part stored goes on to tiers; its request, and those that waited for it, may be over for them now."""
+        state = part.request
+        if ok:
+            won = self._manager.table.is_ready(part.slots)
+            cascades.stored(state, part.slots[won], now_s)
+            cascades.found(state, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
+        for follower, wanted in part.followers:
+            cascades.found(follower, wanted, now_s)
+            if follower.session is not None:
+                follower.session.let_go()
+        if state.session is not None:
+            state.session.let_go()
 
     def _forget_blocks(self, part: StorePart) -> None:
         """Its device blocks are in flight no more, but for those that were offered again since a reset."""

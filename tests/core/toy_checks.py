@@ -31,6 +31,7 @@ def check(engine: ToyEngine) -> None:
     _check_holds(engine)
     _check_bytes(engine)
     _check_disowned(engine)
+    _check_tiers(engine)
 
 
 def _check_counts(engine: ToyEngine, snapshot: Snapshot) -> None:
@@ -90,11 +91,15 @@ def _check_slots(engine: ToyEngine) -> None:
     stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
     stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
     loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
+    stores += [slot for slots in promoting_slots(engine) for slot in slots.tolist()]
+    cascading = {slot for pin in manager._cascading.values() for slot in pin.slots.tolist()}
     under_stores = set(stores)
     assert len(stores) == len(under_stores), "a slot is under two stores"
     assert under_stores.isdisjoint(loads), "a slot is stored and loaded at once"
     assert free.isdisjoint(under_stores), "a slot under a store is free"
     assert free.isdisjoint(loads), "a slot under a load is free"
+    assert free.isdisjoint(cascading), "a slot that a tier reads is free"
+    assert under_stores.isdisjoint(cascading), "a slot is filled while a tier reads it"
 
 
 def _check_pins(engine: ToyEngine) -> None:
@@ -105,7 +110,8 @@ def _check_pins(engine: ToyEngine) -> None:
     pins = [record.state.pin for record in engine.ledger.live.values() if record.state.pin is not None]
     num_hit = sum(map(len, pins))
     assert engine.offload._loads._num_pinned == num_hit
-    for pin in (*pins, *(job.pin for job in engine.offload._jobs if job.pin is not None)):
+    transfers = (job.pin for job in engine.offload._jobs if job.pin is not None)
+    for pin in (*pins, *transfers, *manager._cascading.values()):
         if pin.epoch == epoch:
             for slot in pin.slots.tolist():
                 owned[slot] += 1
@@ -153,6 +159,42 @@ def _check_disowned(engine: ToyEngine) -> None:
             assert not table.is_ready(np.array([slot]))[0], "what was under way at a reset was published"
 
 
+def promoting_slots(engine: ToyEngine) -> list:
+    side = engine.offload._tiers
+    return [] if side is None else side.promotions.touched_slots()
+
+
+def _check_tiers(engine: ToyEngine) -> None:
+    """Tiers are treated as they may expect, touch only what is theirs, and hold what they were given."""
+    side = engine.offload._tiers
+    if side is None:
+        return
+    held = {slot for pin in engine.manager._cascading.values() for slot in pin.slots.tolist()}
+    assert side.cascades.num_held == len(held) <= max(engine.manager.num_slots // 4, 1), "cascades hold too much"
+    looks = [record.state.look for record in engine.ledger.live.values()]
+    assert all(look is None or min(look.waits_for.values(), default=1) > 0 for look in looks)
+    for link in side.links:
+        tier = engine.tiers[link.name]
+        assert not tier.wrongs, tier.wrongs
+        assert tier.holds_right_bytes(), f"{link.name} holds wrong bytes"
+        assert tier.blocks.keys() <= engine.ledger.grants, "a tier has what no policy ever allowed to be stored"
+        ours = {slot for job in link.open_jobs for slot in job.slots.tolist()}
+        assert tier.touched_slots <= ours, "a tier may touch slots that it was told to let go of"
+        assert link.bytes_in_flight >= 0
+        assert link.num_unawaited >= 0
+        use = link.counts()[1]
+        assert all(getattr(use, name) >= 0 for name in use.__slots__)
+        assert use.found <= use.looked_up
+
+
+def check_closed(engine: ToyEngine) -> None:
+    """Every tier that was told of a request was told of its end, once."""
+    for name, tier in engine.tiers.items():
+        assert not tier.wrongs, tier.wrongs
+        assert tier.announced == tier.finished, f"{name} was not told of the end of every request"
+        assert not tier.touched_slots, f"{name} may still touch slots"
+
+
 def check_idle(engine: ToyEngine) -> None:
     """Nothing is left: no pin, hold, job, nothing in flight, nobody waiting."""
     snapshot, device = engine.offload.snapshot(), engine.device
@@ -163,8 +205,15 @@ def check_idle(engine: ToyEngine) -> None:
     assert not any(device.refs)
     assert not any(device.held)
     assert len(device.free) == device.num_usable
-    assert not engine.offload._loads._leaders
+    assert not len(engine.offload._loads._leaders)
     assert not engine.offload._stores._storing
     assert engine.offload._loads._bytes_in_flight == 0
+    if engine.offload._tiers is not None:
+        assert not engine.offload._tiers.promotions.open
+        assert not any(
+            link.open_jobs or link.open_resets or link.bytes_in_flight for link in engine.offload._tiers.links
+        )
+        if not engine.ledger.was_lazy:
+            assert not engine.offload._tiers._sessions, "a request has ended, and its tiers were not told"
     table = engine.manager.table
     assert not table.pins[table.is_ready(np.arange(table.num_slots))].any()

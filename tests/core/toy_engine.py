@@ -25,6 +25,7 @@ from tests.core.toy_copies import ToyCopies, blocks_of, slots_of
 from tests.core.toy_device import ToyDevice
 from tests.core.toy_ledger import Ledger
 from tests.core.toy_schedule import Habits, ToySchedule
+from tests.core.toy_tiers import ToyTier
 from tests.core.toy_tokens import BLOCK_SIZE, ToyRequest, Truth
 
 __all__ = ["BLOCK_SIZE", "SLOT_BYTES", "Habits", "ToyEngine", "ToyRequest", "blocks_of", "slots_of"]
@@ -52,6 +53,7 @@ class ToyEngine(ToySchedule):
         habits: Habits | None = None,
         store_mode: StoreMode = StoreMode.EAGER,
         watermark_blocks: int = 64,
+        tiers: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
@@ -62,6 +64,8 @@ class ToyEngine(ToySchedule):
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
+        self.now_s = 1000.0
+        self.tiers = {name: ToyTier(self) for name in tiers}
         self.offload = OffloadScheduler(
             self.manager,
             self.policies,
@@ -73,10 +77,10 @@ class ToyEngine(ToySchedule):
             null_block=null_block,
             store_mode=store_mode,
             watermark_blocks=watermark_blocks,
+            tiers=self.tiers,
         )
         self.truth = Truth(self.groups, self.layout.hash_block_size)
         self.ledger = Ledger(self)
-        self.now_s = 1000.0
         self.step_s = 1.0
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -231,16 +235,28 @@ class ToyEngine(ToySchedule):
         raise AssertionError(f"not idle after {max_steps} steps: {self.requests} {self.copies.open}")
 
     def is_idle(self) -> bool:
-        return not (self.requests or self.copies.open or self.flight or self.offload.has_open_work())
+        side = self.offload._tiers
+        busy = side is not None and any(link.open_jobs or link.open_resets for link in side.links)
+        return not (self.requests or self.copies.open or self.flight or busy or self.offload.has_open_work())
 
     # --- operators --------------------------------------------------------------------------------------------------
 
-    def reset(self, match: OriginMatch | None = None) -> ResetTicket:
-        """Forget everything, or what matches."""
-        self.ledger.resetting(match)
-        ticket = self.offload.reset(self.now_s, match)
-        self.ledger.was_reset(match, ticket)
+    def reset(self, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
+        """Forget everything, or what matches, everywhere or in some places."""
+        self.ledger.resetting(match, places)
+        ticket = self.offload.reset(self.now_s, match, places)
+        self.ledger.was_reset(match, ticket, places)
         return ticket
+
+    def close(self) -> None:
+        """No tier hears of anything any more."""
+        self.offload.close_tiers(self.now_s)
+        toy_checks.check_closed(self)
+
+    def expire(self) -> None:
+        """What a process does every second beside its engine."""
+        self.offload.expire(self.now_s)
+        self.ledger.expired()
 
     def set_override(self, override: Override) -> None:
         """Set a request's policy."""

@@ -11,10 +11,12 @@ import numpy as np
 from core.engine import StoreMode
 from core.groups import GroupKind
 from core.origins import OriginMatch
+from core.promotions import LookPhase
 from core.rates import LoadDecision
-from core.requests import RequestState
+from core.requests import RequestPhase, RequestState
 from core.scheduler import Hit, Later, MatchResult, ResetTicket
 from core.stats import PromptTokens, StoreCounts
+from core.tiers import HOST
 from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.core.toy_compute import Chunk
 from tests.core.toy_oracle import PolicyOracle, key_of, longest_hit, matches
@@ -60,7 +62,7 @@ class Ledger:
         self.policies = PolicyOracle(engine.policies.settings)
         self.live: dict[str, Record] = {}
         self.ended: list[Record] = []
-        self._settled = (StoreCounts(), PromptTokens())
+        self._settled = (StoreCounts(), PromptTokens(tier_hit=dict.fromkeys(engine.tiers, 0)))
         self._num_checks = 0
         self.num_seen = self.num_finished = self.num_preempted = 0
         self.grants: set[bytes] = set()
@@ -198,21 +200,34 @@ class Ledger:
             self._events["a hit was cut short by pins"] += 1
 
     def _check_leader(self, record: Record, prefix: int) -> None:
-        """Somebody else loads this very prefix, and the wait has a bound."""
+        """Tiers are asked, or somebody else brings this very prefix, and the wait has a bound."""
         engine, request = self._engine, record.request
         place = (prefix + engine.layout.alignment_tokens) // request.hash_block_size - 1
-        assert any(
-            other is not request
-            and other.state == "loading"
-            and other.num_computed <= prefix < other.num_computed + other.num_loading
-            and other.block_hashes[place] == request.block_hashes[place]
-            for other in engine.requests.values()
-        ), f"{request.request_id} waits for a load that nobody leads"
+        look = record.state.look
+        if look is not None and look.phase is not LookPhase.DONE and look.waits_for:
+            self._events["waited for tiers"] += 1
+        elif any(
+            other is not record and other.state.phase is RequestPhase.WAITING and self._mark(record, place) in leads
+            for other in self.live.values()
+            if (leads := other.state.leads)
+        ):
+            self._events["waited for another's promotion"] += 1
+        else:
+            assert any(
+                other is not request
+                and other.state == "loading"
+                and other.num_computed <= prefix < other.num_computed + other.num_loading
+                and other.block_hashes[place] == request.block_hashes[place]
+                for other in engine.requests.values()
+            ), f"{request.request_id} waits for a load that nobody leads"
+            self._events["waited for another's load"] += record.waits_until_s is None
         if record.waits_until_s is None:
             compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
             record.waits_until_s = engine.now_s + (PATIENCE_S if compute_s is None else compute_s)
-            self._events["waited for another's load"] += 1
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
+
+    def _mark(self, record: Record, place: int) -> bytes:
+        return record.request.block_hashes[place]
 
     def committed(self, request: ToyRequest) -> None:
         """A request got its blocks."""
@@ -256,11 +271,15 @@ class Ledger:
         for request in requests:
             self.live[request.request_id].failed = True
 
-    def opened(self, plan: StepPlan) -> None:
-        """Jobs were planned."""
+    def expired(self) -> None:
+        """Core let go of what is over."""
         if self.policies.overrides:
             self.policies.expire(self._engine.now_s)
             self.grant_all()
+
+    def opened(self, plan: StepPlan) -> None:
+        """Jobs were planned."""
+        self.expired()
         for job in (*plan.loads, *plan.stores):
             self.jobs[job.job_id] = JobNote(job)
 
@@ -279,9 +298,14 @@ class Ledger:
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def resetting(self, match: OriginMatch | None) -> None:
+    def resetting(self, match: OriginMatch | None, places: Sequence[str] | None) -> None:
         """A reset is about to come: note what it disowns."""
         offload, table = self._engine.offload, self._engine.manager.table
+        of_pool = places is None or HOST in places
+        self._num_epochs = offload.snapshot().epoch
+        self._disown_promotions(match, places, of_pool)
+        if not of_pool:
+            return
         parts = [part for job in offload._jobs for part in job.parts] + offload._stores._parts
         mine = [part for part in parts if match is None or matches(match, part.request.origin)]
         for part in mine:
@@ -290,15 +314,32 @@ class Ledger:
         kind = "whole reset" if match is None else "reset by match"
         self._events[f"{kind} with stores in flight"] += bool(mine)
         self._events[f"{kind} with loads in flight"] += any(not job.is_store for job in offload._jobs)
-        self._num_epochs = offload.snapshot().epoch
         self._num_matching = sum(match is None or matches(match, origin) for origin in self._ready_origins())
 
-    def was_reset(self, match: OriginMatch | None, ticket: ResetTicket) -> None:
+    def _disown_promotions(self, match: OriginMatch | None, places: Sequence[str] | None, of_pool: bool) -> None:
+        side, table = self._engine.offload._tiers, self._engine.manager.table
+        for promotion in [] if side is None else side.promotions.open:
+            if not of_pool and promotion.link.name not in (places or ()):
+                continue
+            blocks = self._engine.tiers[promotion.link.name].blocks
+            for slot, key in zip(promotion.slots.tolist(), promotion.keys, strict=True):
+                if match is None or (key in blocks and matches(match, blocks[key][1])):
+                    self._events["a reset met a promotion"] += 1
+                    self.disowned[slot] = int(table.generations[slot])
+
+    def was_reset(self, match: OriginMatch | None, ticket: ResetTicket, places: Sequence[str] | None) -> None:
         """It answered how much was dropped, and that is gone."""
         assert ticket.epoch == self._num_epochs + 1
-        assert ticket.dropped_blocks == self._num_matching
-        assert ticket.dropped_bytes == ticket.dropped_blocks * self._engine.manager.slot_bytes
-        assert not any(match is None or matches(match, origin) for origin in self._ready_origins())
+        assert ticket.tiers.keys() == {name for name in self._engine.tiers if places is None or name in places}
+        side = self._engine.offload._tiers
+        for link in [] if side is None else side.links:
+            if link.name in ticket.tiers and all(reset.taken for reset in link.open_resets):
+                blocks = self._engine.tiers[link.name].blocks.values()
+                assert not any(match is None or matches(match, origin) for _, origin in blocks)
+        if places is None or HOST in places:
+            assert ticket.dropped_blocks == self._num_matching
+            assert ticket.dropped_bytes == ticket.dropped_blocks * self._engine.manager.slot_bytes
+            assert not any(match is None or matches(match, origin) for origin in self._ready_origins())
 
     def _ready_origins(self) -> list:
         table = self._engine.manager.table

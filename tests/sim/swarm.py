@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from core.engine import StoreMode
 from core.eviction import EVICTION_POLICIES
 from core.groups import GroupKind, GroupSpec
-from core.policy import RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute
+from core.policy import Level, RequestPolicy
+from core.rates import LoadDecision, LoadOrCompute, Rate
 from tests.core.toy_engine import Habits, ToyEngine
 from tests.sim.picks import Picks
 
@@ -46,6 +46,14 @@ class Weather:
 
 
 @dataclass
+class TierWeather:
+    """How tiers fare: the chance of a job to end in each step once it is due, and whether results come in any order."""
+
+    end: float = 1.0
+    shuffle: bool = False
+
+
+@dataclass
 class Swarm:
     """One world's make. `rates` are the moves that happen in it, how often a step; `budgets` the tokens of a step."""
 
@@ -60,6 +68,7 @@ class Swarm:
     decline_rate: float = 0.0
     wrong_draft_rate: float = 0.0
     stop_rate: float = 0.0
+    tier_weather: TierWeather = field(default_factory=TierWeather)
     num_tenants: int = 1
     num_families: int = 2
 
@@ -82,9 +91,16 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         eviction_policy=picks.choice(sorted(EVICTION_POLICIES)),
         store_mode=picks.choice((StoreMode.EAGER, StoreMode.EAGER, StoreMode.LAZY)),
         watermark_blocks=picks.choice((1, 4, 16)),
-        choice=LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO))),
+        choice=_draw_choice(picks),
         habits=_draw_habits(picks),
+        tiers=picks.choice(((), (), ("fast",), ("fast", "slow"))),
     )
+    if engine.tiers:
+        # At one step a second nobody waits for a second one.
+        engine.step_s = picks.choice((0.05, 0.05, 0.2, 1.0))
+    for tier in engine.tiers.values():
+        tier.level = picks.choice(list(Level))
+        tier.latency_s = picks.choice((0.0, 0.0, 0.2, 2.0))
     rates = {name: picks.choice((0.01, 0.03, 0.1)) * moves[name] for name in moves if picks.chance(0.6)}
     rates["turn_over"] = picks.choice((0.0, 0.05, 0.2, 0.5))
     fails = picks.chance(0.5)
@@ -108,9 +124,29 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
         decline_rate=picks.choice((0.0, 0.0, 0.2)),
         wrong_draft_rate=picks.choice((0.0, 0.5)),
         stop_rate=picks.choice((0.0, 0.5)),
+        tier_weather=TierWeather(picks.choice((1.0, 1.0, 0.5)), picks.chance(0.5)),
         num_tenants=picks.integer(1, 3),
         num_families=picks.integer(1, 3),
     )
+
+
+class _SlowRate(Rate):
+    """The rate of an engine to which a step's tokens are worth so many times the step's time."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def estimate_s(self, amount: float) -> float | None:
+        seconds = super().estimate_s(amount)
+        return None if seconds is None else seconds * self._factor
+
+
+def _draw_choice(picks: Picks) -> LoadOrCompute:
+    choice = LoadOrCompute(picks.choice((LoadDecision.ALWAYS, LoadDecision.AUTO)))
+    # A toy computes a whole prompt in a step or two, and tiers are to be waited for longer than that.
+    choice.tokens_rate = _SlowRate(picks.choice((1.0, 20.0, 100.0)))
+    return choice
 
 
 def _draw_habits(picks: Picks) -> Habits:

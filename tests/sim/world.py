@@ -11,14 +11,15 @@ from itertools import pairwise
 from core.engine import StoreMode
 from core.eviction import EVICTION_POLICIES
 from core.origins import OriginMatch
-from core.policy import Override
+from core.policy import Level, Override
 from core.rules import Rule, RuleMatch, Span
+from core.tiers import HOST, TIER_METHODS
 from core.transfers import TransferResult
 from tests.core.toy_copies import OpenCopy
 from tests.core.toy_engine import ToyRequest
 from tests.core.toy_tokens import BLOCK_SIZE
 from tests.sim.picks import Picks
-from tests.sim.swarm import Swarm, Weather, draw_swarm
+from tests.sim.swarm import Swarm, TierWeather, Weather, draw_swarm
 
 _PARAMS = (
     None,
@@ -43,6 +44,11 @@ _PATCHES = (
     {"load": False},
     {"priority": "high"},
     {"priority": "low"},
+    {"level": Level.REQUEST},
+    {"level": Level.BLOCK},
+    {"tiers": ("fast",)},
+    {"tiers": ()},
+    {"tiers": None},
 )
 _RESETS = (
     OriginMatch(tenant="tenant*"),
@@ -77,6 +83,9 @@ class World:
         self.reports: list[TransferResult] = []
         self.past: list[TransferResult] = []
         self.dead: dict[int, int] = {}
+        for tier in self.engine.tiers.values():
+            tier.due = lambda number: self.picks.chance(self.swarm.tier_weather.end)
+            tier.shuffle = self._shuffle_results
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +112,13 @@ class World:
     def settle(self) -> None:
         """Let everything come to its end, with no more trouble, and see that nothing is left."""
         self.swarm.weather = Weather()
+        self.swarm.tier_weather = TierWeather()
         self.dead.clear()
+        if self.engine.tiers:
+            # What waits for a tier waits for time to pass.
+            self.engine.step_s = 1.0
+        for tier in self.engine.tiers.values():
+            tier.dead, tier.latency_s, tier.raises, tier.loses = False, 0.0, set(), lambda key: False
         self._run_dry()
         # Leases run out; in lazy mode that may make room for what waited to be stored.
         self.engine.now_s += 10_000.0
@@ -111,6 +126,12 @@ class World:
         self._run_dry()
         self.engine.check()
         self.engine.check_idle()
+        for tier in self.engine.offload.snapshot().tiers.values():
+            for name in tier.use.__slots__:
+                self.engine.events[f"tiers: {name}"] += getattr(tier.use, name)
+        for count in self.engine.offload.snapshot().prompt_tokens.tier_hit.values():
+            self.engine.events["tokens hit in a tier"] += count
+        self.engine.close()
 
     def _run_dry(self) -> None:
         for _ in range(2000):
@@ -275,7 +296,45 @@ class World:
         """A report by a rank, or on a job, that never was."""
         self.reports.append(TransferResult(self.picks.integer(-1, 99), self.picks.choice((-1, 7)), None, 5, 5.0))
 
+    # --- tiers ------------------------------------------------------------------------------------------------------
+
+    def trouble_tier(self) -> None:
+        """A tier becomes slow, dies, is well again, fails at a call, loses blocks, or wants something else."""
+        picks = self.picks
+        if not self.engine.tiers:
+            return
+        tier = self.engine.tiers[picks.choice(list(self.engine.tiers))]
+        match picks.integer(0, 5):
+            case 0:
+                tier.latency_s = picks.choice((0.0, 0.3, 2.0, 20.0))
+            case 1:
+                tier.dead = picks.chance(0.5)
+            case 2:
+                tier.raises = {picks.choice(TIER_METHODS)} if picks.chance(0.5) else set()
+            case 3:
+                loses = picks.chance(0.5)
+                tier.loses = lambda key: loses and key[0] % 3 == 0
+            case 4:
+                tier.level = picks.choice(list(Level))
+            case _:
+                tier.dead, tier.latency_s, tier.raises = False, 0.0, set()
+
+    def _shuffle_results(self, count: int) -> int:
+        return self.picks.integer(0, count - 1) if self.swarm.tier_weather.shuffle else 0
+
     # --- operators --------------------------------------------------------------------------------------------------
+
+    def reset_tiers(self) -> None:
+        """Forget everything, or what matches, in some of the places."""
+        picks = self.picks
+        names = [HOST, *self.engine.tiers]
+        places = [name for name in names if picks.chance(0.5)] or [picks.choice(names)]
+        self.engine.reset(picks.choice((None, *_RESETS)), places)
+
+    def empty_pool(self) -> None:
+        """The pool forgets everything and the tiers keep it, so that it has to come from them."""
+        if self.engine.tiers:
+            self.engine.reset(None, [HOST])
 
     def reset_all(self) -> None:
         """Forget everything, most often while something is under way."""
@@ -344,7 +403,7 @@ class World:
         """Take a block out, whatever is being done with it."""
         key = self._some_key()
         if key is not None:
-            assert self.engine.manager.drop_block(key, self.engine.now_s)
+            assert self.engine.offload.drop_block(key, self.engine.now_s)
             assert self.engine.manager.find_block(key) is None
 
     def _some_key(self) -> bytes | None:
@@ -358,6 +417,8 @@ class World:
         assert all(view.sequence > after.sequence for view, after in pairwise(views))
         for request_id in engine.requests:
             assert offload.find_request(request_id, engine.now_s) is not None
+        assert all(isinstance(reason, str) for reason in offload.tier_health())
+        engine.expire()
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
         engine.manager.inventory.dirty_rows(5)
         engine.manager.inventory.slot_states()
@@ -387,6 +448,9 @@ MOVES: dict[str, float] = {
         (World.report_nonsense, 0.3),
         (World.reset_all, 0.3),
         (World.reset_some, 0.4),
+        (World.reset_tiers, 0.2),
+        (World.empty_pool, 0.5),
+        (World.trouble_tier, 0.3),
         (World.override, 0.5),
         (World.drop_override, 0.5),
         (World.set_runtime, 0.5),

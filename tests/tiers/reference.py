@@ -59,6 +59,11 @@ class ReferenceTier:
         """The slots that open jobs may still read or write."""
         return {slot for job in self._open.values() if job.job is not None for slot in job.job.slots.tolist()}
 
+    @property
+    def num_open(self) -> int:
+        """Jobs and resets that have not ended."""
+        return len(self._open)
+
     def on_new_request(self, request: TierRequest) -> Level:
         self._maybe_raise("on_new_request")
         if self.announced.get(request.request_id, 0) != self.finished.get(request.request_id, 0):
@@ -67,10 +72,10 @@ class ReferenceTier:
         return self.level
 
     def on_request_finished(self, request_id: str) -> None:
-        self._maybe_raise("on_request_finished")
         self.finished[request_id] = self.finished.get(request_id, 0) + 1
         if self.finished[request_id] > self.announced.get(request_id, 0):
             self.wrongs.append(f"{request_id} is finished more often than announced")
+        self._maybe_raise("on_request_finished")
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         self._maybe_raise("look_up")
@@ -145,13 +150,13 @@ class ReferenceTier:
             if job.job is None:
                 ok[place] = key in self.blocks
                 continue
-            views = self._slots.views(int(job.job.slots[place]), int(job.job.num_bytes[place]))
+            slot, size = int(job.job.slots[place]), int(job.job.num_bytes[place])
             if job.kind == "store":
-                ok[place] = self._keep(key, b"".join(view.tobytes() for view in views), job.job.origins[place])
+                ok[place] = self._keep(key, self._read(key, slot, size), job.job.origins[place])
             else:
-                ok[place] = self._bring(key, views)
+                ok[place] = self._bring(key, slot, size)
                 origins[place] = self.blocks[key][1] if ok[place] else None
-            num_bytes += int(job.job.num_bytes[place]) if ok[place] else 0
+            num_bytes += size if ok[place] else 0
         return TierResult(number, ok, origins, num_bytes, self._clock() - job.started_s)
 
     def _keep(self, key: Key, content: bytes, origin: Origin) -> bool:
@@ -171,22 +176,30 @@ class ReferenceTier:
         self._counts["stored_bytes"] += len(content)
         return True
 
-    def _bring(self, key: Key, views: Sequence[np.ndarray]) -> bool:
-        start = 0
+    def _bring(self, key: Key, slot: int, num_bytes: int) -> bool:
         found = self.blocks.get(key)
         if found is None or self.loses(key):
-            for view in views:
-                view[:] = 0x55
+            self._write(key, slot, num_bytes, None)
             self._counts["missing" if found is None else "failed"] += 1
             return False
-        for view in views:
-            view[:] = np.frombuffer(found[0], dtype=np.uint8)[start : start + len(view)]
-            start += len(view)
-        if start != len(found[0]):
-            self.wrongs.append(f"block {key.hex()} has {len(found[0])} bytes and is asked for as {start}")
+        written = self._write(key, slot, num_bytes, found[0])
+        if written != len(found[0]):
+            self.wrongs.append(f"block {key.hex()} has {len(found[0])} bytes and is asked for as {written}")
         self._counts["loaded"] += 1
-        self._counts["loaded_bytes"] += start
+        self._counts["loaded_bytes"] += written
         return True
+
+    def _read(self, key: Key, slot: int, num_bytes: int) -> bytes:
+        """What a slot holds."""
+        return b"".join(view.tobytes() for view in self._slots.views(slot, num_bytes))
+
+    def _write(self, key: Key, slot: int, num_bytes: int, content: bytes | None) -> int:
+        """Fill a slot, with anything where the block is lost, and say how much of it was right."""
+        start = 0
+        for view in self._slots.views(slot, num_bytes):
+            view[:] = 0x55 if content is None else np.frombuffer(content, dtype=np.uint8)[start : start + len(view)]
+            start += len(view)
+        return start
 
     def _maybe_raise(self, method: str) -> None:
         if method in self.raises:

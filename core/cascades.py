@@ -1,0 +1,98 @@
+"""Cascades: what is in the pool goes on to the tiers below it, from slots that stay pinned until the tier is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from core.keys import Key
+from core.manager import OffloadManager
+from core.origins import OriginMatch
+from core.policy import Level
+from core.requests import RequestState
+from core.tier_links import OpenTierJob, TierLink, allowed_links
+from core.tiers import TierJob, TierResult
+from core.transfers import Slots
+
+_SLOTS_SHARE = 4
+"""Cascades hold at most a quarter of the slots."""
+
+
+class CascadeSide:
+    """Called under the manager's lock, on the engine's thread but for the end of jobs."""
+
+    def __init__(self, manager: OffloadManager, links: Sequence[TierLink], new_number: Callable[[], int]) -> None:
+        self.resets: list[OriginMatch] = []
+        """Resets by match that are on their way through the pool: what they mean does not get away to a tier."""
+        self.num_held = 0
+        """Slots that cascades hold, each once."""
+        self._manager = manager
+        self._links = links
+        self._new_number = new_number
+        self._max_held = max(manager.num_slots // _SLOTS_SHARE, 1)
+        self._holds = np.zeros(manager.num_slots, dtype=np.int32)
+
+    def stored(self, state: RequestState, slots: Slots, now_s: float) -> None:
+        """These slots of a request were just published: every tier that is allowed gets them."""
+        if len(slots):
+            for link in allowed_links(self._links, state.policy.policy):
+                self._send(link, state, slots, now_s)
+
+    def found(self, state: RequestState, keys: Sequence[Key], now_s: float) -> None:
+        """These blocks of a request are in the pool already: tiers that are to have every block of it get them."""
+        links = self.wishers(state)
+        if not links or not keys:
+            return
+        slots = self._manager.find_each(list(dict.fromkeys(keys)))
+        slots = slots[slots >= 0]
+        if len(slots):
+            for link in links:
+                self._send(link, state, slots, now_s)
+
+    def wishers(self, state: RequestState) -> list[TierLink]:
+        """The tiers that are to have every block of a request: those that asked for it, or by its policy all."""
+        session = state.session
+        if session is None or session.ended:
+            return []
+        policy = state.policy.policy
+        if policy.level is not Level.REQUEST and not session.wishers:
+            return []
+        allowed = allowed_links(self._links, policy)
+        return allowed if policy.level is Level.REQUEST else [link for link in allowed if link in session.wishers]
+
+    def _send(self, link: TierLink, state: RequestState, slots: Slots, now_s: float) -> None:
+        """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""
+        session, table = state.session, self._manager.table
+        wanted = len(slots)
+        if session is None or not session.knows(link):
+            link.use.cascades_dropped += wanted
+            return
+        if self.resets:
+            origins = table.origins[slots].tolist()
+            doomed = [any(match.matches(origin) for match in self.resets) for origin in origins]
+            slots = slots[~np.array(doomed, dtype=np.bool_)]
+        slots = slots[np.cumsum(self._holds[slots] == 0) <= self._max_held - self.num_held]
+        link.use.cascades_dropped += wanted - len(slots)
+        if not len(slots):
+            return
+        pin = self._manager.pin(slots)
+        self._manager.begin_cascade(pin)
+        self.num_held += int(np.count_nonzero(self._holds[slots] == 0))
+        self._holds[slots] += 1
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            self._holds[slots] -= 1
+            self.num_held -= int(np.count_nonzero(self._holds[slots] == 0))
+            self._manager.end_cascade(pin)
+
+        job = OpenTierJob(self._new_number(), len(slots), now_s, end, slots)
+        blocks = TierJob(
+            job.number,
+            session.request_id,
+            table.keys[slots].tolist(),
+            slots,
+            table.sizes[slots],
+            table.origins[slots].tolist(),
+        )
+        link.store(job, blocks)

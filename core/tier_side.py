@@ -1,0 +1,141 @@
+"""The tier side of the scheduler: announces requests to all tiers, takes their results, and carries resets to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from core.cascades import CascadeSide
+from core.groups import GroupLayout
+from core.keys import Key
+from core.leaders import Leaders
+from core.manager import OffloadManager
+from core.origins import OriginMatch
+from core.patience import Patience
+from core.policy import Level
+from core.prefixes import PrefixFinder
+from core.promotions import PromotionSide
+from core.rates import LoadOrCompute
+from core.requests import RequestState
+from core.tier_links import TierLink
+from core.tier_sessions import TierSession
+from core.tier_stats import TierStats
+from core.tiers import Tier, TierRequest, TierResetResult
+from core.transfers import Slots
+
+
+class TierSide:
+    """Called under the manager's lock. Only what is done for a request in `match` happens on the engine's thread."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        layout: GroupLayout,
+        tiers: Mapping[str, Tier],
+        new_number: Callable[[], int],
+        finder: PrefixFinder,
+        leaders: Leaders,
+        patience: Patience,
+        choice: LoadOrCompute,
+    ) -> None:
+        """`tiers` by name, the fastest first. `choice` is how fast loading and computing are."""
+        self.links = [TierLink(name, tier, choice, new_number) for name, tier in tiers.items()]
+        self.cascades = CascadeSide(manager, self.links, new_number)
+        self.promotions = PromotionSide(manager, layout, self.links, new_number, finder, leaders, patience, choice)
+        self._sessions: dict[str, TierSession] = {}
+        self._closed = False
+
+    def announce(self, state: RequestState) -> None:
+        """Ask every tier once what it needs of a request. An earlier one of its id is over for them by then."""
+        request = state.request
+        known = self._sessions.get(request.request_id)
+        if known is not None:
+            known.end()
+        if self._closed:
+            return
+        about = TierRequest(
+            request.request_id, request.num_prompt_tokens, request.tenant, request.lora, request.kv_transfer_params
+        )
+        answers = [(link, link.announce(about)) for link in self.links]
+        announced = [link for link, level in answers if level is not None]
+        wishers = [link for link, level in answers if level is Level.REQUEST]
+        state.session = TierSession(request.request_id, announced, wishers, self._forget)
+        self._sessions[request.request_id] = state.session
+
+    def poll(self, now_s: float) -> None:
+        """Take what the tiers have to say, and give up what takes too long."""
+        for link in self.links:
+            link.poll(now_s)
+
+    def take_complaints(self) -> list[str]:
+        """What is to be logged, once the lock is free."""
+        complaints = [text for link in self.links for text in link.complaints]
+        for link in self.links:
+            link.complaints.clear()
+        return complaints
+
+    # --- resets -------------------------------------------------------------------------------------------------
+
+    def named(self, names: Sequence[str] | None) -> list[TierLink]:
+        """The tiers of these names, or all. Raises `ValueError` for a name that there is not."""
+        unknown = [] if names is None else sorted(set(names) - {link.name for link in self.links})
+        if unknown:
+            raise ValueError(f"there is no tier called {', '.join(unknown)}")
+        return [link for link in self.links if names is None or link.name in names]
+
+    def reset(
+        self, links: Sequence[TierLink], match: OriginMatch | None, is_of_pool: bool, now_s: float
+    ) -> dict[str, int]:
+        """Have tiers forget, and publish nothing of what is under way that is meant. The numbers of the resets.
+
+        When the pool is meant, too, nothing that is meant may come into it from any tier.
+        """
+        self.promotions.forget_looks()
+        self.promotions.disown(match, None if is_of_pool else links)
+        return {link.name: link.reset(match, now_s) for link in links}
+
+    def reset_results(self, numbers: Mapping[str, int]) -> dict[str, TierResetResult]:
+        """What these resets dropped, as far as they are carried out."""
+        found = {link.name: link.reset_result(numbers[link.name]) for link in self.links if link.name in numbers}
+        return {name: result for name, result in found.items() if result is not None}
+
+    def drop(self, key: Key) -> None:
+        """Have all tiers forget a key, and whatever is under way of it."""
+        self.promotions.disown_key(key)
+        for link in self.links:
+            link.drop(key)
+
+    def open_transfers(self) -> list[int]:
+        """The numbers of what the tiers are at, without look-ups."""
+        return [job.number for link in self.links for job in link.open_jobs if len(job.slots)]
+
+    def count_open(self, numbers: Sequence[int]) -> int:
+        """How many of these have not ended."""
+        asked = set(numbers)
+        jobs = sum(job.number in asked for link in self.links for job in link.open_jobs)
+        return jobs + sum(reset.ticket in asked for link in self.links for reset in link.open_resets)
+
+    def touched_slots(self) -> list[Slots]:
+        """The slots that tiers read or write."""
+        return [job.slots for link in self.links for job in link.open_jobs]
+
+    # --- what operators see -------------------------------------------------------------------------------------
+
+    def health(self) -> list[str]:
+        """Why tiers do less than they should."""
+        return [reason for link in self.links for reason in link.health()]
+
+    def stats(self) -> dict[str, TierStats]:
+        """What each tier holds and did."""
+        return {link.name: TierStats(*link.counts()) for link in self.links}
+
+    def close(self, now_s: float) -> None:
+        """End every session, and have the tiers touch nothing any more."""
+        self._closed = True
+        for session in list(self._sessions.values()):
+            session.end()
+        for link in self.links:
+            link.close(now_s)
+
+    def _forget(self, session: TierSession) -> None:
+        if self._sessions.get(session.request_id) is session:
+            del self._sessions[session.request_id]

@@ -1,0 +1,739 @@
+"""The scheduler and its tiers: who is told of what, what goes down, what comes back, and what trouble costs.
+
+Every block that the toy engine reads is compared with what it has to hold, so a test that runs through has right bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from core.engine import StoreMode
+from core.events import EvictionBatch, NullSink
+from core.origins import OriginMatch
+from core.policy import Level, Override, RequestPolicy
+from core.tiers import HOST
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.core.toy_oracle import key_of
+from tests.core.toy_tiers import TIMEOUT_S, ToyTier
+
+
+def engine_with(*names: str, num_slots: int = 64, num_blocks: int = 64, **options) -> ToyEngine:
+    engine = ToyEngine(num_slots, num_blocks, tiers=names or ("disk",), **options)
+    # So short that nobody's patience ends within a few steps.
+    engine.step_s = 0.01
+    return engine
+
+
+def request(name: str, num_blocks: int, *, family: int = 1, **options) -> ToyRequest:
+    """A prompt of whole blocks and one token, as every prompt of its family begins."""
+    tokens = [family * 1000 + i for i in range(num_blocks * BLOCK_SIZE)] + [7]
+    return ToyRequest(name, tokens, len(tokens), 1, **options)
+
+
+def keys(num_blocks: int, family: int = 1, first: int = 0) -> list[bytes]:
+    about = request("any", num_blocks, family=family)
+    group = ToyEngine(1, 1).groups[0]
+    return [key_of(about, group, slot) for slot in range(first, num_blocks)]
+
+
+def serve(engine: ToyEngine, *requests: ToyRequest) -> None:
+    """Answer these, and let the tiers come to the end of what they have."""
+    for each in requests:
+        engine.add(each)
+    engine.run()
+    settle(engine)
+    engine.check()
+
+
+def start(engine: ToyEngine, one: ToyRequest) -> None:
+    """Compute a prompt, and leave its stores under way."""
+    engine.add(one)
+    while one.state == "waiting":
+        engine.deliver([])
+        engine.step()
+    assert engine.copies.open
+
+
+def settle(engine: ToyEngine, steps: int = 5) -> None:
+    for _ in range(steps):
+        engine.deliver([])
+        engine.step(copy=True)
+
+
+def forget(engine: ToyEngine) -> None:
+    """Device and pool forget everything; the tiers do not."""
+    engine.device.forget_all()
+    engine.reset(places=[HOST])
+
+
+def prompt_tokens(engine: ToyEngine, name: str):
+    view = engine.offload.find_request(name, engine.now_s)
+    assert view is not None
+    return view.prompt_tokens
+
+
+def use(engine: ToyEngine, name: str = "disk"):
+    return engine.offload.snapshot().tiers[name].use
+
+
+# --- announcements --------------------------------------------------------------------------------------------------
+
+
+def test_every_tier_is_asked_once_and_told_once_of_the_end() -> None:
+    engine = engine_with("fast", "slow")
+    engine.add(request("aborted", 3))
+    engine.finish(engine.requests["aborted"])
+    serve(engine, request("answered", 3), request("twin", 3))
+    for tier in engine.tiers.values():
+        assert tier.announced == tier.finished == {"aborted": 1, "answered": 1, "twin": 1}
+    engine.close()
+
+
+def test_a_preempted_request_is_not_announced_again() -> None:
+    engine = engine_with()
+    engine.add(request("r", 3))
+    engine.step()
+    engine.preempt(engine.requests["r"])
+    engine.run()
+    assert engine.tiers["disk"].announced == engine.tiers["disk"].finished == {"r": 1}
+
+
+def test_an_id_that_comes_again_is_over_for_the_tiers_before_it_is_announced() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    start(engine, request("r", 3))
+    engine.add(request("r", 3, family=2))
+    assert (tier.announced, tier.finished) == ({"r": 2}, {"r": 1})
+    engine.run()
+    settle(engine)
+    engine.check()
+    engine.close()
+    assert tier.finished == {"r": 2}
+    assert tier.blocks.keys() == set(keys(3, family=2)), (
+        "what the first one's stores brought was not submitted any more"
+    )
+
+
+def test_the_end_is_told_behind_the_last_submit() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    start(engine, request("r", 3))
+    engine.finish(engine.requests["r"])
+    assert tier.finished == {}, "its stores are under way"
+    settle(engine)
+    assert tier.finished == {"r": 1}
+    assert tier.blocks.keys() == set(keys(3))
+    assert not tier.wrongs
+
+
+@pytest.mark.parametrize("match", [None, OriginMatch(request="r")])
+def test_the_end_is_told_though_a_reset_disowned_the_stores(match: OriginMatch | None) -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    start(engine, request("r", 3))
+    engine.reset(match)
+    engine.finish(engine.requests["r"])
+    settle(engine)
+    assert tier.finished == {"r": 1}
+    assert not tier.blocks
+
+
+def test_close_ends_what_is_live_and_nothing_is_told_afterwards() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    engine.add(request("r", 3))
+    engine.step()
+    engine.close()
+    engine.run()
+    engine.add(request("late", 3))
+    engine.run()
+    assert tier.announced == tier.finished == {"r": 1}
+    assert not tier.blocks
+
+
+def test_a_tier_that_cannot_be_asked_hears_no_more_of_that_request() -> None:
+    engine = engine_with("bad", "good")
+    engine.tiers["bad"].raises = {"on_new_request"}
+    serve(engine, request("r", 3))
+    assert engine.tiers["bad"].finished == {}
+    assert not engine.tiers["bad"].blocks
+    assert len(engine.tiers["good"].blocks) == 3
+    assert engine.offload.tier_health() == [
+        "tier bad: on_new_request failed: RuntimeError: on_new_request was told to fail"
+    ]
+    engine.tiers["bad"].raises = set()
+    serve(engine, request("s", 3, family=2))
+    assert engine.tiers["bad"].blocks.keys() == set(keys(3, family=2))
+    assert engine.offload.tier_health() == []
+
+
+# --- cascades -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_stored_goes_to_the_tiers_that_the_policy_allows() -> None:
+    engine = engine_with("a", "b")
+    engine.set_override(Override("only-a", {"tiers": ("a",)}, 1e9))
+    engine.set_override(Override("none", {"tiers": ()}, 1e9))
+    serve(engine, request("only-a", 2, family=1), request("none", 2, family=2), request("all", 2, family=3))
+    assert engine.tiers["a"].blocks.keys() == {*keys(2, family=1), *keys(2, family=3)}
+    assert engine.tiers["b"].blocks.keys() == set(keys(2, family=3))
+
+
+def test_only_a_tier_that_asked_for_it_gets_what_was_in_the_pool_before() -> None:
+    engine = engine_with("block", "request")
+    engine.tiers["request"].level = Level.REQUEST
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    serve(engine, request("first", 3))
+    engine.device.forget_all()
+    serve(engine, request("second", 4))
+    assert prompt_tokens(engine, "second").host_hit == 3 * BLOCK_SIZE
+    assert engine.tiers["block"].blocks.keys() == set(keys(4, first=3))
+    assert engine.tiers["request"].blocks.keys() == set(keys(4))
+    assert not engine.tiers["request"].wrongs
+
+
+def test_a_policy_of_request_level_means_every_tier() -> None:
+    engine = engine_with("a", "b")
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    engine.set_override(Override("second", {"level": Level.REQUEST}, 1e9))
+    serve(engine, request("first", 3))
+    serve(engine, request("second", 3), request("third", 4))
+    for tier in engine.tiers.values():
+        assert tier.blocks.keys() == set(keys(4))
+
+
+def test_a_policy_of_block_level_does_not_lower_a_tiers_wish() -> None:
+    engine = engine_with()
+    engine.tiers["disk"].level = Level.REQUEST
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    engine.set_override(Override("second", {"level": Level.BLOCK}, 1e9))
+    serve(engine, request("first", 3))
+    serve(engine, request("second", 3))
+    assert engine.tiers["disk"].blocks.keys() == set(keys(3))
+
+
+def test_blocks_that_are_being_stored_for_another_follow_when_they_are_ready() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    tier.level = Level.REQUEST
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    start(engine, request("first", 3))
+    start(engine, request("second", 3))
+    assert engine.offload.snapshot().store.skipped["in_flight"] == 3, "the device's blocks are shared"
+    engine.finish(engine.requests["second"])
+    assert not tier.blocks
+    assert "second" not in tier.finished, "it waits for the first one's stores"
+    engine.run()
+    settle(engine)
+    assert tier.blocks.keys() == set(keys(3))
+    assert tier.finished == {"first": 1, "second": 1}
+    assert not tier.wrongs
+
+
+def test_a_store_that_loses_the_race_for_its_key_goes_to_the_tiers_that_want_every_block() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    tier.level = Level.REQUEST
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    start(engine, request("first", 3))
+    engine.device.forget_all()
+    engine.add(request("second", 3))
+    engine.run()
+    settle(engine)
+    assert engine.offload.snapshot().store.skipped["already_stored"] == 3
+    assert tier.blocks.keys() == set(keys(3))
+
+
+def test_cascades_hold_a_quarter_of_the_slots_at_most_and_the_rest_is_counted() -> None:
+    engine = engine_with(num_slots=16)
+    tier = engine.tiers["disk"]
+    tier.latency_s = 5.0
+    serve_without_rest(engine, request("r", 10))
+    assert (use(engine).cascaded, use(engine).cascades_dropped) == (4, 6)
+    assert engine.offload.snapshot().pool.pinned == 4
+    engine.now_s += 6.0
+    settle(engine)
+    assert tier.blocks.keys() == set(keys(4)), "those that a prefix begins with went first"
+    assert engine.offload.snapshot().pool.pinned == 0
+    engine.check()
+
+
+def serve_without_rest(engine: ToyEngine, one: ToyRequest) -> None:
+    engine.add(one)
+    while engine.requests:
+        engine.deliver([])
+        engine.step(copy=True)
+    engine.check()
+
+
+def test_two_tiers_hold_a_slot_once() -> None:
+    engine = engine_with("a", "b", num_slots=16)
+    for tier in engine.tiers.values():
+        tier.latency_s = 5.0
+    serve_without_rest(engine, request("r", 4))
+    assert [use(engine, name).cascaded for name in ("a", "b")] == [4, 4]
+
+
+def test_a_slot_that_is_being_read_is_not_evicted() -> None:
+    engine = engine_with(num_slots=8, num_blocks=40)
+    tier = engine.tiers["disk"]
+    tier.latency_s = 1.0
+    engine.add(request("r", 2))
+    while engine.requests:
+        engine.deliver([])
+        engine.step(copy=True)
+    for family in range(2, 5):
+        serve_without_rest(engine, request(f"r{family}", 8, family=family))
+    engine.now_s += 2.0
+    settle(engine)
+    assert set(keys(2)) <= tier.blocks.keys()
+    assert not tier.wrongs
+
+
+def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    tier.dead = True
+    serve_without_rest(engine, request("r", 3))
+    assert engine.offload.snapshot().pool.pinned == 3
+    engine.now_s += TIMEOUT_S + 1
+    engine.expire()
+    assert engine.offload.snapshot().pool.pinned == 0
+    assert use(engine).timed_out == 2, "the look-up and the store"
+    assert "tier disk: gave no answer to a job within 10 s" in engine.offload.tier_health()
+    tier.dead = False
+    serve(engine, request("s", 3, family=2))
+    assert engine.offload.tier_health() == []
+
+
+@pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "on_request_finished", "reset"])
+def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 3))
+    forget(engine)
+    tier.raises = {method}
+    serve_without_rest(engine, request("s", 4))
+    engine.reset(OriginMatch(request="nobody"))
+    tier.latency_s = 0.1
+    serve_without_rest(engine, request("t", 3, family=3))
+    engine.now_s += TIMEOUT_S + 1
+    settle(engine)
+    assert use(engine).errors > 0
+    assert any(f"{method} failed" in reason for reason in engine.offload.tier_health())
+    tier.raises, tier.latency_s = set(), 0.0
+    engine.now_s += TIMEOUT_S + 1
+    settle(engine)
+    serve(engine, request("u", 3, family=4))
+    assert set(keys(3, family=4)) <= tier.blocks.keys()
+    engine.now_s += 61.0
+    engine.expire()
+    assert engine.offload.tier_health() == [], "a failure that is not seen again is told of for a minute"
+    engine.check_idle()
+
+
+def test_a_tier_that_does_not_let_go_keeps_its_slots_and_gets_nothing_more() -> None:
+    engine = engine_with(num_slots=16)
+    tier = engine.tiers["disk"]
+    tier.dead = True
+    tier.raises = {"cancel"}
+    serve_without_rest(engine, request("r", 3))
+    engine.now_s += TIMEOUT_S + 1
+    settle(engine)
+    engine.reset()
+    assert engine.offload.snapshot().pool.free == 13, "nobody knows whether it still reads these"
+    serve_without_rest(engine, request("s", 3, family=2))
+    assert use(engine).cascaded == 3
+    assert any("did not let go of 1 jobs" in reason for reason in engine.offload.tier_health())
+    engine.check()
+    tier.dead = False
+    settle(engine)
+    engine.check()
+    assert engine.offload.snapshot().pool.pinned == 0
+    serve(engine, request("t", 3, family=3))
+    assert set(keys(3, family=3)) <= tier.blocks.keys(), "once it has, it is used again"
+
+
+# --- promotions -----------------------------------------------------------------------------------------------------
+
+
+def test_what_only_a_tier_has_is_promoted_while_the_request_waits() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    serve(engine, request("s", 5))
+    assert engine.events["waited for tiers"] >= 2
+    counts = prompt_tokens(engine, "s")
+    assert (counts.tier_hit, counts.host_hit, counts.recomputed) == ({"disk": 20}, 0, 1)
+    assert (use(engine).found, use(engine).promoted) == (5, 5)
+    assert engine.offload.snapshot().store.offered == 10, "a promotion is no store"
+
+
+def test_a_hit_in_the_pool_is_made_longer_by_a_tier() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    for key in keys(5, first=2):
+        assert engine.manager.drop_block(key, engine.now_s)
+    engine.device.forget_all()
+    serve(engine, request("s", 5))
+    counts = prompt_tokens(engine, "s")
+    assert (counts.tier_hit, counts.host_hit, counts.recomputed) == ({"disk": 12}, 8, 1)
+
+
+def test_the_first_tier_that_has_a_block_brings_it() -> None:
+    engine = engine_with("fast", "slow")
+    serve(engine, request("r", 5))
+    forget(engine)
+    for key in keys(5, first=3):
+        del engine.tiers["fast"].blocks[key]
+    serve(engine, request("s", 5))
+    assert prompt_tokens(engine, "s").tier_hit == {"fast": 12, "slow": 8}
+
+
+def test_a_request_waits_for_a_dead_tier_no_longer_than_computing_takes() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 5))
+    for _ in range(8):
+        engine.offload.choice.tokens_rate.observe(1000, 50.0)
+    forget(engine)
+    tier.dead = True
+    engine.add(request("s", 5))
+    started_s = engine.now_s
+    while engine.requests["s"].state == "waiting":
+        engine.step()
+        assert engine.now_s - started_s <= 20 * 0.05 + 2 * engine.step_s
+    serve_on(engine)
+    assert prompt_tokens(engine, "s").recomputed == 21
+    assert use(engine).gave_up == 1
+    engine.add(request("t", 5, family=2))
+    engine.step()
+    assert engine.requests["t"].state == "running", "while the tier does not answer nobody waits for it"
+
+
+def serve_on(engine: ToyEngine) -> None:
+    while engine.requests:
+        engine.step(copy=True)
+        engine.deliver([])
+
+
+def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
+    engine = engine_with()
+    engine.tiers["disk"].latency_s = 2.0
+    waited = []
+    for number in range(12):
+        engine.add(request(f"r{number}", 3, family=number + 1))
+        engine.step()
+        waited.append(engine.requests[f"r{number}"].state == "waiting")
+        serve_on(engine)
+        engine.now_s += 3.0
+        engine.deliver([])
+    assert waited == [True] * 8 + [False] * 4
+
+
+def test_followers_wait_for_the_one_who_promotes() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 5))
+    forget(engine)
+    tier.latency_s = 0.05
+    for name in ("s", "t", "u"):
+        engine.add(request(name, 5))
+        engine.step()
+        engine.deliver([])
+    engine.run()
+    assert engine.events["waited for another's promotion"] > 0
+    assert use(engine).promoted == 5, "each block came once"
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 20}
+    for name in ("t", "u"):
+        counts = prompt_tokens(engine, name)
+        assert counts.device_hit + counts.host_hit == 20, "they had it from the one that waited for the tier"
+
+
+@pytest.mark.parametrize("patch", [{"load": False}, {"store": False}, {"tiers": ()}, {"tiers": ("other",)}])
+def test_a_request_that_may_not_gets_nothing_from_a_tier(patch: dict) -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    engine.set_override(Override("s", patch, 1e9))
+    before = use(engine).looked_up
+    serve(engine, request("s", 5))
+    assert use(engine).looked_up == before
+    assert prompt_tokens(engine, "s").recomputed == 21
+
+
+def test_room_for_a_promotion_is_made_as_for_a_store() -> None:
+    engine = engine_with(num_slots=16, num_blocks=40)
+    serve(engine, request("r", 4))
+    for family in (2, 3, 4, 5):
+        serve(engine, request(f"f{family}", 4, family=family))
+    engine.device.forget_all()
+    assert engine.manager.counts().free == 0
+    before = engine.manager.evictions.total
+    serve(engine, request("s", 4))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
+    assert engine.manager.evictions.total == before + 4
+
+
+def test_a_promotion_takes_half_the_pool_at_most() -> None:
+    engine = engine_with(num_slots=24, num_blocks=40)
+    for count in (6, 12, 18):
+        serve(engine, request(f"r{count}", count))
+    forget(engine)
+    assert engine.tiers["disk"].blocks.keys() == set(keys(18))
+    serve(engine, request("s", 18))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 12 * BLOCK_SIZE}
+
+
+def test_what_comes_back_from_a_tier_was_admitted_once_and_keeps_the_name_of_who_stored_it() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 4, tenant="t1"))
+    forget(engine)
+    engine.manager.admission.threshold = 63
+    serve(engine, request("s", 4, tenant="t1"))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
+    assert engine.reset(OriginMatch(request="s")).dropped_blocks == 0
+    assert engine.reset(OriginMatch(request="r"), [HOST]).dropped_blocks == 4
+
+
+def test_a_tier_that_loses_blocks_gives_a_shorter_hit() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    forget(engine)
+    lost = keys(5)[2]
+    engine.tiers["disk"].loses = lambda key: key == lost
+    serve(engine, request("s", 5))
+    counts = prompt_tokens(engine, "s")
+    assert (counts.tier_hit, counts.recomputed) == ({"disk": 8}, 13)
+    assert use(engine).promotions_failed == 1
+
+
+def test_an_aborted_request_leaves_its_promotion_to_others() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 5))
+    forget(engine)
+    tier.latency_s = 0.02
+    engine.add(request("s", 5))
+    while not use(engine).open_jobs or not engine.offload.snapshot().pool.storing:
+        engine.deliver([])
+        engine.step()
+    engine.finish(engine.requests["s"])
+    settle(engine)
+    engine.check()
+    engine.check_idle()
+    serve(engine, request("t", 5))
+    assert prompt_tokens(engine, "t").host_hit == 20
+
+
+def test_longer_prompts_are_asked_for_piece_by_piece() -> None:
+    engine = engine_with(num_slots=3000, num_blocks=3000)
+    engine.device.forget_all()
+    for count in (700, 1400):
+        serve(engine, request(f"r{count}", count))
+    assert len(engine.tiers["disk"].blocks) == 1400
+    forget(engine)
+    serve(engine, request("s", 1400))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 1400 * BLOCK_SIZE}
+
+
+def test_every_group_has_its_part_promoted() -> None:
+    from core.groups import GroupKind, GroupSpec
+
+    specs = (GroupSpec(4, 64), GroupSpec(4, 64, GroupKind.SLIDING, 9), GroupSpec(8, 128, GroupKind.RECURRENT))
+    engine = engine_with(specs=specs, num_blocks=200, num_slots=200, null_block=0)
+    serve(engine, request("r", 8))
+    forget(engine)
+    serve(engine, request("s", 8))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 32}
+
+
+# --- resets ---------------------------------------------------------------------------------------------------------
+
+
+def promoting(engine: ToyEngine) -> ToyTier:
+    """An engine whose request waits for a promotion that is under way."""
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 5))
+    forget(engine)
+    tier.latency_s = 0.05
+    engine.add(request("s", 5))
+    while not engine.offload.snapshot().pool.storing:
+        engine.deliver([])
+        engine.step()
+    return tier
+
+
+@pytest.mark.parametrize("match", [None, OriginMatch(request="r")])
+@pytest.mark.parametrize("places", [None, [HOST], ["disk"]])
+def test_a_reset_in_the_middle_of_a_promotion_publishes_nothing(
+    match: OriginMatch | None, places: Sequence[str] | None
+) -> None:
+    engine = engine_with()
+    promoting(engine)
+    engine.reset(match, places)
+    engine.check()
+    settle(engine, 10)
+    engine.run()
+    assert engine.events["a reset met a promotion"] == 5
+    assert use(engine).promoted == 0
+    assert prompt_tokens(engine, "s").recomputed == 21
+    settle(engine)
+    engine.check_idle()
+
+
+def test_a_reset_by_match_lets_the_rest_of_a_promotion_in() -> None:
+    engine = engine_with()
+    promoting(engine)
+    engine.reset(OriginMatch(request="s"), [HOST])
+    engine.run()
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 20}
+
+
+def test_what_a_reset_dropped_does_not_come_back_from_a_tier() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5, tenant="t1"), request("other", 5, family=2))
+    ticket = engine.reset(OriginMatch(tenant="t1"))
+    settle(engine)
+    result = engine.offload.tier_resets(ticket)["disk"]
+    assert result.dropped_blocks == 5
+    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    engine.device.forget_all()
+    serve(engine, request("s", 5), request("t", 5, family=2))
+    assert prompt_tokens(engine, "s").recomputed == 21
+    assert prompt_tokens(engine, "t").host_hit == 20
+
+
+def test_a_reset_is_open_until_the_tier_has_carried_it_out() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 5))
+    engine.tiers["disk"].dead = True
+    ticket = engine.reset()
+    settle(engine)
+    assert engine.offload.open_jobs(ticket.job_ids) == 1
+    engine.tiers["disk"].dead = False
+    settle(engine)
+    assert engine.offload.open_jobs(ticket.job_ids) == 0
+
+
+def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 5))
+    tier.raises = {"reset"}
+    ticket = engine.reset()
+    engine.device.forget_all()
+    serve_without_rest(engine, request("s", 5))
+    assert prompt_tokens(engine, "s").recomputed == 21, "it still has the blocks, and must not bring them"
+    assert engine.offload.open_jobs(ticket.job_ids) == 1
+    assert any("did not get through" in reason for reason in engine.offload.tier_health())
+    tier.raises = set()
+    engine.now_s += 2.0
+    settle(engine)
+    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    assert not tier.blocks
+    serve(engine, request("t", 5, family=2))
+    assert len(tier.blocks) == 5
+
+
+def test_a_reset_of_a_tier_alone_leaves_the_pool() -> None:
+    engine = engine_with("a", "b")
+    serve(engine, request("r", 5))
+    assert engine.reset(places=["a"]).dropped_blocks == 0
+    settle(engine)
+    assert (len(engine.tiers["a"].blocks), len(engine.tiers["b"].blocks)) == (0, 5)
+    assert engine.manager.counts().ready == 5
+
+
+@pytest.mark.parametrize("engine", [engine_with("disk"), ToyEngine(4, 4)], ids=["tiers", "none"])
+def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> None:
+    before = engine.offload.snapshot()
+    with pytest.raises(ValueError, match="no tier called nowhere"):
+        engine.offload.reset(engine.now_s, places=[HOST, "nowhere"])
+    assert engine.offload.snapshot() == before
+
+
+def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
+    class Meddler(NullSink):
+        """Has stores end in the middle of the search, when the pool is half searched."""
+
+        def __init__(self) -> None:
+            self.meddle = False
+
+        def evicted(self, batch: EvictionBatch) -> None:
+            if self.meddle:
+                self.meddle = False
+                state = engine.offload._requests.get("late")
+                engine.offload._stores.cascades.found(state, keys(2), engine.now_s)
+
+    sink = Meddler()
+    engine = engine_with(sink=sink)
+    tier = engine.tiers["disk"]
+    tier.level = Level.REQUEST
+    serve(engine, request("r", 2))
+    engine.add(request("late", 2))
+    engine.step()
+    tier.blocks.clear()
+    sink.meddle = True
+    engine.offload.reset(engine.now_s, OriginMatch(request="r"))
+    assert not sink.meddle
+    settle(engine)
+    assert not tier.blocks
+
+
+def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
+    engine = engine_with(num_slots=16)
+    tier = engine.tiers["disk"]
+    tier.latency_s = 0.5
+    serve_without_rest(engine, request("r", 3))
+    ticket = engine.reset(places=[HOST])
+    engine.check()
+    assert engine.manager.counts().storing == 3
+    assert engine.offload.open_jobs(ticket.job_ids) == 1
+    engine.now_s += 1.0
+    settle(engine)
+    assert engine.manager.counts().storing == 0
+    assert tier.blocks.keys() == set(keys(3)), "the tiers were not meant"
+    assert not tier.wrongs
+
+
+def test_a_block_that_an_operator_drops_is_gone_from_the_tiers_too() -> None:
+    engine = engine_with()
+    serve(engine, request("r", 3))
+    assert engine.offload.drop_block(keys(3)[1], engine.now_s)
+    assert keys(3)[1] not in engine.tiers["disk"].blocks
+    engine.device.forget_all()
+    serve(engine, request("s", 3))
+    assert prompt_tokens(engine, "s").host_hit == BLOCK_SIZE
+
+
+def test_a_dropped_block_that_is_on_its_way_is_not_published() -> None:
+    engine = engine_with()
+    promoting(engine)
+    engine.offload.drop_block(keys(5)[1], engine.now_s)
+    engine.run()
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 4}
+
+
+# --- lazy mode ------------------------------------------------------------------------------------------------------
+
+
+def test_in_lazy_mode_what_leaves_the_device_goes_to_the_tiers_of_its_request() -> None:
+    engine = engine_with(store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
+    tier = engine.tiers["disk"]
+    serve(engine, request("r", 4))
+    settle(engine)
+    assert set(keys(4)) <= tier.blocks.keys()
+    assert not tier.wrongs
+    engine.close()
+    assert tier.finished == {"r": 1}
+
+
+def test_settings_apply_to_tiers_as_well() -> None:
+    engine = engine_with(settings=RequestPolicy(level=Level.REQUEST, tiers=("disk",)))
+    serve(engine, request("r", 3))
+    assert len(engine.tiers["disk"].blocks) == 3
+    assert np.array_equal(engine.offload._stores.cascades._holds, np.zeros(64))
