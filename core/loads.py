@@ -19,7 +19,7 @@ from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
-from core.transfers import BlockRun, Direction, LoadOutcome, TransferJob
+from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
 _REGRET_SLOTS = 1000
 """Missing slots of one request that are looked up among the evicted ones."""
