@@ -1,13 +1,14 @@
-"""Ghosts: a bounded memory of keys that left the pool, and why: for the reasons of misses, and evictions we regret."""
+"""Ghosts: a bounded memory of keys that left the pool, or never came in, and why: for misses and regrets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.events import EvictionReason
 from core.keys import Key
 from core.marks import Marks, marks_of
 
@@ -15,9 +16,7 @@ _FLUSH_KEYS = 1000
 _MIN_BITS = 16
 """Half a megabyte, so that in a small pool hardly any two ghosts fall on one place."""
 
-_CODES = {reason: code for code, reason in enumerate(EvictionReason, start=1)}
-_REASONS = [None, *EvictionReason]
-_CODE_BITS = 4
+_CODE_BITS = 5
 _CODE = (1 << _CODE_BITS) - 1
 _TOLD = 1 << (_CODE_BITS - 1)
 """Set with the reason of a ghost whose regret was told."""
@@ -26,25 +25,34 @@ _NOTE_BITS = _CODE_BITS + _EPOCH_BITS
 _NOTE = np.uint64((1 << _NOTE_BITS) - 1)
 
 
-class Ghosts:
-    """The latest keys that left, at most about twice as many as there are slots, in one flat array.
+R = TypeVar("R", bound=Enum)
+
+
+class Ghosts(Generic[R]):
+    """The latest keys that are missing, in one flat array, each with one of a few reasons.
 
     An entry is a key's mark with the reason and the epoch in its low bits. A newer ghost overwrites an older one that
     falls on its place, so the memory is fixed and nothing is ever searched; what this costs is a few forgotten ghosts.
     A reset voids all, for what was in the pool then left by the reset. A key passes for another one with a chance of
-    2**-52.
+    2**-51.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        bits = max((2 * num_slots).bit_length() - 1, _MIN_BITS)
+    def __init__(self, num_keys: int, reasons: type[R]) -> None:
+        """Room for about `num_keys`, and never for fewer than 65,536. Raises `ValueError` for more than 15 reasons."""
+        members = list(reasons)
+        if len(members) >= _TOLD:
+            raise ValueError(f"{len(members)} reasons do not fit: there are codes for {_TOLD - 1}")
+        self._reasons: list[R | None] = [None, *members]
+        self._codes = {reason: code for code, reason in enumerate(members, start=1)}
+        bits = max(num_keys.bit_length() - 1, _MIN_BITS)
         self._shift = np.uint64(64 - bits)
         self._table = np.zeros(1 << bits, dtype=np.uint64)
         self._epoch = 0
         self._pending: list[Key] = []
-        self._pending_reason = EvictionReason.CAPACITY
+        self._pending_reason = members[0]
 
-    def add(self, keys: Sequence[Key], reason: EvictionReason) -> None:
-        """Remember keys that left. They are entered in larger batches, which costs a third as much."""
+    def add(self, keys: Sequence[Key], reason: R) -> None:
+        """Remember keys that are missing. They are entered in larger batches, which costs a third as much."""
         if reason is not self._pending_reason:
             self._flush()
             self._pending_reason = reason
@@ -57,17 +65,20 @@ class Ghosts:
         self._pending.clear()
         self._epoch = (self._epoch + 1) % (1 << _EPOCH_BITS)
 
-    def reasons(self, keys: Sequence[Key]) -> list[EvictionReason | None]:
-        """Why these keys, which are not in the pool, left it; None for those it never had, or that are forgotten."""
+    def reasons(self, keys: Sequence[Key]) -> list[R | None]:
+        """Why these keys, which are not in the pool, are not; None for those that are not, or no longer, known."""
         _, codes = self._look_up(keys)
-        return [_REASONS[code] for code in (codes & (_TOLD - 1)).tolist()]
+        return self._named(codes)
 
-    def regret(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
-        """Which of these keys, which are not in the pool, were in it once; each is told once."""
+    def regret(self, keys: Sequence[Key]) -> tuple[list[R | None], NDArray[np.bool_]]:
+        """`reasons`, and which of the keys that are known are told for the first time."""
         places, codes = self._look_up(keys)
-        known: NDArray[np.bool_] = (codes > 0) & (codes < _TOLD)
-        self._table[places[known]] |= np.uint64(_TOLD)
-        return known
+        first: NDArray[np.bool_] = (codes > 0) & (codes < _TOLD)
+        self._table[places[first]] |= np.uint64(_TOLD)
+        return self._named(codes), first
+
+    def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
+        return [self._reasons[code] for code in (codes & (_TOLD - 1)).tolist()]
 
     def _look_up(self, keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places of these keys, and the codes that stand there if they are theirs, else 0."""
@@ -81,7 +92,7 @@ class Ghosts:
     def _flush(self) -> None:
         if self._pending:
             marks = marks_of(self._pending)
-            self._table[(marks >> self._shift).view(np.int64)] = self._entries(marks, _CODES[self._pending_reason])
+            self._table[(marks >> self._shift).view(np.int64)] = self._entries(marks, self._codes[self._pending_reason])
             self._pending.clear()
 
     def _entries(self, marks: Marks, code: int) -> Marks:

@@ -14,6 +14,7 @@ from core.hits import PrefixHit
 from core.jobs import JobTable, OpenJob
 from core.leaders import Leaders
 from core.manager import OffloadManager
+from core.misses import MissCause, Misses
 from core.prefixes import PrefixFinder
 from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
@@ -21,8 +22,8 @@ from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
 from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
-_REGRET_SLOTS = 1000
-"""Missing slots of one request that are looked up among the evicted ones."""
+_EXAMINED_SLOTS = 1000
+"""Slots of one request behind its hit of which it is found out why they are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,16 @@ class LoadSide:
             self._leaders.stop(state)
             if not state.decline_noted:
                 state.decline_noted = True
-                self.counts.declined += self._finder.find(state, num_computed_tokens).num_blocks
+                hit = self._finder.find(state, num_computed_tokens)
+                self.counts.declined += hit.num_blocks
+                self._note_misses(state, hit.end_token)
             return _MISS
         if self._leaders.follows(state, num_computed_tokens):
             self._set_hit(state, None)
             return _LATER
         room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
         hit = self._finder.find(state, num_computed_tokens)
+        in_pool = MissCause.PIN_LIMIT if len(hit.slots) > room else MissCause.GAP
         while hit.num_tokens and len(hit.slots) > room:
             # Windows make the slots of a hit grow by less than its tokens: it takes a few rounds to fit.
             fitting = hit.num_tokens * max(room, 0) // len(hit.slots)
@@ -107,9 +111,7 @@ class LoadSide:
                 return _LATER
             if not hit.num_tokens:
                 self._leaders.stop(state)
-        if not state.misses_noted:
-            state.misses_noted = True
-            self._note_misses(state, hit.end_token)
+        self._note_misses(state, hit.end_token, in_pool)
         if not hit.num_tokens:
             return _MISS
         if state.load_wanted is None:
@@ -180,6 +182,7 @@ class LoadSide:
         if state is None:
             return []
         self._stop_waiting(state)
+        state.load_failed |= not ok
         if ok:
             state.loaded_tokens = hit.num_tokens
             state.num_computed_tokens = hit.end_token
@@ -200,13 +203,26 @@ class LoadSide:
                 job.request = None
         self._stop_waiting(state)
 
-    def _note_misses(self, state: RequestState, end_token: int) -> None:
-        """Tell the manager which keys were asked for and not found behind a hit."""
+    def _note_misses(self, state: RequestState, end_token: int, in_pool: MissCause = MissCause.GAP) -> None:
+        """Find out, once a request, why what is behind its hit cannot be loaded; `in_pool` is why what is there."""
+        if state.misses is not None:
+            return
+        state.misses = Misses(end_token)
         for group in self._layout.groups:
+            # Of windows and states hardly any would be asked for.
             if group.spec.kind is GroupKind.FULL:
                 first = end_token // group.slot_tokens
-                end = min((state.request.num_tokens - 1) // group.slot_tokens, first + _REGRET_SLOTS)
-                self._manager.note_misses(self._finder.keys(state, group, first, end), state.now_s)
+                end = (state.request.num_tokens - 1) // group.slot_tokens
+                keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
+                causes = self._manager.note_misses(keys, state.now_s)
+                if not state.misses.runs:
+                    # The first such group has the say: a hit needs them all, and they are stored together.
+                    causes += [MissCause.UNEXAMINED] * (end - first - len(keys))
+                    causes = [in_pool if cause is MissCause.GAP else cause for cause in causes]
+                    state.misses.extend(causes, first * group.slot_tokens, group.slot_tokens)
+        whole = (state.request.num_tokens - 1) // self._layout.alignment_tokens * self._layout.alignment_tokens
+        if not state.misses.runs and whole > end_token:
+            state.misses.extend([MissCause.UNEXAMINED], end_token, whole - end_token)
 
     def _begin(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         first = state.device_tokens
@@ -224,6 +240,7 @@ class LoadSide:
                 return
         self._manager.release(pin)
         self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
+        state.load_failed = True
         state.lost_load = LoadOutcome(state.request.request_id, False, first, num_tokens)
         self._lost.append((state, state.lost_load))
 

@@ -25,6 +25,7 @@ from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
+from core.misses import MissCause, MissReason, NotStored
 from core.policy import PRIORITY_CLASS, Priority
 from core.room import Room
 from core.slots import SlotState, SlotTable
@@ -68,7 +69,8 @@ class OffloadManager:
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self._sink = sink if sink is not None else NullSink()
         self._record = record
-        self._ghosts = Ghosts(num_slots)
+        self._ghosts = Ghosts(2 * num_slots, EvictionReason)
+        self._kept_out = Ghosts(num_slots, NotStored)
         self._loading: dict[int, Pin] = {}
         self._cascading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
@@ -260,27 +262,30 @@ class OffloadManager:
                 self._pin(slots)
             return Pin(slots, self.table.epoch)
 
-    def note_misses(self, keys: Sequence[Key], now_s: float) -> int:
-        """Count those of `keys` that are missing because they were evicted, which we regret. Each is counted once."""
+    def note_misses(self, keys: Sequence[Key], now_s: float) -> list[MissReason]:
+        """Why each of these keys, behind a hit, cannot be loaded: why it left the pool, or else why it did not come in.
+
+        A whole reset makes all that was before it forgotten, and a forgotten key is new. What was evicted is a regret,
+        and counted once each time that it was.
+        """
         if not keys:
-            return 0
+            return []
         with self.lock:
-            missing = self._missing(keys)
-            known = self._ghosts.regret(missing)
-            count = int(np.count_nonzero(known))
+            found = self.index.find(keys)
+            missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+            left, regretted = self._ghosts.regret(missing)
+            count = int(np.count_nonzero(regretted))
             if count:
                 self.evictions.regretted += count
-                self._sink.regretted([missing[i] for i in known.nonzero()[0].tolist()], now_s)
-            return count
+                self._sink.regretted([missing[i] for i in regretted.nonzero()[0].tolist()], now_s)
+            kept_out = self._kept_out.reasons(missing)
+            reasons = iter([one or other or MissCause.NEW for one, other in zip(left, kept_out, strict=True)])
+            return [MissCause.GAP if slot is not None else next(reasons) for slot in found]
 
-    def why_missing(self, keys: Sequence[Key]) -> dict[Key, EvictionReason | None]:
-        """Why each of these keys is missing; None for one that was never stored, or whose end is forgotten.
-
-        A whole reset makes all that was before it forgotten. Keys that are not missing are left out.
-        """
+    def note_kept_out(self, keys: Sequence[Key], reason: NotStored) -> None:
+        """Remember why these keys were not stored, in bounded memory."""
         with self.lock:
-            missing = self._missing(keys)
-            return dict(zip(missing, self._ghosts.reasons(missing), strict=True))
+            self._kept_out.add(keys, reason)
 
     def release(self, pin: Pin) -> None:
         """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
@@ -388,6 +393,7 @@ class OffloadManager:
             self.index = KeyIndex(self.num_slots)
             self.room.policy.clear()
             self._ghosts.begin_epoch()
+            self._kept_out.begin_epoch()
             self._operator_pins.clear()
             self.space_version += 1
             self.evictions.total += dropped
@@ -501,9 +507,6 @@ class OffloadManager:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _missing(self, keys: Sequence[Key]) -> list[Key]:
-        return [key for key, slot in zip(keys, self.index.find(keys), strict=True) if slot is None]
 
     def _end_reading(self, pin: Pin) -> bool:
         """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""

@@ -14,6 +14,7 @@ from core.grants import Pin
 from core.groups import Group
 from core.hits import PrefixHit
 from core.keys import Key, make_keys
+from core.misses import MissCause, MissedTokens, Misses
 from core.policy import EffectivePolicy
 from core.stats import PromptTokens, SkipReason, StoreCounts
 from core.transfers import LoadOutcome
@@ -100,9 +101,10 @@ class RequestState:
     hit: PrefixHit | None = None
     pin: Pin | None = None
     matched_tokens: int | None = None
-    misses_noted: bool = False
+    misses: Misses | None = None
     load_wanted: bool | None = None
     decline_noted: bool = False
+    load_failed: bool = False
     lost_load: LoadOutcome | None = None
     waits_until_s: float | None = None
     follow_until_s: float | None = None
@@ -117,6 +119,7 @@ class RequestState:
     prefill_planned: bool = False
     prefill_counted: bool = False
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+    missed_tokens: MissedTokens = field(default_factory=MissedTokens)
     store: StoreCounts = field(default_factory=StoreCounts)
 
     def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
@@ -129,13 +132,19 @@ class RequestState:
         storable_end = max(first, min(end, prompt_end, cap_end))
         decode = end - max(storable_end, min(prompt_end, end))
         capped = end - storable_end - decode
-        kept_back = [(SkipReason.PROMPT_ONLY, decode), (SkipReason.TOKEN_CAP, capped)]
+        kept_back = [(SkipReason.TOKEN_CAP, capped), (SkipReason.PROMPT_ONLY, decode)]
         return storable_end, [(reason, count) for reason, count in kept_back if count]
 
     @property
     def answered_tokens(self) -> int:
         """The tokens from the start whose slots have their answer in some group."""
         return max(progress.answered * progress.group.slot_tokens for progress in self.groups)
+
+    def why_hit_lost(self) -> MissCause:
+        """Why tokens that the pool had were computed, where any were."""
+        if self.load_failed:
+            return MissCause.LOAD_FAILED
+        return MissCause.DECLINED if self.policy.policy.load else MissCause.LOAD_DISABLED
 
     def retire(self) -> None:
         """Let go of the engine's own object and of the keys. Counts go on while stores of this request are open."""
@@ -151,6 +160,7 @@ class RequestState:
         self.phase = RequestPhase.FINISHED
         self.groups = ()
         self.block_ids = ()
+        self.misses = None
 
     def view(self) -> RequestView:
         """A copy of what may be shown."""
@@ -166,6 +176,7 @@ class RequestState:
             lora=request.lora,
             policy=self.policy,
             prompt_tokens=self.prompt_tokens.copy(),
+            missed_tokens=self.missed_tokens.copy(),
             store=self.store.copy(),
         )
 
@@ -184,6 +195,7 @@ class RequestView:
     lora: str | None
     policy: EffectivePolicy
     prompt_tokens: PromptTokens
+    missed_tokens: MissedTokens
     store: StoreCounts
 
 

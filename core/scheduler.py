@@ -22,6 +22,7 @@ from core.lazy import LazySide
 from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
+from core.misses import MissedTokens, Misses
 from core.origins import OriginMatch
 from core.patience import Patience
 from core.policy import (
@@ -118,6 +119,7 @@ class OffloadScheduler:
             self._loads.promotions = self._tiers.promotions
         self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
+        self._missed_tokens = MissedTokens()
         self._num_resets = 0
         self._prefilled: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
@@ -266,7 +268,7 @@ class OffloadScheduler:
             for progress in state.groups:
                 progress.kept = 0
             state.num_computed_tokens = 0
-            state.misses_noted = False
+            state.misses = None
 
     def on_request_finished(self, request_id: str, now_s: float) -> None:
         """A request is over, whatever became of it. Called before its blocks are freed: what was full is offered."""
@@ -291,6 +293,7 @@ class OffloadScheduler:
                 store=self._stores.counts.copy(),
                 load=replace(self._loads.counts),
                 evictions=self.manager.evictions.copy(),
+                missed_tokens=self._missed_tokens.copy(),
                 open_jobs=len(self._jobs),
                 tiers={} if self._tiers is None else self._tiers.stats(),
             )
@@ -548,6 +551,9 @@ class OffloadScheduler:
             counts.recomputed += total - device_hit - loaded
             for name, count in tier_hit.items():
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
+        misses = state.misses or Misses(0)
+        served = device_hit + loaded
+        misses.count(served, total, state.why_hit_lost(), (self._missed_tokens, state.missed_tokens))
 
     def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """By tier, how many of these loaded tokens it brought into the pool for this very request."""

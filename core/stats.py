@@ -8,6 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    # Reasons are events' business, and events carry counts.
+    from core.misses import MissedTokens
     from core.tier_stats import TierStats
 
 
@@ -124,5 +126,6 @@ class Snapshot:
     store: StoreCounts
     load: LoadCounts
     evictions: EvictionCounts
+    missed_tokens: MissedTokens
     open_jobs: int
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

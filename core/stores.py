@@ -15,6 +15,7 @@ from core.groups import Group, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
 from core.keys import Key
 from core.manager import OffloadManager
+from core.misses import NotStored
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
 from core.requests import GroupProgress, RequestPhase, RequestState, chain
@@ -130,12 +131,16 @@ class StoreSide:
         while room and progress.answered < stop:
             room = self._offer_batch(state, progress, min(stop, progress.answered + _OFFER_SLOTS))
         if not room and limit is None:
-            self._count_skipped(state, SkipReason.NO_SPACE, (end - progress.answered) * progress.group.slot_blocks)
-            progress.answered = end
+            self._keep_out(state, progress, SkipReason.NO_SPACE, end)
         if progress.answered == end:
             for reason, count in kept_back:
-                self._count_skipped(state, reason, count * progress.group.slot_blocks)
-            progress.answered = full
+                self._keep_out(state, progress, reason, progress.answered + count)
+
+    def _keep_out(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
+        """The slots up to `end` have their answer: they are not stored."""
+        first, progress.answered = progress.answered, end
+        self._count_skipped(state, reason, (end - first) * progress.group.slot_blocks)
+        self._manager.note_kept_out(progress.keys[first:end], NotStored(reason.value))
 
     def _put_in_order(self, state: RequestState) -> None:
         """What was offered last has moved up, and the blocks before it have to be younger still."""
@@ -184,6 +189,8 @@ class StoreSide:
             others = {*answer.stored_at.tolist(), *answer.held_back_at.tolist()}
             self.cascades.found(state, [keys[i] for i in range(answer.num_answered) if i not in others], now_s)
         self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
+        if num_held_back:
+            self._manager.note_kept_out([keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION)
         if len(answer.slots):
             self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
         return answer.num_answered
@@ -295,7 +302,9 @@ class StoreSide:
             self.num_returned += count
         disowned = part.disowned or part.epoch != self._manager.epoch
         published = 0
-        keys = [] if self.cascades is None else self._manager.table.keys[part.slots].tolist()
+        keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
+        if failed and not disowned:
+            self._manager.note_kept_out(keys, NotStored.FAILED)
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:

@@ -14,8 +14,9 @@ from app.api.paging import Cursor, Limit, Page, parse_position
 from app.api.policy_models import PolicyView, view_fields
 from app.api.problems import Problem
 from app.api.raw_ids import RequestId
-from app.api.stats_models import PromptTokenStats, StoreStats
+from app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
 from app.api.times import rfc3339
+from core.misses import MissedTokens
 from core.policy import Override
 from core.requests import RequestPhase, RequestView
 from core.stats import PromptTokens, StoreCounts
@@ -43,6 +44,7 @@ class RequestModel(BaseModel):
     policy: PolicyView
     override: OverrideState | None
     prompt_tokens: PromptTokenStats = Field(description="as in stats, for this request; zero until its prefill is done")
+    missed_tokens: MissedTokenStats = Field(description="as in stats, for this request")
     store: StoreStats = Field(description="as in stats, for this request")
 
 
@@ -81,6 +83,7 @@ def _show(view: RequestView, override: Override | None) -> dict[str, Any]:
         "policy": view_fields(view.policy),
         "override": show_override(override),
         "prompt_tokens": asdict(view.prompt_tokens),
+        "missed_tokens": asdict(view.missed_tokens),
         "store": asdict(view.store),
     }
 
@@ -98,6 +101,7 @@ def _show_expected(context: AdminContext, override: Override, now_s: float) -> d
         "policy": view_fields(context.scheduler.expected_policy((override.request_id,), now_s)),
         "override": show_override(override),
         "prompt_tokens": asdict(PromptTokens()),
+        "missed_tokens": asdict(MissedTokens()),
         "store": asdict(StoreCounts()),
     }
 

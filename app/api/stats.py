@@ -40,6 +40,7 @@ def stats_json(context: AdminContext, now_s: float) -> str:
             "pool": {"kind": context.pool_kind, **_fields(snapshot.pool)},
             "requests": _fields(snapshot.requests),
             "prompt_tokens": _fields(snapshot.prompt_tokens),
+            "missed_tokens": _fields(snapshot.missed_tokens),
             "store": _fields(snapshot.store),
             "load": _fields(snapshot.load),
             "evictions": _fields(snapshot.evictions),

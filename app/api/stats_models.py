@@ -52,6 +52,21 @@ class PromptTokenStats(BaseModel):
     recomputed: int
 
 
+class MissedTokenStats(BaseModel):
+    """Prompt tokens that had to be computed, by why they were not in the pool: together `prompt_tokens.recomputed`."""
+
+    causes: dict[str, int] = Field(
+        description="`new`: never offered; `tail`: too little for a block, or the last token; `gap`: in the pool, and "
+        "of no use without a block that is not; `load_failed`; `declined`: computing was quicker; `load_disabled`: by "
+        "the request's policy; `pin_limit`: waiting requests hold too much; `unexamined`: too many to look at",
+        examples=[{"new": 0, "tail": 0}],
+    )
+    evicted: dict[str, int] = Field(description="by the reason of the eviction", examples=[{"capacity": 0}])
+    not_stored: dict[str, int] = Field(
+        description="by why it was not stored when it was considered", examples=[{"prompt_only": 0}]
+    )
+
+
 class StoreStats(BaseModel):
     """Offered blocks by their answer: `offered = stored + sum(skipped) + failed + in_flight`."""
 
@@ -103,6 +118,7 @@ class Stats(BaseModel):
     pool: PoolStats
     requests: RequestStats
     prompt_tokens: PromptTokenStats
+    missed_tokens: MissedTokenStats
     store: StoreStats
     load: LoadStats
     evictions: EvictionStats

@@ -61,6 +61,7 @@ def render(snapshot: Json) -> RenderableType:
     grid.add_column(justify="right", min_width=6)
     grid.add_column(width=BAR_WIDTH)
     _prompt_rows(grid, snapshot.get("prompt_tokens", {}))
+    _missed_rows(grid, snapshot.get("missed_tokens", {}))
     _pool_rows(grid, snapshot.get("pool", {}))
     return Group(_headline(snapshot), Text(), grid, Text(), _flows(snapshot))
 
@@ -91,6 +92,17 @@ def _prompt_rows(grid: Table, tokens: Json) -> None:
     for tier, hit in tokens.get("tier_hit", {}).items():
         _bar_row(grid, f"{tier} hit", hit, total, "blue")
     _bar_row(grid, "recomputed", tokens.get("recomputed", 0), total, "yellow")
+
+
+def _missed_rows(grid: Table, missed: Json) -> None:
+    """Why tokens were recomputed, the most frequent cause first."""
+    causes = dict(missed.get("causes", {}))
+    causes.update({f"evicted: {reason}": tokens for reason, tokens in missed.get("evicted", {}).items()})
+    causes.update({f"not stored: {reason}": tokens for reason, tokens in missed.get("not_stored", {}).items()})
+    whole = sum(causes.values())
+    for cause, tokens in sorted(causes.items(), key=lambda item: -item[1]):
+        if tokens:
+            _bar_row(grid, f"  {cause.replace('_', ' ')}", tokens, whole, "bright_black")
 
 
 def _pool_rows(grid: Table, pool: Json) -> None:

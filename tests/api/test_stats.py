@@ -10,6 +10,8 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
+from core.misses import MissCause
+
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import ADMIN, Service
 
@@ -27,6 +29,7 @@ SHAPE: dict[str, Any] = {
     },
     "requests": dict.fromkeys(("seen", "running", "waiting_for_load", "finished", "preempted"), int),
     "prompt_tokens": {"total": int, "device_hit": int, "host_hit": int, "tier_hit": {}, "recomputed": int},
+    "missed_tokens": {"causes": dict.fromkeys(map(str, MissCause), int), "evicted": {}, "not_stored": {}},
     "store": {
         **dict.fromkeys(("offered", "stored", "bytes", "failed", "in_flight"), int),
         "seconds": float,
@@ -61,6 +64,7 @@ def check_identities(stats: dict[str, Any]) -> None:
     tokens, store, pool = stats["prompt_tokens"], stats["store"], stats["pool"]
     served = tokens["device_hit"] + tokens["host_hit"] + sum(tokens["tier_hit"].values()) + tokens["recomputed"]
     assert tokens["total"] == served
+    assert tokens["recomputed"] == sum(sum(part.values()) for part in stats["missed_tokens"].values())
     answered = store["stored"] + sum(store["skipped"].values()) + store["failed"] + store["in_flight"]
     assert store["offered"] == answered
     assert pool["slots"] == pool["free"] + pool["ready"] + pool["storing"]

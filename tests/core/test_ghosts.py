@@ -9,6 +9,7 @@ import numpy as np
 from core.events import EvictionReason, NullSink, Origin
 from core.ghosts import Ghosts
 from core.manager import OffloadManager
+from core.misses import MissCause, NotStored
 from core.origins import OriginMatch
 
 NOBODY = np.empty(0, dtype=np.int64)
@@ -42,15 +43,20 @@ def test_each_missing_block_has_its_reason() -> None:
     manager.drop_block(keys(20, 1)[0], 1.0)
     manager.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
     asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
-    assert manager.why_missing(asked) == {
+    found = dict(zip(asked, manager.note_misses(asked, 1.0), strict=True))
+    assert found == {
+        keys(0, 1)[0]: MissCause.GAP,
+        keys(1, 1)[0]: MissCause.GAP,
+        keys(2, 1)[0]: MissCause.GAP,
         keys(3, 1)[0]: EvictionReason.CAPACITY,
-        keys(4, 1)[0]: None,
+        keys(4, 1)[0]: MissCause.NEW,
         keys(10, 1)[0]: EvictionReason.RESET,
         keys(20, 1)[0]: EvictionReason.OPERATOR,
         keys(21, 1)[0]: EvictionReason.LOAD_FAILED,
-        keys(99, 1)[0]: None,
+        keys(22, 1)[0]: MissCause.GAP,
+        keys(99, 1)[0]: MissCause.NEW,
     }
-    assert manager.why_missing([]) == {}
+    assert manager.note_misses([], 1.0) == []
 
 
 def test_whatever_was_evicted_is_regretted_once() -> None:
@@ -59,12 +65,11 @@ def test_whatever_was_evicted_is_regretted_once() -> None:
     store(manager, keys(0, 4))
     manager.drop_block(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
-    assert manager.note_misses(keys(0, 4), 1.0) == 2
-    assert manager.note_misses(keys(0, 4), 1.0) == 0
+    told = manager.note_misses(keys(0, 4), 1.0)
+    assert told == [EvictionReason.OPERATOR, MissCause.GAP, MissCause.GAP, EvictionReason.CAPACITY]
+    assert manager.note_misses(keys(0, 4), 1.0) == told, "the reason stays"
     assert sink.keys == [*keys(0, 1), *keys(3, 1)]
     assert manager.evictions.regretted == 2
-    assert manager.why_missing(keys(0, 1)) == {keys(0, 1)[0]: EvictionReason.OPERATOR}
-    assert manager.why_missing(keys(3, 1)) == {keys(3, 1)[0]: EvictionReason.CAPACITY}, "the reason stays"
 
 
 def test_a_block_that_was_stored_again_is_no_regret() -> None:
@@ -72,17 +77,31 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     store(manager, keys(0, 2))
     store(manager, keys(10, 2))
     store(manager, keys(0, 2))
-    assert manager.note_misses(keys(0, 2), 1.0) == 0
-    assert manager.why_missing(keys(0, 2)) == {}
+    assert manager.note_misses(keys(0, 2), 1.0) == [MissCause.GAP] * 2
+    assert manager.evictions.regretted == 0
     manager.drop_block(keys(0, 1)[0], 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0) == 1, "it left once more"
+    assert manager.note_misses(keys(0, 2), 1.0) == [EvictionReason.OPERATOR, MissCause.GAP]
+    assert manager.evictions.regretted == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0) == 0, "it left by the reset, later"
+    assert manager.note_misses(keys(0, 2), 1.0) == [MissCause.NEW] * 2, "what left by the reset is forgotten"
+    assert manager.evictions.regretted == 1
+
+
+def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> None:
+    manager = OffloadManager(2, 64)
+    for number, reason in enumerate(NotStored):
+        manager.note_kept_out(keys(number, 1), reason)
+    assert manager.note_misses(keys(0, len(NotStored)), 1.0) == list(NotStored)
+    store(manager, keys(0, 1))
+    manager.drop_block(keys(0, 1)[0], 1.0)
+    assert manager.note_misses(keys(0, 2), 1.0) == [EvictionReason.OPERATOR, list(NotStored)[1]]
+    manager.reset(NOBODY, 1.0)
+    assert manager.note_misses(keys(0, 2), 1.0) == [MissCause.NEW] * 2
 
 
 def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
     num_slots = 40_000
-    ghosts = Ghosts(num_slots)
+    ghosts = Ghosts(2 * num_slots, EvictionReason)
     assert len(ghosts._table) <= 2 * num_slots
     for first in range(0, 10 * num_slots, 1000):
         ghosts.add(keys(first, 1000), EvictionReason.CAPACITY)
@@ -93,11 +112,11 @@ def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
 
 
 def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:
-    ghosts = Ghosts(100)
+    ghosts = Ghosts(100, EvictionReason)
     for reason in EvictionReason:
         ghosts.add(keys(0, 600), reason)
         ghosts.add(keys(600, 5), reason)
         assert ghosts.reasons(keys(0, 1)) == [reason]
         ghosts.begin_epoch()
         assert not any(ghosts.reasons(keys(0, 605)))
-        assert not ghosts.regret(keys(0, 605)).any()
+        assert not ghosts.regret(keys(0, 605))[1].any()

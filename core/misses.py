@@ -1,0 +1,111 @@
+"""Why prompt tokens had to be computed: what a look-up found of each block behind its hit, and how that adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from core.events import EvictionReason
+
+
+class MissCause(StrEnum):
+    """Why a block was not loaded, where neither an eviction nor a skipped offer tells."""
+
+    NEW = "new"
+    """Nobody has offered it here, as far as that is remembered."""
+    GAP = "gap"
+    """It is in the pool, and cannot be used without another block that is not."""
+    PIN_LIMIT = "pin_limit"
+    """It is in the pool, and waiting requests held as much of that as they may."""
+    TAIL = "tail"
+    """Too little for a block, or the last token, which is computed in any case."""
+    LOAD_FAILED = "load_failed"
+    """It was found, and its load failed."""
+    DECLINED = "declined"
+    """It was found, and computing it again was quicker."""
+    LOAD_DISABLED = "load_disabled"
+    """The request's policy does not let it load."""
+    UNEXAMINED = "unexamined"
+    """So many blocks were missing that no more of them were looked at."""
+
+
+class NotStored(StrEnum):
+    """Why a block that was considered for storing never came into the pool."""
+
+    PROMPT_ONLY = "prompt_only"
+    TOKEN_CAP = "token_cap"
+    DISABLED = "disabled"
+    ADMISSION = "admission"
+    NO_SPACE = "no_space"
+    FAILED = "failed"
+
+
+MissReason = MissCause | EvictionReason | NotStored
+
+
+@dataclass(slots=True)
+class MissedTokens:
+    """Prompt tokens that were computed, by cause; together as many as `PromptTokens.recomputed`.
+
+    `evicted` counts by `EvictionReason`, `not_stored` by `NotStored`, and `causes` by `MissCause`.
+    """
+
+    causes: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in MissCause})
+    evicted: dict[str, int] = field(default_factory=dict)
+    not_stored: dict[str, int] = field(default_factory=dict)
+
+    def add(self, cause: MissReason, num_tokens: int) -> None:
+        """Count tokens that were missed for a cause."""
+        if isinstance(cause, EvictionReason):
+            counts = self.evicted
+        elif isinstance(cause, NotStored):
+            counts = self.not_stored
+        else:
+            counts = self.causes
+        counts[cause.value] = counts.get(cause.value, 0) + num_tokens
+
+    def copy(self) -> MissedTokens:
+        """The counts of this moment."""
+        return MissedTokens(dict(self.causes), dict(self.evicted), dict(self.not_stored))
+
+
+@dataclass(frozen=True, slots=True)
+class MissRun:
+    """Tokens up to `end_token`, from where the run before ends, were missed for one cause."""
+
+    end_token: int
+    cause: MissReason
+
+
+@dataclass(slots=True)
+class Misses:
+    """What the first look-up of a request found: its hit, which ends at `hit_end`, and runs of causes from there on."""
+
+    hit_end: int
+    runs: list[MissRun] = field(default_factory=list)
+
+    def extend(self, causes: Iterable[MissReason], first_token: int, tokens_each: int) -> None:
+        """Add the causes of slots of so many tokens each, the first of which begins at `first_token`."""
+        for end, cause in enumerate(causes, 1):
+            end = first_token + end * tokens_each
+            if self.runs and self.runs[-1].cause is cause:
+                self.runs[-1] = MissRun(end, cause)
+            else:
+                self.runs.append(MissRun(end, cause))
+
+    def count(self, served: int, total: int, lost_hit: MissCause, missed: Iterable[MissedTokens]) -> None:
+        """Count the prompt's tokens from `served` to `total`.
+
+        Those within the hit were lost for `lost_hit`, those behind the last run are the tail.
+        """
+        start = served
+        for end, cause in ((self.hit_end, lost_hit), *((run.end_token, run.cause) for run in self.runs)):
+            end = min(end, total)
+            if end > start:
+                for counts in missed:
+                    counts.add(cause, end - start)
+                start = end
+        if total > start:
+            for counts in missed:
+                counts.add(MissCause.TAIL, total - start)

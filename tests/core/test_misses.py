@@ -1,0 +1,168 @@
+"""Why prompt tokens had to be computed: each cause, and that they always add up to what was computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.events import EvictionReason
+from core.rates import MIN_SAMPLES
+from tests.core.test_scheduler import request, store_and_turn_over, turn_over
+from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+
+
+def missed(engine: ToyEngine, name: str) -> dict[str, int]:
+    """The causes that count for a request, which must add up to what it computed, and show in the totals."""
+    view = engine.offload.find_request(name, engine.now_s)
+    found = view.missed_tokens
+    causes = dict(found.causes)
+    causes |= {f"evicted:{reason}": tokens for reason, tokens in found.evicted.items()}
+    causes |= {f"not_stored:{reason}": tokens for reason, tokens in found.not_stored.items()}
+    assert sum(causes.values()) == view.prompt_tokens.recomputed
+    total = engine.offload.snapshot()
+    whole = total.missed_tokens
+    assert sum(sum(part.values()) for part in (whole.causes, whole.evicted, whole.not_stored)) == (
+        total.prompt_tokens.recomputed
+    )
+    return {cause: tokens for cause, tokens in causes.items() if tokens}
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return ToyEngine(num_slots=64, num_blocks=64)
+
+
+def test_what_nobody_had_is_new_and_the_rest_of_a_block_is_the_tail(engine: ToyEngine) -> None:
+    engine.add(request("r", 5, extra=3))
+    engine.run()
+    assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 3}
+
+
+def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    engine.add(request("second", 5, extra=0))
+    engine.run()
+    assert missed(engine, "second") == {"tail": BLOCK_SIZE}
+
+
+@pytest.mark.parametrize(
+    ("sent", "cause"),
+    [
+        ({"store": False}, "not_stored:disabled"),
+        ({"max_offload_tokens": 0}, "not_stored:token_cap"),
+    ],
+)
+def test_what_a_policy_kept_out_says_so(engine: ToyEngine, sent: dict[str, object], cause: str) -> None:
+    engine.add(request("first", 5, kv_transfer_params=sent))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    engine.run()
+    assert missed(engine, "second") == {cause: 5 * BLOCK_SIZE, "tail": 1}
+
+
+def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: ToyEngine) -> None:
+    first = request("turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
+    engine.add(first)
+    engine.run()
+    turn_over(engine)
+    tokens = [*first.tokens[: 4 * BLOCK_SIZE], 77]
+    engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
+    engine.run()
+    assert missed(engine, "turn-2") == {"not_stored:prompt_only": 2 * BLOCK_SIZE, "tail": 1}
+
+
+def test_what_found_no_room_says_so() -> None:
+    engine = ToyEngine(num_slots=2, num_blocks=64)
+    engine.add(request("r", 6))
+    engine.step()
+    engine.step()
+    turn_over(engine)
+    engine.run()
+    engine.add(request("again", 6))
+    engine.run()
+    found = missed(engine, "again")
+    assert found["not_stored:no_space"] == 4 * BLOCK_SIZE
+
+
+def test_what_was_held_back_or_failed_says_so() -> None:
+    engine = ToyEngine(num_slots=64, num_blocks=64)
+    engine.offload.manager.admission.threshold = 3
+    engine.add(request("first", 3))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 3))
+    engine.run()
+    assert missed(engine, "second") == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
+    engine = ToyEngine(num_slots=64, num_blocks=64)
+    engine.add(request("first", 3))
+    engine.end_job(engine.step().stores[0].job_id, error="injected")
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 3))
+    engine.run()
+    assert missed(engine, "second") == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
+
+
+def test_what_was_evicted_says_why(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    slots = engine.offload.manager.find_prefix(engine.offload.manager.table.keys[:5].tolist())
+    engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
+    engine.offload.manager.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
+    engine.add(request("second", 5))
+    engine.run()
+    assert missed(engine, "second") == {
+        "evicted:load_failed": BLOCK_SIZE,
+        "gap": 2 * BLOCK_SIZE,
+        "evicted:operator": 2 * BLOCK_SIZE,
+        "tail": 1,
+    }
+
+
+def test_a_load_that_failed_says_so(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    engine.add(request("second", 6))
+    plan = engine.step()
+    engine.end_job(plan.loads[0].job_id, error="injected")
+    engine.run()
+    assert missed(engine, "second") == {"load_failed": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+
+
+def test_what_may_not_be_loaded_says_so(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    engine.add(request("second", 6, kv_transfer_params={"load": False}))
+    engine.run()
+    assert missed(engine, "second") == {"load_disabled": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+
+
+def test_what_computing_beats_says_so(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    choice = engine.offload.choice
+    for _ in range(MIN_SAMPLES):
+        choice.bytes_rate.observe(1, 1.0)
+        choice.tokens_rate.observe(1_000_000, 1.0)
+    engine.add(request("second", 6))
+    engine.run()
+    assert missed(engine, "second") == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+
+
+def test_what_waiting_requests_may_not_pin_says_so() -> None:
+    engine = ToyEngine(num_slots=8, num_blocks=64)
+    for name, first in (("a", 0), ("b", 1000)):
+        engine.add(request(name, 4, first=first))
+        engine.run()
+    turn_over(engine)
+    for name, first in (("a2", 0), ("b2", 1000)):
+        engine.add(request(name, 4, first=first))
+    engine.offload.match("a2", 0, engine.now_s)
+    engine.requests["a2"].state = "blocked"
+    while "b2" in engine.requests:
+        engine.step(copy=True)
+    assert missed(engine, "b2") == {"pin_limit": 4 * BLOCK_SIZE, "tail": 1}
+
+
+def test_a_reset_makes_everything_new(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    engine.reset()
+    engine.add(request("second", 5))
+    engine.run()
+    assert missed(engine, "second") == {"new": 5 * BLOCK_SIZE, "tail": 1}
