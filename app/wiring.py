@@ -22,6 +22,7 @@ from app.policies import KeptPolicies
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.warm_start import BootVerification, open_kept_file, warm_start
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
@@ -29,7 +30,11 @@ from core.rates import LoadOrCompute
 from core.scheduler import OffloadScheduler
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.limits import NotEnoughMemory
+from cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +96,8 @@ class Process:
         self._closers: list[Callable[[], object]] = []
         self._stopping = threading.Event()
         self._started_s = time.time()
+        self._kept_file: KeptFile | None = None
+        self._verification: BootVerification | None = None
         try:
             self._build(settings)
         except (ValueError, StoreError) as error:
@@ -111,11 +118,23 @@ class Process:
             ) from error
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
+        if self._kept_file is not None:
+            self._start_warm(self._kept_file)
         self.store.start(self.manager.inventory)
         if self.engine is not None:
             self.engine.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
         supervisor.start()
+
+    def _start_warm(self, file: KeptFile) -> None:
+        """Take over what the last process left, and after another boot have it verified beside the engine."""
+        _log.info("%s: %s", file.path, warm_start(file, self.store, self.manager))
+        if file.found.other_boot:
+            verification = BootVerification(file, SlotHeaders(file.headers(0), self._pool), self.manager)
+            self._verification = verification
+            threading.Thread(
+                target=verification.run, args=(self._stopping,), name="kvferry-verify", daemon=True
+            ).start()
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
@@ -150,6 +169,9 @@ class Process:
             reasons.append("stopping")
         if self.engine is not None and not self.engine.is_alive():
             reasons.append(f"the engine's thread does not run; its last error: {self.engine.last_error}")
+        verifying = None if self._verification is None else self._verification.reason()
+        if verifying is not None:
+            reasons.append(verifying)
         if self.copies is not None and not self.copies.is_alive():
             reasons.append("the copy thread does not run")
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
@@ -192,14 +214,18 @@ class Process:
             )
         self._host = self._describe(settings)
         num_slots = self._count_slots(settings)
-        pool = HostPool(num_slots, self._host.slot_bytes)
-        self._closers.append(pool.close)
         name = settings.engine_name or _name_of(self._host)
+        file = open_kept_file(settings, name, self._host.fingerprint, num_slots, self._host.slot_bytes)
+        pool = HostPool(num_slots, self._host.slot_bytes, backing=file)
+        self._closers.append(pool.close)
+        self._pool = pool
+        self._kept_file = file
         self.store = Store(
             settings.resolved_database_url(),
             name,
             settings.pool_kind.value,
             _history_limits(settings),
+            num_kept_slots=num_slots if file is not None and file.found.is_kept else 0,
             on_replaced=lambda: self.policies.write_again(time.time()),
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
@@ -211,6 +237,8 @@ class Process:
             sink=self.feed,
             max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
+            record=None if file is None else KeptRecord(file),
+            epoch=0 if file is None else file.min_epoch,
         )
         self.scheduler = OffloadScheduler(
             self.manager,
@@ -235,7 +263,10 @@ class Process:
         if engine is None:
             return
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], self._host.layout.blocks_per_slot)
-        copies = CpuCopyEngine(blocks, pool, engine.wake)
+        copies: CopyEngine = CpuCopyEngine(blocks, pool, engine.wake)
+        if self._kept_file is not None:
+            self._closers.append(copies.close)
+            copies = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)
         self.copies = copies
         self._closers.append(copies.close)
         engine.attach(self.scheduler, copies)

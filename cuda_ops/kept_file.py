@@ -66,6 +66,11 @@ class FoundPool:
     num_whole: int
     other_boot: bool
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether its slots may come back."""
+        return not self.is_new and self.dropped is None
+
 
 def read_boot_id() -> str:
     """The kernel's name for the time since the machine was started."""
@@ -123,7 +128,7 @@ class KeptFile:
             self.found = self._look(json.loads(text))
             if self.found.dropped is not None:
                 _log.warning("the kept pool %s is dropped and starts empty: %s", path, self.found.dropped)
-            if self.found.is_new or self.found.dropped is not None:
+            if not self.found.is_kept:
                 self._start_anew(text)
             elif self._size() > shape.payload_offset + shape.payload_bytes:
                 self._shared.free(shape.payload_offset + shape.payload_bytes)

@@ -97,7 +97,8 @@ class Settings(BaseSettings):
     )
     pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
         default=PoolKind.PINNED,
-        description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder.",
+        description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder. The last two outlive "
+        "the process, so that a restart begins warm.",
     )
     pool_path: Annotated[Path | None, _read(values.folder)] = Field(
         default=None, description="Folder of the pool's file; only with `POOL_KIND=file`."

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from core.eviction import EVICTION_POLICIES
 
 OFFERED: Mapping[str, tuple[object, ...]] = {
-    "pool_kind": ("pinned",),
     "eviction_policy": tuple(EVICTION_POLICIES),
     "tiers": ((),),
     "offload_level": ("block",),

@@ -36,8 +36,6 @@ LOG_INTERVAL_S = 60.0
 REPLACEMENT_GRACE_S = 1.0
 """Whoever moves a database away and another in needs a moment between the two; opening at once would create a third."""
 
-_SURVIVING_POOLS = ("shm", "file")
-
 
 @dataclass(frozen=True, slots=True)
 class JournalStats:
@@ -69,11 +67,12 @@ class Journal(NullSink):
         engine: str,
         pool_kind: str,
         limits: HistoryLimits | None = None,
+        num_kept_slots: int = 0,
         max_queued_rows: int = MAX_QUEUED_ROWS,
         clock: Callable[[], float] = time.time,
         on_replaced: Callable[[], None] | None = None,
     ) -> None:
-        """`engine` names the rows.
+        """`engine` names the rows. Of a pool that outlived its process, `num_kept_slots` are the slots there are.
 
         `on_replaced` is called on the journal's thread once another database was opened, to write again what memory
         knows besides slots: overrides and rules. What it raises has it called again.
@@ -86,7 +85,7 @@ class Journal(NullSink):
         self._on_replaced = on_replaced
         self._queue = HistoryQueue(max_queued_rows)
         self._history = HistoryWriter(engine, self._queue)
-        self._projection = SlotProjection(engine, wipe=pool_kind not in _SURVIVING_POOLS)
+        self._projection = SlotProjection(engine, num_kept_slots)
         self._trimmer = HistoryTrimmer(engine, self._limits)
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()

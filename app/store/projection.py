@@ -35,11 +35,11 @@ class DirtySource(Protocol):
 class SlotProjection:
     """Brings one engine's rows of `slots` up to date, a bounded step at a time."""
 
-    def __init__(self, engine: str, wipe: bool) -> None:
-        """With `wipe`, rows left from before are deleted first: nothing of that pool has survived."""
+    def __init__(self, engine: str, num_kept_slots: int) -> None:
+        """Of rows left from before, those of slots from `num_kept_slots` on are deleted first: they did not survive."""
         self._engine = engine
         self._pending: dict[int, dict[str, Any] | None] = {}
-        self._wiping_from: int | None = 0 if wipe else None
+        self._wiping_from: int | None = num_kept_slots
         self._min_epoch = 0
         self._swept_epoch = 0
         self._sweeping_for = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from app.store.database import Database
 from app.store.intents import Intents
 from app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
+from app.store.kept_rows import KeptRows, read_kept_rows
 from app.store.projection import DirtySource
 from app.store.queries import StoreReader
 from app.store.trim import HistoryLimits
@@ -28,9 +29,12 @@ class Store:
         pool_kind: str,
         limits: HistoryLimits | None = None,
         max_queued_rows: int = MAX_QUEUED_ROWS,
+        num_kept_slots: int = 0,
         on_replaced: Callable[[], None] | None = None,
     ) -> None:
         """Open and migrate the database at `url`; `StoreError` if that fails.
+
+        `num_kept_slots` are the slots of a pool that outlived its process; rows of other slots are deleted.
 
         `engine` is the setting ENGINE_NAME and `pool_kind` POOL_KIND. `on_replaced` is called on the journal's thread
         once another database had to be opened, to put overrides and rules into it again.
@@ -41,10 +45,20 @@ class Store:
         if opened.before != opened.after:
             _log.info("database %s: schema %s, was %s", self.database.name, opened.after, opened.before or "not there")
         self.journal = Journal(
-            self.database, engine, pool_kind, limits, max_queued_rows=max_queued_rows, on_replaced=on_replaced
+            self.database,
+            engine,
+            pool_kind,
+            limits,
+            max_queued_rows=max_queued_rows,
+            num_kept_slots=num_kept_slots,
+            on_replaced=on_replaced,
         )
         self.intents = Intents(self.database, engine)
         self.reader = StoreReader(self.database, engine)
+
+    def kept_rows(self) -> KeptRows:
+        """What the last process of this engine wrote of its slots. Raises `StoreUnavailable`."""
+        return read_kept_rows(self.database, self.engine)
 
     def start(self, source: DirtySource) -> None:
         """Begin to write behind `source`; also after the journal's thread died."""

@@ -31,7 +31,7 @@ def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> Non
     setenv("BLOCK_SIZE", "0")
     setenv("HOST", "0.0.0.0")
     setenv("CONFIG", "c.toml")
-    (clean_world / ".env").write_text("KVFERRY_POOL_KIND=shm\nKVFERRY_LOG_LEVEL=loud\n")
+    (clean_world / ".env").write_text("KVFERRY_POOL_KIND=disk\nKVFERRY_LOG_LEVEL=loud\n")
     (clean_world / "c.toml").write_text("dtype = 'float8'\nport_ = 1\n")
     assert sorted(refused(max_running=4096, pool_bites=1)) == sorted(
         [
@@ -39,7 +39,7 @@ def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> Non
             "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number of 1 or more",
             "KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
             "set ADMIN_TOKEN, or HOST=127.0.0.1",
-            "KVFERRY_POOL_KIND=shm (.env): this version offers only pinned",
+            "KVFERRY_POOL_KIND=disk (.env): must be pinned, shm or file",
             "KVFERRY_LOG_LEVEL=loud (.env): must be debug, info, warning, error or critical",
             "dtype=float8 (c.toml): must be auto, float16, bfloat16, float32 or float64",
             "port_=1 (c.toml): no such setting; did you mean port?",
@@ -112,7 +112,6 @@ def test_values_that_do_not_validate(
 @pytest.mark.parametrize(
     ("name", "value", "offered"),
     [
-        ("pool_kind", "shm", "pinned"),
         ("eviction_policy", "fifo", "lru, arc"),
         ("offload_level", "request", "block"),
         ("tiers", [{"type": "fs", "path": "/data", "max_bytes": "1GiB"}], "[]"),
@@ -130,8 +129,8 @@ def test_cross_checks_name_both_numbers() -> None:
     )
     (problem,) = refused(pool_path="/tmp/pool")
     assert "POOL_KIND is pinned" in problem
-    problems = refused(pool_kind="file")
-    assert any("this version offers only pinned" in problem or "POOL_PATH" in problem for problem in problems)
+    (problem,) = refused(pool_kind="file")
+    assert "POOL_PATH" in problem
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])

@@ -108,15 +108,17 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     database.close()
 
 
-@pytest.mark.parametrize(("pool_kind", "survivors"), [("pinned", 0), ("shm", 3), ("file", 3)])
-def test_rows_of_a_pool_that_did_not_survive_are_deleted_at_start(where: Where, pool_kind: str, survivors: int) -> None:
-    with running(where, pool_kind=pool_kind) as (store, manager):
+@pytest.mark.parametrize(("num_kept_slots", "survivors"), [(0, 0), (2, 2), (8, 3)])
+def test_rows_of_slots_that_did_not_survive_are_deleted_at_start(
+    where: Where, num_kept_slots: int, survivors: int
+) -> None:
+    with running(where) as (store, manager):
         fill(manager, range(3))
     assert count(where, "slots") == 3
     with running(where, engine="another") as (store, _):
         assert store.journal.flush(DEADLINE_S)
         assert count(where, "slots") == 3, "another engine's rows are not ours to delete"
-    with running(where, pool_kind=pool_kind) as (store, _):
+    with running(where, num_kept_slots=num_kept_slots) as (store, _):
         assert store.journal.flush(DEADLINE_S)
         assert count(where, "slots") == survivors
         assert [slot.key for slot in store.reader.slots()] == [key_of(n).hex() for n in range(survivors)]

@@ -1,0 +1,175 @@
+"""A warm start: the headers of a kept pool say which blocks there are, the database how recent they are and whose.
+
+Everything is done in bulk, before anything is served. With the database lost the pool is recovered all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from app.settings import Settings
+from app.settings.kinds import PoolKind
+from app.store import Store, StoreUnavailable
+from app.store.kept_rows import KeptRows
+from core.events import Origin
+from core.kept import KeptBlocks
+from core.manager import OffloadManager
+from core.transfers import Slots
+from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.host_pool import DEFAULT_EXTENT_BYTES
+from cuda_ops.kept_file import KeptFile, PoolRefused
+from cuda_ops.kept_pool import KeptSlots, recover_slots
+from cuda_ops.pool_format import PoolShape
+from cuda_ops.slot_headers import SlotHeaders
+
+_log = logging.getLogger(__name__)
+
+_NOBODY = Origin("")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a restart began with. `known` of the `recovered` slots had a row; the others enter coldest."""
+
+    recovered: int
+    known: int
+    dropped: dict[str, int]
+    seconds: float
+
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        return (
+            f"{self.recovered:,} slots of an earlier process recovered in {self.seconds:.2f} s, {self.known:,} of them "
+            f"with their history; dropped: {dropped}"
+        )
+
+
+def open_kept_file(
+    settings: Settings, name: str, fingerprint: dict[str, object], num_slots: int, slot_bytes: int
+) -> KeptFile | None:
+    """The file of the pool that outlives this process, None for one that does not. Raises `ValueError`."""
+    path = pool_file(settings, name)
+    if path is None:
+        return None
+    if fingerprint.get("revision", "none needed") is None:
+        raise PoolRefused(
+            f"POOL_KIND={settings.pool_kind.value}: nothing says which weights MODEL={settings.model} has, so a kept "
+            "pool could serve another revision's blocks; set POOL_KIND=pinned, or MODEL to a local folder"
+        )
+    shape = PoolShape(num_slots, slot_bytes, 1, max(DEFAULT_EXTENT_BYTES // slot_bytes, 1))
+    try:
+        return KeptFile(path, shape, fingerprint)
+    except OSError as error:
+        raise PoolRefused(
+            f"POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: {error.strerror or error}; make "
+            "its folder writable, or set POOL_PATH to another"
+        ) from error
+
+
+def pool_file(settings: Settings, name: str) -> Path | None:
+    """Where the pool of an engine is kept."""
+    if settings.pool_kind is PoolKind.SHM:
+        return SHARED_MEMORY / f"kvferry-{name}.pool"
+    if settings.pool_kind is PoolKind.FILE and settings.pool_path is not None:
+        return settings.pool_path / f"{name}.pool"
+    return None
+
+
+def warm_start(file: KeptFile, store: Store, manager: OffloadManager) -> WarmStart:
+    """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied."""
+    started_s = time.monotonic()
+    kept = recover_slots(file)
+    try:
+        rows = store.kept_rows() if len(kept.slots) else KeptRows.none()
+    except StoreUnavailable as error:
+        _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
+        rows = KeptRows.none()
+    blocks, stale, num_known = _join(kept, rows, file.shape.num_slots)
+    manager.adopt(blocks, stale)
+    dropped = {reason.value: count for reason, count in kept.dropped.items()}
+    return WarmStart(len(kept.slots), num_known, dropped, time.monotonic() - started_s)
+
+
+def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, Slots, int]:
+    """Blocks with what their rows add, the latest used first; the slots whose row is to be written or deleted; and how
+    many had a row: one of the same slot, key and generation."""
+    count = len(kept.slots)
+    place = np.full(num_slots, -1)
+    place[kept.slots] = np.arange(count)
+    inside = (rows.slots >= 0) & (rows.slots < num_slots)
+    places = np.full(len(rows.slots), -1)
+    places[inside] = place[rows.slots[inside]]
+    fits = places >= 0
+    fits[fits] = kept.generations[places[fits]] == rows.generations[fits]
+    for row in fits.nonzero()[0].tolist():
+        fits[row] = rows.keys[row] == kept.keys[places[row]].hex()
+    at = places[fits]
+    positions, hits = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    stored_s, hit_s = np.zeros(count), np.zeros(count)
+    positions[at], hits[at] = rows.positions[fits], rows.hits[fits]
+    stored_s[at], hit_s[at] = rows.stored_s[fits], rows.hit_s[fits]
+    origins = [_NOBODY] * count
+    for row, i in zip(fits.nonzero()[0].tolist(), at.tolist(), strict=True):
+        origins[i] = rows.origins[row]
+    is_known = np.zeros(count, dtype=np.bool_)
+    is_known[at] = True
+    stale = np.union1d(rows.slots[inside & ~fits], kept.slots[~is_known])
+    # Of blocks that were used together the first of a prefix counts as the latest, so that its end goes first.
+    order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
+    in_order = order.tolist()
+    blocks = KeptBlocks(
+        slots=kept.slots[order],
+        keys=[kept.keys[i] for i in in_order],
+        generations=kept.generations[order],
+        sizes=kept.sizes[order],
+        positions=positions[order],
+        origins=[origins[i] for i in in_order],
+        stored_s=stored_s[order],
+        hit_s=hit_s[order],
+        hits=hits[order],
+    )
+    return blocks, stale.astype(np.int64), len(at)
+
+
+class BootVerification:
+    """After another boot, a look at every recovered slot, beside the engine; `reason` says how far it is."""
+
+    def __init__(self, file: KeptFile, headers: SlotHeaders, manager: OffloadManager) -> None:
+        self._file = file
+        self._headers = headers
+        self._manager = manager
+        self._total = manager.counts().unverified
+        self._done = not file.found.other_boot
+
+    def reason(self) -> str | None:
+        """Why this process is not ready yet, as far as it is this."""
+        if self._done:
+            return None
+        left = self._manager.counts().unverified
+        return f"verifying the pool after the machine was started anew: {self._total - left:,} of {self._total:,} slots"
+
+    def run(self, stopping: threading.Event) -> None:
+        """Verify until there is nothing left, or `stopping`. On a thread of its own."""
+        start = 0
+        num_bad = 0
+        while not self._done and not stopping.is_set():
+            pin = self._manager.begin_verification(start)
+            if not len(pin):
+                self._file.note_boot()
+                self._done = True
+                _log.info("all %s slots are verified; %s were bad and are dropped", f"{self._total:,}", f"{num_bad:,}")
+                return
+            try:
+                bad = self._headers.verify(pin.slots)
+            except Exception:  # noqa: BLE001 - what cannot be looked at goes, and the rest is looked at
+                _log.exception("%d slots cannot be verified, and are dropped", len(pin))
+                bad = pin.slots
+            self._manager.end_verification(pin, bad, time.time())
+            num_bad += len(bad)
+            start = int(pin.slots[-1]) + 1

@@ -1,0 +1,226 @@
+"""The small process that is killed: core, a kept pool, the CPU copy engine and the store, around a toy engine.
+
+It says what happens to it in a few numbers of shared memory, which outlive it, and checks every byte that comes back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from app.store import Store
+from app.warm_start import warm_start
+from core.engine import StepProgress
+from core.groups import GroupLayout, GroupSpec
+from core.loads import Hit, Later
+from core.manager import OffloadManager
+from core.origins import OriginMatch
+from core.policy import PolicyBook, RequestPolicy
+from core.rates import LoadDecision, LoadOrCompute
+from core.scheduler import OffloadScheduler
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.pool_format import PoolShape
+from cuda_ops.slot_headers import SlotHeaders
+from tests.kill.device import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    NUM_TENANTS,
+    Device,
+    ToyRequest,
+    content_of,
+    hash_of,
+    tenant_and_era,
+)
+
+NUM_SLOTS = 256
+EXTENT_SLOTS = 100
+DEVICE_BLOCKS = 96
+NUM_FAMILIES = 40
+MOST_BLOCKS = 16
+MOST_RUNNING = 4
+STEP_BLOCKS = 6
+RESET_CHANCE = 0.004
+FINGERPRINT: dict[str, object] = {"model": "toy", "revision": "1"}
+ENGINE_NAME = "killed"
+SHAPE = PoolShape(NUM_SLOTS, BLOCK_BYTES, 1, EXTENT_SLOTS)
+
+
+class Note(IntEnum):
+    """The numbers that outlive a process."""
+
+    WRONG = 0
+    READY = 1
+    RECOVERED = 2
+    KNOWN = 3
+    DROPPED = 4
+    CORRUPT = 5
+    CHECKED = 6
+    HITS = 7
+    RESETS = 8
+    STEPS = 9
+    ERAS = 10
+
+
+class Notes:
+    """Shared memory, one number a `Note`; from `ERAS` on one a tenant."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            self._numbers = np.frombuffer(mmap.mmap(file.fileno(), mmap.PAGESIZE), dtype=np.int64)
+
+    def __getitem__(self, note: int) -> int:
+        return int(self._numbers[note])
+
+    def __setitem__(self, note: int, number: int) -> None:
+        self._numbers[note] = number
+
+
+class Small:
+    """The process. `step` for as long as it lives."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.notes = Notes(folder / "notes")
+        self._random = random.Random(seed)
+        self._file = KeptFile(folder / "killed.pool", SHAPE, FINGERPRINT)
+        pool = HostPool(NUM_SLOTS, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
+        self._pool = pool
+        self._headers = SlotHeaders(self._file.headers(0), pool)
+        is_kept = self._file.found.is_kept
+        url = f"sqlite:///{folder / 'kvferry.db'}"
+        self.store = Store(url, ENGINE_NAME, "file", num_kept_slots=NUM_SLOTS if is_kept else 0)
+        self.manager = OffloadManager(
+            NUM_SLOTS,
+            BLOCK_BYTES,
+            sink=self.store.journal,
+            record=KeptRecord(self._file),
+            epoch=self._file.min_epoch,
+        )
+        self._device = Device(DEVICE_BLOCKS)
+        self._scheduler = OffloadScheduler(
+            self.manager,
+            PolicyBook(RequestPolicy(), {}),
+            self._device,
+            GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)]),
+            choice=LoadOrCompute(LoadDecision.ALWAYS),
+        )
+        copies = CpuCopyEngine(DeviceLayout.of_arrays([self._device.blocks]), pool, lambda: None, num_threads=2)
+        self._copies = KeptCopies(copies, self._headers, lambda: None)
+        self._running: list[ToyRequest] = []
+        self._number = 0
+        started = warm_start(self._file, self.store, self.manager)
+        self.notes[Note.RECOVERED] = started.recovered
+        self.notes[Note.KNOWN] = started.known
+        self.notes[Note.DROPPED] = sum(started.dropped.values())
+        self.notes[Note.CORRUPT] = 0
+        self.notes[Note.HITS] = 0
+        self._check_recovered()
+        self.notes[Note.READY] = self.manager.counts().ready
+        self.store.start(self.manager.inventory)
+
+    def step(self) -> None:
+        """One step of the engine, and now and then a reset."""
+        now_s = time.time()
+        self._end_transfers(now_s)
+        self._admit(now_s)
+        progress: list[StepProgress] = []
+        computing: list[tuple[ToyRequest, int]] = []
+        for request in self._running:
+            if not request.is_loading:
+                end = min(request.num_computed + STEP_BLOCKS, len(request.block_hashes))
+                computing.append((request, end))
+                tokens = end * BLOCK_TOKENS + (end == len(request.block_hashes))
+                progress.append(StepProgress(request.request_id, [request.table], tokens))
+        plan = self._scheduler.plan_step(progress, now_s)
+        for job in plan.loads:
+            self._copies.submit(job)
+        for request, end in computing:
+            for i in range(request.num_computed, end):
+                self._device.blocks[request.table[i]] = content_of(request.block_hashes[i])
+            request.num_computed = end
+        for job in plan.stores:
+            self._copies.submit(job)
+        for request, end in computing:
+            if end == len(request.block_hashes):
+                self._finish(request, now_s)
+        if self._random.random() < RESET_CHANCE:
+            self._reset(now_s)
+        snapshot = self._scheduler.snapshot()
+        self.notes[Note.READY] = snapshot.pool.ready
+        self.notes[Note.CORRUPT] = snapshot.load.corrupt
+        self.notes[Note.STEPS] += 1
+
+    def _end_transfers(self, now_s: float) -> None:
+        for outcome in self._scheduler.on_transfers_finished(self._copies.poll(), now_s):
+            request = next(each for each in self._running if each.request_id == outcome.request_id)
+            request.is_loading = False
+            if outcome.ok:
+                first = outcome.first_token // BLOCK_TOKENS
+                request.num_computed = first + outcome.num_tokens // BLOCK_TOKENS
+                for i in range(first, request.num_computed):
+                    self._check(self._device.blocks[request.table[i]], request.block_hashes[i])
+                self.notes[Note.HITS] += request.num_computed - first
+
+    def _admit(self, now_s: float) -> None:
+        while len(self._running) < MOST_RUNNING:
+            num_blocks = self._random.randint(1, MOST_BLOCKS)
+            table = self._device.take(num_blocks)
+            if table is None:
+                return
+            self._number += 1
+            family = self._random.randrange(NUM_FAMILIES)
+            tenant = family % NUM_TENANTS
+            era = self.notes[Note.ERAS + tenant]
+            hashes = [hash_of(tenant, era, family, i) for i in range(num_blocks)]
+            request = ToyRequest(f"{os.getpid()}-{self._number}", tenant, hashes, table)
+            self._scheduler.on_new_request(request, now_s)
+            found = self._scheduler.match(request.request_id, 0, now_s)
+            if isinstance(found, Later):
+                self._running.append(request)
+                self._finish(request, now_s)
+                continue
+            num_tokens = found.num_tokens if isinstance(found, Hit) else 0
+            self._scheduler.commit(request.request_id, [table], num_tokens, now_s)
+            request.is_loading = num_tokens > 0
+            self._running.append(request)
+
+    def _finish(self, request: ToyRequest, now_s: float) -> None:
+        self._scheduler.on_request_finished(request.request_id, now_s)
+        self._running.remove(request)
+        self._device.release(request.table)
+
+    def _reset(self, now_s: float) -> None:
+        """Forget all, or a tenant. From then on nothing of its era may come back, and none of it is stored any more."""
+        tenant = None if self._random.random() < 0.3 else self._random.randrange(NUM_TENANTS)
+        for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
+            self._finish(request, now_s)
+        self._scheduler.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
+        self.notes[Note.READY] = self.manager.counts().ready
+        for each in range(NUM_TENANTS) if tenant is None else [tenant]:
+            self.notes[Note.ERAS + each] += 1
+        self.notes[Note.RESETS] += 1
+
+    def _check_recovered(self) -> None:
+        """Nothing that a reset dropped is there, and whatever verifies has the bytes of its key."""
+        rows = self.manager.inventory.list_blocks(0, NUM_SLOTS)
+        bad = set(self._headers.verify(rows.slots).tolist())
+        for slot, key in zip(rows.slots.tolist(), rows.keys, strict=True):
+            tenant, era = tenant_and_era(key)
+            self.notes[Note.WRONG] += era != self.notes[Note.ERAS + tenant]
+            if slot not in bad:
+                self._check(self._pool.slot(slot), key)
+
+    def _check(self, block: np.ndarray, key: bytes) -> None:
+        self.notes[Note.CHECKED] += 1
+        self.notes[Note.WRONG] += not np.array_equal(block, content_of(key))

@@ -1,0 +1,142 @@
+"""A service with a kept pool, killed or stopped and started again: its next process begins warm, with right bytes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.process import Served, check_identities, serving, wait_until
+
+SETTINGS: dict[str, object] = {
+    "engine_name": "kept",
+    "device_blocks": 24,
+    "block_size": 16,
+    "pool_bytes": "2MiB",
+    "pool_kind": "file",
+    "load_decision": "always",
+}
+PROMPTS = [[(7 * n + 3 * i) % 250 + 1 for i in range(160)] for n in range(6)]
+BLOCKS = 9
+"""Whole blocks of a prompt that a hit may have: the last token is computed."""
+
+
+@contextmanager
+def kept(folder: Path, **settings: object) -> Iterator[Served]:
+    with serving(folder, **SETTINGS | {"pool_path": folder / "pool"} | settings) as served:
+        yield served
+
+
+def kill(served: Served) -> None:
+    served.process.send_signal(signal.SIGKILL)
+    served.process.wait(30)
+
+
+def warm_up(served: Served) -> list[list[int]]:
+    answers = [served.tokens(prompt, max_tokens=8) for prompt in PROMPTS]
+    served.settle()
+    return answers
+
+
+def evictions(served: Served, reason: str) -> list[Any]:
+    return list(served.get(f"/admin/v1/evictions?reason={reason}")["items"])
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) -> None:
+    with kept(tmp_path) as served:
+        expected = warm_up(served)
+        before = served.stats()["pool"]
+        if end == "stop":
+            assert served.stop() == 0
+        else:
+            kill(served)
+    with kept(tmp_path) as served:
+        pool = served.stats()["pool"]
+        assert pool["ready"] == pool["unverified"]
+        assert pool["ready"] >= 0.9 * before["ready"] if end == "kill" else pool["ready"] == before["ready"]
+        assert warm_up(served) == expected
+        stats = served.stats()
+        check_identities(stats)
+        assert stats["prompt_tokens"]["host_hit"] >= (len(PROMPTS) - 1) * BLOCKS * 16
+        assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
+        assert stats["pool"]["unverified"] < pool["unverified"]
+        assert "slots of an earlier process recovered" in served.log()
+
+
+def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
+    with kept(tmp_path), pytest.raises(AssertionError, match="in use by another process"), kept(tmp_path):
+        pass
+
+
+def test_flipped_bytes_are_a_miss_a_count_and_a_row_in_history(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        expected = warm_up(served)
+        kill(served)
+    pool = tmp_path / "pool" / "kept.pool"
+    raw = bytearray(pool.read_bytes())
+    for at in range(len(raw) - (2 << 20) + 100, len(raw), 1 << 14):
+        raw[at] ^= 0xFF
+    pool.write_bytes(raw)
+    with kept(tmp_path) as served:
+        assert warm_up(served) == expected
+        stats = served.stats()
+        check_identities(stats)
+        assert stats["load"]["corrupt"] > 0
+        assert stats["evictions"]["by_reason"]["failed_verification"] == stats["load"]["corrupt"]
+        wait_until(lambda: len(evictions(served, "failed_verification")) > 0, "the rows")
+
+
+def hashes(served: Served, request: str) -> set[str]:
+    """The blocks that requests with this beginning stored; those of nobody begin with nothing."""
+    blocks = served.get("/admin/v1/blocks?limit=1000")["items"]
+    return {block["hash"] for block in blocks if block["request"].startswith(request)}
+
+
+def test_what_a_reset_dropped_does_not_come_back_and_the_rest_does(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        for number, prompt in enumerate(PROMPTS):
+            served.tokens(prompt, max_tokens=2, request_id=f"{'dropped' if number % 2 else 'other'}-{number}")
+        served.settle()
+        others = hashes(served, "other")
+        assert hashes(served, "dropped")
+        answer = served.http.post("/admin/v1/reset", json={"match": {"request": "dropped-*"}})
+        kill(served)
+        assert answer.status_code == 200
+        assert answer.json()["dropped_blocks"] > 0
+    with kept(tmp_path) as served:
+        assert hashes(served, "") == others
+        answer = served.http.post("/admin/v1/reset", json={})
+        kill(served)
+        assert answer.json()["dropped_blocks"] == len(others)
+    with kept(tmp_path) as served:
+        assert hashes(served, "") == set()
+
+
+def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        warm_up(served)
+        kill(served)
+    with kept(tmp_path, block_size=32) as served:
+        assert served.stats()["pool"]["ready"] == 0
+        assert "is dropped and starts empty: block_bytes was" in served.log()
+
+
+def test_without_the_database_the_pool_is_recovered_and_without_the_pool_the_rows_go(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        expected = warm_up(served)
+        ready = served.stats()["pool"]["ready"]
+        assert served.stop() == 0
+    for path in tmp_path.glob("kvferry.db*"):
+        path.unlink()
+    with kept(tmp_path) as served:
+        assert served.stats()["pool"]["ready"] == ready
+        assert warm_up(served) == expected
+        assert served.stop() == 0
+    (tmp_path / "pool" / "kept.pool").unlink()
+    with kept(tmp_path) as served:
+        assert served.stats()["pool"]["ready"] == 0
