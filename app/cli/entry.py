@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli import config, db, events, evictions, policy, replay, reset, rules, serve, stats
+from app.cli import config, db, events, evictions, policy, pool, replay, reset, rules, serve, stats
 from app.cli.console import ExitCode, complain, err, note, out
 
 # Typer brings its own copy of click or depends on it, by version; this is either's base of all usage errors.
@@ -32,6 +32,7 @@ app.command("evictions")(evictions.evictions)
 app.command("events")(events.events)
 app.add_typer(config.app, name="config")
 app.add_typer(db.app, name="db")
+app.add_typer(pool.app, name="pool")
 app.command("replay")(replay.replay)
 
 

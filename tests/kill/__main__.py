@@ -20,21 +20,21 @@ EARLY_CHANCE = 0.15
 def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
     """What there was and what came back, in all rounds together."""
     picks = random.Random(seed)
-    driver = Driver(folder)
     ready = recovered = known = hits = corrupt = deaths_at_start = 0
     begun_s = time.monotonic()
-    for _ in range(rounds):
-        early_s = picks.uniform(0, EARLY_S) if picks.random() < EARLY_CHANCE else None
-        life = driver.live(picks.getrandbits(32), min(picks.expovariate(1 / LIFE_S), 4 * LIFE_S), early_s)
-        if not life.started:
-            deaths_at_start += 1
-            continue
-        ready += life.ready_before
-        # What was published since the last note may be more than was noted.
-        recovered += min(life.recovered, life.ready_before)
-        known += life.known
-        hits += life.hits
-        corrupt += life.corrupt
+    with Driver(folder) as driver:
+        for _ in range(rounds):
+            early_s = picks.uniform(0, EARLY_S) if picks.random() < EARLY_CHANCE else None
+            life = driver.live(picks.getrandbits(32), min(picks.expovariate(1 / LIFE_S), 4 * LIFE_S), early_s)
+            if not life.served:
+                deaths_at_start += 1
+                continue
+            ready += life.ready_before
+            # What was published since the last note may be more than was noted.
+            recovered += min(life.recovered, life.ready_before)
+            known += life.known
+            hits += life.hits
+            corrupt += life.corrupt
     notes = driver.notes
     return {
         "rounds": rounds,

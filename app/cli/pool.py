@@ -1,0 +1,80 @@
+"""`kvferry pool`: the file of a kept pool, looked at while no service has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from app.cli.console import ExitCode, complain, count, err, new_table, out, print_json, size, words
+from app.cli.remote import JsonOption
+
+_BATCH_SLOTS = 256
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """The file of a kept pool."""
+
+
+@app.command("inspect")
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The pool's file, as the log of its service names it.")],
+    as_json: JsonOption = False,
+) -> int:
+    """Show a pool's header, fingerprint and slots, and verify every checksum. Changes nothing.
+
+    Exits with 1 if the file is no pool or a slot's bytes are not what its header says. While a service uses the pool,
+    slots that it is just writing may count as bad.
+    """
+    from cuda_ops.inspection import inspect_pool
+    from cuda_ops.kept_file import NotAPool
+
+    try:
+        pool = inspect_pool(path)
+    except (NotAPool, OSError) as error:
+        complain(f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is no pool: {error}")
+        return ExitCode.REFUSED
+    slots = pool.kept.slots
+    starts = range(0, len(slots), _BATCH_SLOTS)
+    bad: list[int] = []
+    for start in track(starts, "verifying", console=err, transient=True, disable=not err.is_terminal):
+        bad += pool.verify(slots[start : start + _BATCH_SLOTS]).tolist()
+    shape, header = pool.header.shape, pool.header
+    summary = {
+        "slots": shape.num_slots,
+        "slot_bytes": shape.slot_bytes,
+        "ranks": shape.num_ranks,
+        "min_epoch": header.min_epoch,
+        "other_boot": pool.other_boot,
+        "valid": len(slots),
+        "verified": len(slots) - len(bad),
+        "bad": len(bad),
+        "dropped": {reason.value: number for reason, number in pool.kept.dropped.items()},
+    }
+    if as_json:
+        print_json({"path": str(path), "fingerprint": header.fingerprint, **summary, "bad_slots": bad})
+    else:
+        table = new_table("field", "value")
+        for name, value in header.fingerprint.items():
+            table.add_row(name, words(value))
+        out.print(table)
+        out.print(
+            f"\n{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s); epoch "
+            f"{header.min_epoch}; written {'before' if pool.other_boot else 'since'} the machine was last started"
+        )
+        dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.kept.dropped.items()))
+        out.print(f"{count(len(slots))} slots would come back; not: {dropped or 'none'}")
+        out.print(f"{count(len(slots) - len(bad))} verified, {count(len(bad))} bad{_shown(bad)}")
+    return ExitCode.REFUSED if bad else ExitCode.OK
+
+
+def _shown(bad: list[int]) -> str:
+    if not bad:
+        return ""
+    more = ", ..." if len(bad) > 10 else ""
+    return f" (slots {', '.join(map(str, bad[:10]))}{more})"

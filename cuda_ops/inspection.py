@@ -1,0 +1,69 @@
+"""A look at a kept pool's file from outside: read-only, without its lock."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.transfers import Slots
+from cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
+from cuda_ops.kept_pool import KeptSlots, read_slots
+from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER, Headers, PoolShape, keys_of, payload_checksum
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedPool:
+    """What a pool's file holds. `kept` is what a restart would bring back, before any byte is verified."""
+
+    header: PoolHeader
+    kept: KeptSlots
+    other_boot: bool
+    memory: NDArray[np.uint8]
+    ranks: list[Headers]
+
+    def verify(self, slots: Slots) -> Slots:
+        """Those of these kept slots whose bytes are not what the header of some rank says."""
+        shape = self.header.shape
+        starts = (shape.row_offsets(slots) + shape.payload_offset).tolist()
+        bad = np.zeros(len(slots), dtype=np.bool_)
+        for rank, headers in enumerate(self.ranks):
+            mine = headers[slots]
+            columns = zip(
+                starts,
+                keys_of(mine),
+                mine["epoch"].tolist(),
+                mine["length"].tolist(),
+                mine["payload_checksum"].tolist(),
+                strict=True,
+            )
+            for i, (row, key, epoch, length, checksum) in enumerate(columns):
+                start = row + rank * shape.slot_bytes
+                bad[i] |= payload_checksum(key, epoch, self.memory[start : start + length]) != checksum
+        return slots[bad]
+
+
+def inspect_pool(path: Path) -> InspectedPool:
+    """Read a pool's headers. Raises `NotAPool` and `OSError`."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        header = read_pool_header(file)
+        shape = header.shape
+        file_bytes = os.fstat(file).st_size
+        if file_bytes < shape.payload_offset:
+            raise NotAPool(f"the file has {file_bytes:,} bytes, and its slot headers end at {shape.payload_offset:,}")
+        memory = np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+    finally:
+        os.close(file)
+    ranks = [_headers(memory, shape, rank) for rank in range(shape.num_ranks)]
+    kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(file_bytes))
+    return InspectedPool(header, kept, header.boot_id != read_boot_id(), memory, ranks)
+
+
+def _headers(memory: NDArray[np.uint8], shape: PoolShape, rank: int) -> Headers:
+    start = POOL_HEADER_BYTES + rank * shape.rank_stride
+    return memory[start : start + shape.num_slots * SLOT_HEADER.itemsize].view(SLOT_HEADER)

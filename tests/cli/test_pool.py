@@ -1,0 +1,53 @@
+"""`kvferry pool inspect`: what a pool's file holds, read without changing it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.cli import main
+from tests.cuda_ops.kept import SHAPE, attached
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store(list(range(8)), list(range(8)), 1)
+        kept.headers.begin(kept.label([20], [5], 2))
+        kept.record.void(np.array([6]), np.array([1]))
+    return path
+
+
+def test_a_sound_pool_is_shown_and_left_as_it_is(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = pool.read_bytes()
+    assert main(["pool", "inspect", str(pool), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fingerprint"] == {"model": "m", "revision": "r", "layers": [1, 2]}
+    assert (told["slots"], told["valid"], told["verified"], told["bad_slots"]) == (12, 6, 6, [])
+    assert told["dropped"] == {"unsealed": 1, "left": 1}
+    assert main(["pool", "inspect", str(pool)]) == 0
+    assert "6 slots would come back; not: 1 left, 1 unsealed" in capsys.readouterr().out
+    assert pool.read_bytes() == before
+
+
+def test_bad_bytes_are_found_and_said_by_the_exit_code(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = bytearray(pool.read_bytes())
+    raw[SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([7]))[0]) + 999] ^= 1
+    pool.write_bytes(raw)
+    assert main(["pool", "inspect", str(pool), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["bad_slots"] == [7]
+    assert main(["pool", "inspect", str(pool)]) == 1
+    assert "5 verified, 1 bad (slots 7)" in capsys.readouterr().out
+
+
+def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 100_000)
+    assert main(["pool", "inspect", str(other)]) == 1
+    assert "is no pool: magic is" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["pool", "inspect", str(tmp_path / "missing")]) == 1
+    assert "No such file" in capsys.readouterr().err

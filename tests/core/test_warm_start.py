@@ -1,0 +1,173 @@
+"""A manager that begins with what an earlier process left, and what it says so that nothing dropped comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.kept import KeptBlocks
+from core.manager import OffloadManager
+from core.origins import OriginMatch
+from core.transfers import NO_SLOTS, Slots
+
+
+class Record:
+    """Says what it was told."""
+
+    def __init__(self) -> None:
+        self.voided: set[tuple[int, int]] = set()
+        self.epochs: list[int] = []
+
+    def void(self, slots: Slots, generations: np.ndarray) -> None:
+        self.voided |= set(zip(slots.tolist(), generations.tolist(), strict=True))
+
+    def void_before(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class Recorder(NullSink):
+    def __init__(self) -> None:
+        self.batches: list[EvictionBatch] = []
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        self.batches.append(batch)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big") + b"\0"
+
+
+def kept(slots: Sequence[int], origins: Sequence[Origin] | None = None) -> KeptBlocks:
+    """Blocks `key(slot)` in these slots, of generation 100 + slot, the latest used first."""
+    count = len(slots)
+    return KeptBlocks(
+        np.array(slots, dtype=np.int64),
+        [key(slot) for slot in slots],
+        np.array([100 + slot for slot in slots], dtype=np.int64),
+        np.full(count, 64),
+        np.arange(count),
+        [Origin("before")] * count if origins is None else origins,
+        np.full(count, 5.0),
+        np.zeros(count),
+        np.zeros(count, dtype=np.int64),
+    )
+
+
+def store(manager: OffloadManager, numbers: Sequence[int]) -> Slots:
+    offer = manager.offer([key(n) for n in numbers], Origin("new"), np.arange(len(numbers)), 1, 9.0)
+    manager.publish(offer.slots, 9.0)
+    return offer.slots
+
+
+def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
+    return [number for number in numbers if manager.find_block(key(number)) is not None]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(policy: str) -> None:
+    manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
+    manager.adopt(kept([5, 0, 7, 2]), NO_SLOTS)
+    counts = manager.counts()
+    assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
+    assert manager.find_prefix([key(5), key(0), key(1)]).tolist() == [5, 0]
+    assert sorted(store(manager, [20, 21, 22, 23]).tolist()) == [1, 3, 4, 6], "free slots are those that nobody has"
+    store(manager, [30])
+    assert present(manager, [5, 0, 7, 2]) == [5, 0, 7]
+    assert manager.counts().unverified == 3
+    store(manager, [31])
+    assert present(manager, [5, 0, 7, 2]) == [5, 0]
+
+
+def test_generations_and_epochs_go_on_where_they_were() -> None:
+    record = Record()
+    manager = OffloadManager(8, 64, record=record, epoch=3)
+    manager.adopt(kept([5, 0]), NO_SLOTS)
+    slots = store(manager, [20])
+    labels = manager.labels(slots)
+    assert labels is not None
+    assert labels.generations.tolist() == [106]
+    assert labels.epochs.tolist() == [3]
+    assert labels.keys == [key(20)]
+    manager.reset(NO_SLOTS, 1.0)
+    assert record.epochs == [4]
+    assert manager.counts().unverified == 0
+    assert manager.epoch == 4
+
+
+def test_only_an_empty_pool_takes_over() -> None:
+    manager = OffloadManager(8, 64)
+    store(manager, [1])
+    with pytest.raises(RuntimeError, match="empty"):
+        manager.adopt(kept([5]), NO_SLOTS)
+
+
+def test_rows_that_do_not_fit_are_written_again() -> None:
+    manager = OffloadManager(8, 64)
+    manager.adopt(kept([5, 0]), np.array([0, 3]))
+    rows = manager.inventory.dirty_rows(10)
+    assert rows is not None
+    assert (rows.slots.tolist(), rows.live.tolist()) == ([0, 3], [True, False])
+    assert manager.inventory.dirty_rows(10) is None, "a row that fits is not written"
+
+
+def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
+    record = Record()
+    manager = OffloadManager(4, 64, record=record)
+    manager.adopt(kept([0, 1, 2, 3]), NO_SLOTS)
+    store(manager, [20])
+    assert record.voided == {(3, 103)}, "evicted"
+    manager.drop_block(key(1), 1.0)
+    assert record.voided == {(3, 103), (1, 101)}, "dropped"
+    offer = manager.offer([key(21)], Origin("new"), np.arange(1), 1, 9.0)
+    manager.abandon(offer.slots)
+    assert (int(offer.slots[0]), 105) in record.voided, "never stored"
+    first = manager.offer([key(30)], Origin("new"), np.arange(1), 1, 9.0)
+    second = manager.offer([key(30)], Origin("new"), np.arange(1), 1, 9.0)
+    manager.publish(first.slots, 9.0)
+    manager.publish(second.slots, 9.0)
+    assert (int(second.slots[0]), 107) in record.voided, "lost the race for its key"
+    assert (int(first.slots[0]), 106) not in record.voided
+
+
+def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
+    manager = OffloadManager(8, 64)
+    manager.adopt(kept([0, 1, 2], [Origin("a", "t1"), Origin("b", "t2"), Origin("")]), NO_SLOTS)
+    manager.drop_matching(OriginMatch(tenant="t1").matches, 0, 1.0)
+    assert present(manager, [0, 1, 2]) == [1]
+
+
+def test_verification_drops_what_is_bad_and_ends() -> None:
+    sink = Recorder()
+    manager = OffloadManager(8, 64, sink=sink)
+    manager.adopt(kept([0, 1, 2, 3, 4]), NO_SLOTS)
+    loading = manager.pin(manager.find_prefix([key(1), key(2)]))
+    assert manager.begin_load(loading, 1.0)
+    assert manager.unverified(loading.slots).tolist() == [1, 2]
+    pin = manager.begin_verification(0)
+    assert pin.slots.tolist() == [0, 1, 2, 3, 4]
+    store(manager, [20, 21, 22, 23, 24, 25])
+    assert present(manager, [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4], "nothing goes while it is looked at"
+    manager.end_verification(pin, np.array([1, 3]), 2.0)
+    assert present(manager, [0, 1, 2, 3, 4]) == [0, 2, 4]
+    assert not manager.end_load(loading), "one of its slots is gone"
+    assert manager.counts().unverified == 0
+    assert not len(manager.begin_verification(0))
+    failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
+    assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
+    assert manager.evictions.by_reason == {"failed_verification": 2}
+    assert manager.counts().free == 8 - manager.counts().ready
+
+
+def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
+    manager = OffloadManager(8, 64)
+    manager.adopt(kept([0, 1]), NO_SLOTS)
+    pin = manager.begin_verification(0)
+    manager.reset(NO_SLOTS, 1.0)
+    slots = store(manager, [20, 21])
+    manager.end_verification(pin, pin.slots, 2.0)
+    assert present(manager, [20, 21]) == [20, 21]
+    assert len(slots) == 2
+    assert manager.counts().free == 6
