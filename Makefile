@@ -30,6 +30,7 @@ soak: $(STAMP)
 # Breaks every rule of offloading, one at a time, and sees that the tests go red. NAMES='a pin' for some of them.
 mutants: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.mutants $(if $(NAMES),"$(NAMES)")
+
 # A process with a kept pool, killed so many times in a row; every byte that comes back is checked.
 kill-test: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.kill $(ROUNDS) $(SEED)

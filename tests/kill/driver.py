@@ -50,12 +50,12 @@ class Driver:
     def __exit__(self, *_: Any) -> None:
         self._zygote.communicate()
 
-    def live(self, seed: int, life_s: float, start_s: float | None = None) -> Life:
+    def live(self, seed: int, life_s: float, start_s: float | None = None, calm: bool = False) -> Life:
         """One life, killed after it has served for `life_s`, or `start_s` after its birth where that comes first."""
         ready_before = self.notes[Note.READY]
         if self._zygote.stdin is None or self._zygote.stdout is None:
             raise RuntimeError("the zygote has no pipes")
-        self._zygote.stdin.write(f"{seed} {life_s} {'-' if start_s is None else start_s}\n")
+        self._zygote.stdin.write(f"{seed} {life_s} {start_s or '-'} {'calm' if calm else 'wild'}\n")
         self._zygote.stdin.flush()
         outcome = self._zygote.stdout.readline().strip()
         if outcome not in ("served", "started"):

@@ -47,6 +47,8 @@ NUM_SLOTS = 256
 EXTENT_SLOTS = 100
 DEVICE_BLOCKS = 96
 NUM_FAMILIES = 40
+CALM_FAMILIES = 14
+"""So few that the pool holds them all."""
 MOST_BLOCKS = 16
 MOST_RUNNING = 4
 STEP_BLOCKS = 6
@@ -88,11 +90,13 @@ class Notes:
 
 
 class Small:
-    """The process. `step` for as long as it lives."""
+    """The process. `step` for as long as it lives. In a `calm` one nothing is evicted or reset."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, calm: bool) -> None:
         self.notes = Notes(folder / "notes")
         self._random = random.Random(seed)
+        self._num_families = CALM_FAMILIES if calm else NUM_FAMILIES
+        self._reset_chance = 0.0 if calm else RESET_CHANCE
         self._file = KeptFile(folder / "killed.pool", SHAPE, FINGERPRINT)
         pool = HostPool(NUM_SLOTS, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
         self._pool = pool
@@ -154,7 +158,7 @@ class Small:
         for request, end in computing:
             if end == len(request.block_hashes):
                 self._finish(request, now_s)
-        if self._random.random() < RESET_CHANCE:
+        if self._random.random() < self._reset_chance:
             self._reset(now_s)
         snapshot = self._scheduler.snapshot()
         self.notes[Note.READY] = snapshot.pool.ready
@@ -179,7 +183,7 @@ class Small:
             if table is None:
                 return
             self._number += 1
-            family = self._random.randrange(NUM_FAMILIES)
+            family = self._random.randrange(self._num_families)
             tenant = family % NUM_TENANTS
             era = self.notes[Note.ERAS + tenant]
             hashes = [hash_of(tenant, era, family, i) for i in range(num_blocks)]

@@ -65,16 +65,16 @@ def flip_headers(folder: Path) -> None:
 
 
 def swap_headers(folder: Path) -> None:
-    """Those of the first and the last slots."""
+    """Those of the first and the next slots."""
     file, memory = mapped(folder)
     headers = memory[POOL_HEADER_BYTES:][: NUM_SLOTS * SLOT_HEADER.itemsize].view(SLOT_HEADER)
-    headers[:32], headers[-32:] = headers[-32:].copy(), headers[:32].copy()
+    headers[:20], headers[20:40] = headers[20:40].copy(), headers[:20].copy()
     file.close()
 
 
 def truncate(folder: Path) -> None:
-    """Two thirds are left."""
-    os.truncate(folder / "killed.pool", SHAPE.payload_offset + SHAPE.payload_bytes * 2 // 3)
+    """A third is left."""
+    os.truncate(folder / "killed.pool", SHAPE.payload_offset + SHAPE.payload_bytes // 3)
 
 
 def mapped(folder: Path) -> tuple[BinaryIO, np.ndarray]:
@@ -93,49 +93,48 @@ Drive = Callable[[Path], Driver]
 
 
 @pytest.mark.parametrize(
-    ("damage", "dropped", "corrupt"),
-    [(flip_payload, 0, 1), (flip_headers, 1, 0), (swap_headers, 0, 1), (truncate, 1, 0)],
+    ("damage", "dropped"), [(flip_payload, False), (flip_headers, True), (swap_headers, False), (truncate, True)]
 )
 def test_what_is_damaged_is_counted_and_the_rest_still_hits(
-    drive: Drive, tmp_path: Path, damage: Damage, dropped: int, corrupt: int
+    drive: Drive, tmp_path: Path, damage: Damage, dropped: bool
 ) -> None:
     driver = drive(tmp_path)
-    seen_dropped = seen_corrupt = 0
-    for seed in range(2):
-        driver.live(seed, 0.5)
-        driver.live(seed + 10, 0.2)
-        damage(tmp_path)
-        damaged = driver.live(seed + 20, 0.5)
-        assert driver.notes[Note.WRONG] == 0
-        assert damaged.hits > 0
-        assert damaged.recovered >= 0.5 * damaged.ready_before
-        seen_dropped += damaged.dropped
-        seen_corrupt += damaged.corrupt
-    assert seen_dropped > 5 * dropped
-    assert (seen_corrupt > 0) == bool(corrupt)
+    driver.live(1, 0.7, calm=True)
+    damage(tmp_path)
+    life = driver.live(2, 1.5, calm=True)
+    assert driver.notes[Note.WRONG] == 0
+    assert life.hits > 0
+    assert 0.2 * life.ready_before < life.recovered
+    if dropped:
+        assert life.recovered < 0.9 * life.ready_before
+        assert life.dropped > 20
+        assert life.corrupt == 0
+    else:
+        assert life.recovered > 0.9 * life.ready_before
+        assert life.corrupt > 5
 
 
 def test_an_old_database_a_lost_one_and_another_models_cost_no_block(drive: Drive, tmp_path: Path) -> None:
     """Headers alone decide; rows that do not fit are replaced."""
     driver, other = drive(tmp_path / "one"), drive(tmp_path / "other")
-    other.live(1, 1.0)
+    other.live(1, 1.0, calm=True)
     driver.live(2, 1.0)
     old = tmp_path / "old"
     old.mkdir()
     copy_database(driver.folder, old)
-    driver.live(3, 1.0)
+    driver.live(3, 1.5, calm=True)
     for source in (old, None, other.folder):
         for path in driver.folder.glob("kvferry.db*"):
             path.unlink()
         if source is not None:
             copy_database(source, driver.folder)
-        life = driver.live(4, 1.0)
-        assert life.recovered > 0.5 * life.ready_before
+        life = driver.live(4, 1.5, calm=True)
+        assert life.recovered > 0.9 * life.ready_before
         assert life.hits > 0
-        assert life.known < life.recovered
+        assert life.known < 0.5 * life.recovered
         assert driver.notes[Note.WRONG] == 0
-    life = driver.live(5, 0.5)
-    assert life.known > 0, "their own rows were written instead"
+    life = driver.live(5, 0.3, calm=True)
+    assert life.known > 0.5 * life.recovered, "their own rows were written instead"
 
 
 def copy_database(source: Path, target: Path) -> None:
@@ -145,8 +144,8 @@ def copy_database(source: Path, target: Path) -> None:
 
 def test_a_database_of_a_lost_pool_brings_nothing_back(drive: Drive, tmp_path: Path) -> None:
     driver = drive(tmp_path)
-    driver.live(1, 1.0)
+    driver.live(1, 1.0, calm=True)
     driver.pool.unlink()
-    life = driver.live(2, 0.3)
+    life = driver.live(2, 0.3, calm=True)
     assert (life.recovered, life.known) == (0, 0)
     assert driver.notes[Note.WRONG] == 0

@@ -1,6 +1,7 @@
 """The process that the small one is born of: all is loaded and no thread runs, so a life begins in milliseconds.
 
-It reads a line for each life, `seed life_s start_s` (`start_s` may be `-`), and answers with what the life came to.
+It reads a line for each life, `seed life_s start_s mood`, and answers with what the life came to. `start_s` may be `-`; a
+mood is `calm` or `wild`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from cuda_ops.native import segment_copier
 from tests.kill.small import Small
 
 
-def live(folder: Path, seed: int, life_s: float, start_s: float | None) -> str:
+def live(folder: Path, seed: int, life_s: float, start_s: float | None, calm: bool) -> str:
     """Fork, wait, kill: `served`, `started` if it did not come to serve, or how it ended by itself."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(readable)
-        _serve(folder, seed, writable)
+        _serve(folder, seed, calm, writable)
     os.close(writable)
     # The child closes its end only by its death.
     served = _wait(readable, start_s) and os.read(readable, 1) == b"s"
@@ -40,9 +41,9 @@ def _wait(file: int, timeout_s: float | None) -> bool:
     return bool(select.select([file], [], [], timeout_s)[0])
 
 
-def _serve(folder: Path, seed: int, told: int) -> None:
+def _serve(folder: Path, seed: int, calm: bool, told: int) -> None:
     try:
-        small = Small(folder, seed)
+        small = Small(folder, seed, calm)
         os.write(told, b"s")
         while True:
             small.step()
@@ -56,6 +57,7 @@ if __name__ == "__main__":
     segment_copier()
     for line in sys.stdin:
         words = line.split()
-        outcome = live(Path(sys.argv[1]), int(words[0]), float(words[1]), None if words[2] == "-" else float(words[2]))
+        start_s = None if words[2] == "-" else float(words[2])
+        outcome = live(Path(sys.argv[1]), int(words[0]), float(words[1]), start_s, words[3] == "calm")
         sys.stdout.write(outcome + "\n")
         sys.stdout.flush()
