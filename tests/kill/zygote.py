@@ -1,6 +1,6 @@
 """The process that the small one is born of: all is loaded and no thread runs, so a life begins in milliseconds.
 
-It reads a line for each life, `seed life_s start_s mood`, and answers with what the life came to. `start_s` may be `-`; a
+It reads a line for each life, `seed life_s start_s mood`, and answers what the life came to. `start_s` may be `-`; a
 mood is `calm` or `wild`.
 """
 
