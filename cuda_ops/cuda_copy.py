@@ -1,0 +1,363 @@
+"""The CUDA copy engine: a stream each way, on which jobs run one after another beside the compute.
+
+A job is submitted by recording an event on the stream that computes; all else happens on two threads a direction. One
+computes what a job copies and queues it behind that event, the other waits for its end. So the engine's thread neither
+plans nor waits, the next job is queued while one runs, and both directions run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.dma import DmaMover, Mover
+from cuda_ops.driver import CudaDriver, CudaError
+from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.ledger import JobLedger
+from cuda_ops.segments import SegmentBuffer, SegmentPlanner
+
+_log = logging.getLogger(__name__)
+
+
+class CudaCopyEngine:
+    """A `CopyEngine` for device blocks in a CUDA device's memory.
+
+    An error that leaves the device unusable fails every job there is and every later one, and `is_alive` says so; any
+    other fails its job.
+    """
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        pool: HostPool,
+        on_finished: Callable[[], None],
+        *,
+        driver: CudaDriver,
+        device: int,
+        current_stream: Callable[[], int],
+        worker: int = 0,
+        mover: Mover | None = None,
+    ) -> None:
+        """`device` is counted as torch does. `current_stream` gives the handle of the stream that the calling thread
+        computes on; it is asked in `submit` and `poll`. `on_finished` is called on a copy thread after each job; it may
+        only notify.
+
+        Raises `ValueError` if a slot of the pool is too small for the layout, and `CudaError`.
+        """
+        self._planner = SegmentPlanner(layout, pool)
+        # The layout keeps the tensors allocated for as long as this engine may copy.
+        self._layout = layout
+        self._pool = pool
+        self._ledger = JobLedger(worker, on_finished)
+        self._driver = driver
+        self._mover = DmaMover(driver) if mover is None else mover
+        self._current_stream = current_stream
+        self._device = driver.device(device)
+        self._context = driver.retain_context(self._device)
+        self._ready_events = _Events(driver, timing=False)
+        self._timing_events = _Events(driver, timing=True)
+        self._buffers: deque[SegmentBuffer] = deque()
+        self._loaded: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._broken: str | None = None
+        self._closed = False
+        self._lanes: dict[Direction, _Lane] = {}
+        try:
+            with driver.current(self._context):
+                for direction in Direction:
+                    self._lanes[direction] = _Lane(direction, driver.create_stream(), self._issue, self._finish)
+        except BaseException:
+            self._give_back()
+            raise
+        for lane in self._lanes.values():
+            lane.start()
+
+    def submit(self, job: TransferJob) -> None:
+        """See `CopyEngine`. A job that comes after `close`, or to a dead engine, fails at once."""
+        self._ledger.open(job)
+        with self._lock:
+            error = "the copy engine is closed" if self._closed else self._broken
+            if error is None:
+                ready: int | CudaError
+                try:
+                    with self._driver.current(self._context):
+                        ready = self._ready_events.take()
+                        self._driver.record_event(ready, self._current_stream())
+                except CudaError as failure:
+                    # Whether the device is still usable is found out where that may take time.
+                    ready = failure
+                self._lanes[job.direction].put(_Waiting(job, ready))
+                return
+        self._ledger.end(job, error)
+
+    def poll(self) -> list[TransferResult]:
+        """See `CopyEngine`. What the current stream is given from now on comes behind the loads that this tells of."""
+        results = self._ledger.take_results()
+        with self._lock:
+            if self._loaded and not self._closed and self._broken is None:
+                try:
+                    self._order_behind_loads()
+                except CudaError as error:
+                    # The host has seen these loads end, and a dead device shows at the next job.
+                    _log.warning("the compute stream could not be ordered behind loads that have ended: %s", error)
+        return results
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See `CopyEngine`."""
+        return self._ledger.wait(job_ids, timeout_s)
+
+    def is_alive(self) -> bool:
+        """See `CopyEngine`."""
+        return not self._closed and self._broken is None and all(lane.is_alive() for lane in self._lanes.values())
+
+    def close(self) -> None:
+        """See `CopyEngine`. Waits for the copies that the device has, whose memory may not be freed under them."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for lane in self._lanes.values():
+            for waiting in lane.close():
+                self._ledger.end(waiting.job, "the copy engine was closed before the job started")
+        for lane in self._lanes.values():
+            lane.join()
+        self._give_back()
+
+    # ---- on the copy threads -----------------------------------------------------------------------------------------
+
+    def _issue(self, lane: _Lane, waiting: _Waiting) -> _Running | None:
+        """Plan a job and queue its copies; None if the job has ended at that."""
+        job = waiting.job
+        if self._broken is not None:
+            self._ledger.end(job, self._broken)
+            return None
+        ready = waiting.ready
+        if isinstance(ready, CudaError):
+            self._settle(lane)
+            self._ledger.end(job, _describe(ready))
+            return None
+        memory = self._pool.hold()
+        buffer = self._buffers.pop() if self._buffers else SegmentBuffer()
+        try:
+            segments = self._planner.plan(job, buffer, coalesce=True)
+            num_bytes = self._planner.num_bytes(job)
+            with self._driver.current(self._context):
+                start, end = self._timing_events.take(), self._timing_events.take()
+        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+            if isinstance(failure, CudaError):
+                self._settle(lane)
+            self._buffers.append(buffer)
+            self._ready_events.give(ready)
+            self._ledger.end(job, _describe(failure))
+            return None
+        running = _Running(job, start, end, buffer, memory, num_bytes)
+        try:
+            with self._driver.current(self._context):
+                self._driver.wait_event(lane.stream, ready)
+                self._driver.record_event(start, lane.stream)
+                if len(segments.sizes):
+                    self._mover.move(job.direction, segments, lane.stream)
+                self._driver.record_event(end, lane.stream)
+        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+            # Some of its copies may be queued, and read the buffer and the pool.
+            self._fail(lane, running, failure)
+            return None
+        finally:
+            self._ready_events.give(ready)
+        return running
+
+    def _finish(self, lane: _Lane, running: _Running) -> None:
+        """Wait for the end of a job's copies."""
+        try:
+            with self._driver.current(self._context):
+                self._driver.synchronize_event(running.end)
+                seconds = self._driver.elapsed_s(running.start, running.end)
+        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+            self._fail(lane, running, failure)
+            return
+        self._buffers.append(running.buffer)
+        self._timing_events.give(running.start)
+        if running.job.direction is Direction.LOAD:
+            self._loaded.append(running.end)
+        else:
+            self._timing_events.give(running.end)
+        self._ledger.end(running.job, None, running.num_bytes, seconds)
+
+    def _fail(self, lane: _Lane, running: _Running, failure: Exception) -> None:
+        """End a job of which copies may be queued."""
+        self._settle(lane)
+        self._buffers.append(running.buffer)
+        self._timing_events.give(running.start)
+        self._timing_events.give(running.end)
+        self._ledger.end(running.job, _describe(failure))
+
+    def _settle(self, lane: _Lane) -> None:
+        """After an error: wait until nothing runs on the stream. A device that cannot say so any more runs nothing."""
+        try:
+            with self._driver.current(self._context):
+                self._driver.synchronize_stream(lane.stream)
+        except CudaError as error:
+            self._break(error)
+
+    # ---- wherever ----------------------------------------------------------------------------------------------------
+
+    def _break(self, error: CudaError) -> None:
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = f"the CUDA device is unusable: {error}"
+        _log.error("the copy engine is dead, since %s; its jobs fail until the process is started again", error)
+
+    def _order_behind_loads(self) -> None:
+        with self._driver.current(self._context):
+            stream = self._current_stream()
+            while self._loaded:
+                end = self._loaded.popleft()
+                self._driver.wait_event(stream, end)
+                self._timing_events.give(end)
+
+    def _give_back(self) -> None:
+        """Let go of the device. Nothing runs any more; a device that refuses is dead, and has nothing to give back."""
+        try:
+            with self._driver.current(self._context):
+                for lane in self._lanes.values():
+                    self._driver.destroy_stream(lane.stream)
+                self._ready_events.destroy()
+                self._timing_events.destroy()
+            self._driver.release_context(self._device)
+        except CudaError as error:
+            _log.warning("the CUDA device was not given back: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A job that no copy has been queued for; `ready` happens when the work has that came before it, or is why not."""
+
+    job: TransferJob
+    ready: int | CudaError
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A job whose copies are queued between two events. `memory` keeps the pool mapped."""
+
+    job: TransferJob
+    start: int
+    end: int
+    buffer: SegmentBuffer
+    memory: object
+    num_bytes: int
+
+
+class _Lane:
+    """One direction: a stream, the jobs that wait, the jobs that the device has, and a thread behind each queue."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        stream: int,
+        issue: Callable[[_Lane, _Waiting], _Running | None],
+        finish: Callable[[_Lane, _Running], None],
+    ) -> None:
+        self.stream = stream
+        self._issue = issue
+        self._finish = finish
+        self._changed = threading.Condition()
+        self._waiting: deque[_Waiting] = deque()
+        self._running: deque[_Running] = deque()
+        self._closing = False
+        self._all_issued = False
+        self._issuer = threading.Thread(target=self._serve_waiting, name=f"kvferry-{direction}", daemon=True)
+        self._finisher = threading.Thread(target=self._serve_running, name=f"kvferry-{direction}-end", daemon=True)
+
+    def start(self) -> None:
+        self._issuer.start()
+        self._finisher.start()
+
+    def put(self, waiting: _Waiting) -> None:
+        with self._changed:
+            self._waiting.append(waiting)
+            self._changed.notify_all()
+
+    def close(self) -> list[_Waiting]:
+        """Take no more; answers what nobody has begun."""
+        with self._changed:
+            self._closing = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        return waiting
+
+    def join(self) -> None:
+        """Until the device has ended what it was given."""
+        self._issuer.join()
+        self._finisher.join()
+
+    def is_alive(self) -> bool:
+        return self._issuer.is_alive() and self._finisher.is_alive()
+
+    def _serve_waiting(self) -> None:
+        while (waiting := self._take_waiting()) is not None:
+            running = None
+            try:
+                running = self._issue(self, waiting)
+            except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
+                _log.exception("a copy thread goes on after what should have ended it")
+            if running is not None:
+                with self._changed:
+                    self._running.append(running)
+                    self._changed.notify_all()
+        with self._changed:
+            self._all_issued = True
+            self._changed.notify_all()
+
+    def _serve_running(self) -> None:
+        while (running := self._take_running()) is not None:
+            try:
+                self._finish(self, running)
+            except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
+                _log.exception("a copy thread goes on after what should have ended it")
+
+    def _take_waiting(self) -> _Waiting | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _take_running(self) -> _Running | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._running or self._all_issued)
+            return self._running.popleft() if self._running else None
+
+
+class _Events:
+    """Events of one kind, used again. Any thread, with the context current."""
+
+    def __init__(self, driver: CudaDriver, *, timing: bool) -> None:
+        self._driver = driver
+        self._timing = timing
+        self._free: deque[int] = deque()
+        self._all: deque[int] = deque()
+
+    def take(self) -> int:
+        try:
+            return self._free.pop()
+        except IndexError:
+            event = self._driver.create_event(timing=self._timing)
+            self._all.append(event)
+            return event
+
+    def give(self, event: int) -> None:
+        self._free.append(event)
+
+    def destroy(self) -> None:
+        while self._all:
+            self._driver.destroy_event(self._all.popleft())
+
+
+def _describe(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"

@@ -1,0 +1,34 @@
+"""Copies by the device's DMA engines: one driver call a job, or one a segment where the driver is older."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from core.transfers import Direction
+from cuda_ops.driver import CudaDriver
+from cuda_ops.segments import Segments
+
+
+class Mover(Protocol):
+    """Queues the copies of a job on a stream."""
+
+    def move(self, direction: Direction, segments: Segments, stream: int) -> None:
+        """Queue them all, and return without waiting. `segments`, of which there is at least one, stays as it is until
+        the stream has done them. Raises `CudaError` when some may be queued and others are not."""
+
+
+class DmaMover:
+    """A `Mover` of segments of any size."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+
+    def move(self, direction: Direction, segments: Segments, stream: int) -> None:
+        """See `Mover`."""
+        device, host, sizes = segments
+        targets, sources = (host, device) if direction is Direction.STORE else (device, host)
+        if self._driver.has_batches:
+            self._driver.copy_batch(targets, sources, sizes, stream)
+            return
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self._driver.copy(target, source, size, stream)

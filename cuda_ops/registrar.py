@@ -1,0 +1,35 @@
+"""Making host memory known to a CUDA device, so that its copy engines reach it without the processor's help."""
+
+from __future__ import annotations
+
+from cuda_ops.driver import CudaDriver, CudaError
+
+
+class CudaRegistrar:
+    """A `HostRegistrar`."""
+
+    def __init__(self, driver: CudaDriver, device: int) -> None:
+        """For a device as torch counts them. Raises `CudaError`."""
+        self._driver = driver
+        self._device = driver.device(device)
+        self._context = driver.retain_context(self._device)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """See `HostRegistrar`."""
+        try:
+            with self._driver.current(self._context):
+                self._driver.register_host(address, num_bytes)
+        except CudaError as error:
+            raise OSError(str(error)) from error
+
+    def unregister(self, address: int) -> None:
+        """See `HostRegistrar`."""
+        try:
+            with self._driver.current(self._context):
+                self._driver.unregister_host(address)
+        except CudaError as error:
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """Let go of the device. Raises `CudaError`."""
+        self._driver.release_context(self._device)

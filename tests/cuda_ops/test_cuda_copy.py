@@ -1,0 +1,592 @@
+"""The CUDA copy engine over a driver whose work runs late and in any order: bytes, order, errors and the end.
+
+None of this has seen a device but the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from cuda_ops.cuda_copy import CudaCopyEngine
+from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
+from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.prepare import Preparation
+from cuda_ops.registrar import CudaRegistrar
+from tests.cuda_ops.drawn import Device, contents, devices, jobs, pieces, pools
+from tests.cuda_ops.fake_cuda import ALREADY_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, LEAST, ORDER_STREAM, FakeCuda
+from tests.waiting import wait_until
+
+PATIENCE_S = 30.0
+
+
+def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
+    ids, places = np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64)
+    return TransferJob(number, direction, (BlockRun(0, ids, places, np.zeros_like(places)),))
+
+
+def store(number: int, block: int) -> TransferJob:
+    return job(number, Direction.STORE, [block], [block])
+
+
+def load(number: int, block: int) -> TransferJob:
+    return job(number, Direction.LOAD, [block], [block])
+
+
+def engine_on(
+    cuda: FakeCuda, layout: DeviceLayout, pool: HostPool, on_finished: Callable[[], object] = lambda: None
+) -> CudaCopyEngine:
+    return CudaCopyEngine(
+        layout, pool, on_finished, driver=CudaDriver(cuda.resolve), device=0, current_stream=lambda: cuda.compute
+    )
+
+
+class Rig:
+    """Eight blocks of 64 bytes, block i all i + 1, and as many slots of zeros."""
+
+    def __init__(self, **options: bool) -> None:
+        self.cuda = FakeCuda(**options)
+        self.blocks = np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 64, axis=1)
+        self.pool = HostPool(8, 64)
+        self.copies = engine_on(self.cuda, DeviceLayout.of_arrays([self.blocks]), self.pool)
+
+    def results_of(self, *wanted: TransferJob) -> dict[int, TransferResult]:
+        for one in wanted:
+            self.copies.submit(one)
+        return self.ends([one.job_id for one in wanted])
+
+    def ends(self, wanted: list[int]) -> dict[int, TransferResult]:
+        assert self.copies.wait(wanted, PATIENCE_S)
+        results = self.copies.poll()
+        assert sorted(result.job_id for result in results) == sorted(wanted)
+        return {result.job_id: result for result in results}
+
+
+class GatedPool(HostPool):
+    """A pool that tells addresses when it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 64)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        self.asked.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return super().addresses(slots)
+
+
+@pytest.fixture(params=[True, False], ids=["batches", "one by one"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(batches=request.param)
+    yield made
+    made.copies.close()
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(device=devices(), batches=st.booleans(), seed=st.integers(0, 1000), data=st.data())
+def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
+    device: Device, batches: bool, seed: int, data: st.DataObject
+) -> None:
+    pool = data.draw(pools(device.layout))
+    cuda = FakeCuda(seed, batches=batches)
+    copies = engine_on(cuda, device.layout, pool)
+    try:
+        for direction in (Direction.STORE, Direction.LOAD):
+            one = data.draw(jobs(device.layout, pool, direction))
+            fresh = np.random.default_rng(seed).integers(0, 256, device.memory.size, dtype=np.uint8)
+            # What computes the device's bytes runs only when it must, and the job is submitted at once.
+            cuda.launch(lambda fresh=fresh: np.copyto(device.memory, fresh))
+            pool_before = contents(pool)
+            copies.submit(one)
+            assert copies.wait([one.job_id], PATIENCE_S)
+            (result,) = copies.poll()
+            device_after, pool_after = device.memory.copy(), contents(pool)
+            device.memory[:] = fresh
+            for slot in range(pool.num_slots):
+                pool.row(slot)[:] = pool_before[slot]
+            moved = 0
+            for on_device, on_host in pieces(device, pool, one):
+                moved += len(on_device)
+                if direction is Direction.STORE:
+                    on_host[:] = on_device
+                else:
+                    on_device[:] = on_host
+            assert result.error is None
+            assert result.num_bytes == moved
+            assert np.array_equal(device_after, device.memory)
+            assert np.array_equal(pool_after, contents(pool))
+    finally:
+        copies.close()
+        pool.close()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), batches=st.booleans())
+def test_many_jobs_of_both_directions_at_once_arrive_whole_and_end_once(seed: int, batches: bool) -> None:
+    cuda, rng = FakeCuda(seed, batches=batches), np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (64, 48), dtype=np.uint8)
+    pool = HostPool(64, 48, extent_bytes=48 * 10)
+    for slot in range(64):
+        pool.slot(slot)[:] = rng.integers(0, 256, 48, dtype=np.uint8)
+    device_before, pool_before = blocks.copy(), contents(pool)[:, 0]
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
+    ids, slots = rng.permutation(64), rng.permutation(64)
+    directions = {}
+    for number in range(16):
+        directions[number] = Direction.STORE if rng.integers(2) else Direction.LOAD
+        part = slice(4 * number, 4 * number + 4)
+        copies.submit(job(number, directions[number], ids[part].tolist(), slots[part].tolist()))
+    assert copies.wait(range(16), PATIENCE_S)
+    results = copies.poll()
+    assert sorted(result.job_id for result in results) == list(range(16))
+    assert all(result.error is None and result.num_bytes == 192 and result.seconds > 0 for result in results)
+    for number, direction in directions.items():
+        part = slice(4 * number, 4 * number + 4)
+        expected = device_before[ids[part]] if direction is Direction.STORE else pool_before[slots[part]]
+        assert np.array_equal(blocks[ids[part]], expected)
+        assert np.array_equal(contents(pool)[slots[part], 0], expected)
+    copies.close()
+
+
+def test_neighbors_go_as_one_copy_and_a_job_as_one_call() -> None:
+    rig = Rig()
+    assert rig.results_of(job(1, Direction.STORE, [2, 3, 4, 6], [0, 1, 2, 7]))[1].num_bytes == 256
+    assert [count for _, count in rig.cuda.batches] == [2]
+    assert rig.cuda.calls["cuMemcpyAsync"] == 0
+    rig.copies.close()
+
+
+def test_a_job_without_blocks_ends_too(rig: Rig) -> None:
+    results = rig.results_of(job(1, Direction.STORE, [], []), TransferJob(2, Direction.LOAD, ()))
+    assert [(result.error, result.num_bytes) for result in results.values()] == [(None, 0), (None, 0)]
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_submitting_waits_for_no_compute_and_the_copies_wait_for_it(rig: Rig) -> None:
+    with rig.cuda.held():
+        rig.cuda.launch(lambda: rig.blocks.fill(77))
+        rig.copies.submit(store(1, 0))
+        rig.copies.submit(load(2, 1))
+        assert not rig.copies.wait([1], 0.05)
+        assert rig.copies.poll() == []
+        assert not contents(rig.pool).any()
+    assert rig.ends([1, 2])[1].error is None
+    assert rig.pool.slot(0).tolist() == [77] * 64
+    assert rig.blocks[1].tolist() == [0] * 64
+
+
+def test_compute_queued_before_a_load_still_reads_what_was_there(rig: Rig) -> None:
+    seen: list[int] = []
+    rig.pool.slot(3)[:] = 99
+    with rig.cuda.held():
+        rig.cuda.launch(lambda: seen.append(int(rig.blocks[3, 0])))
+        rig.copies.submit(load(1, 3))
+    rig.ends([1])
+    rig.cuda.launch(lambda: seen.append(int(rig.blocks[3, 0])))
+    rig.cuda.synchronize()
+    assert seen == [4, 99]
+
+
+def test_the_stream_that_computes_is_told_of_loads_and_not_of_stores(rig: Rig) -> None:
+    rig.results_of(store(1, 0))
+    before = rig.cuda.calls["cuStreamWaitEvent"]
+    rig.copies.poll()
+    assert rig.cuda.calls["cuStreamWaitEvent"] == before
+    rig.copies.submit(load(2, 0))
+    assert rig.copies.wait([2], PATIENCE_S)
+    assert rig.cuda.calls["cuStreamWaitEvent"] == before + 1
+    assert [result.job_id for result in rig.copies.poll()] == [2]
+    assert rig.cuda.calls["cuStreamWaitEvent"] == before + 2
+
+
+def test_each_direction_has_a_stream_of_its_own_of_the_lowest_priority() -> None:
+    rig = Rig()
+    rig.results_of(store(1, 0), load(2, 1))
+    assert [(stream.flags, stream.priority) for stream in rig.cuda.copy_streams] == [(1, LEAST), (1, LEAST)]
+    assert len({stream for stream, _ in rig.cuda.batches}) == 2
+    rig.copies.close()
+
+
+def test_sources_are_read_in_the_order_of_the_stream() -> None:
+    rig = Rig()
+    rig.results_of(store(1, 0), load(2, 1))
+    assert {order for order, _ in rig.cuda.attributes} == {ORDER_STREAM}
+    rig.copies.close()
+
+
+def test_events_are_used_again(rig: Rig) -> None:
+    for number in range(20):
+        rig.results_of(store(number, 0), load(number + 100, 1))
+    # Two jobs at a time, each with one event before it and two around it.
+    assert rig.cuda.num_events <= 6
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written(rig: Rig) -> None:
+    results = rig.results_of(
+        job(1, Direction.STORE, [0, 9], [0, 1]), job(2, Direction.LOAD, [0, -1], [1, 1]), store(3, 3)
+    )
+    assert "blocks of group 0 0 to 9 are not all among the 8" in str(results[1].error)
+    assert results[2].error is not None
+    assert results[3].error is None
+    assert contents(rig.pool).sum(axis=(1, 2)).tolist() == [0, 0, 0, 256, 0, 0, 0, 0]
+    assert rig.copies.is_alive()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuCtxPushCurrent",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuMemcpyBatchAsync",
+        "cuEventSynchronize",
+        "cuEventElapsedTime",
+    ],
+)
+def test_an_error_fails_its_job_once_nothing_of_it_runs_and_the_next_one_is_copied(call: str) -> None:
+    rig = Rig()
+    rig.cuda.fail(call, INVALID_VALUE)
+    one = job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7])
+    results = rig.results_of(one)
+    assert "CUDA_ERROR_INVALID_VALUE (1)" in str(results[1].error)
+    assert call in str(results[1].error)
+    assert results[1].num_bytes == 0
+    assert rig.cuda.num_queued_copies() == 0
+    assert rig.copies.is_alive()
+    assert rig.results_of(store(2, 5))[2].error is None
+    assert rig.pool.slot(5).tolist() == [6] * 64
+    rig.copies.close()
+
+
+def test_a_job_that_failed_is_open_for_as_long_as_a_part_of_it_may_still_run(rig: Rig) -> None:
+    call = "cuMemcpyBatchAsync" if rig.cuda.has_batches else "cuMemcpyAsync"
+    rig.cuda.fail(call, INVALID_VALUE, after=0 if rig.cuda.has_batches else 2)
+    with rig.cuda.held():
+        rig.cuda.launch(lambda: rig.blocks.fill(77))
+        rig.copies.submit(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))
+        wait_until(lambda: rig.cuda.num_queued_copies() == 2, "half of the job is queued", PATIENCE_S)
+        assert not rig.copies.wait([1], 0.05)
+    assert call in str(rig.ends([1])[1].error)
+    assert rig.cuda.num_queued_copies() == 0
+
+
+def test_a_batch_that_fails_says_at_which_copy() -> None:
+    rig = Rig()
+    rig.cuda.fail("cuMemcpyBatchAsync", INVALID_VALUE)
+    error = str(rig.results_of(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))[1].error)
+    assert "at copy 2 of 4" in error
+    rig.copies.close()
+
+
+def test_a_copy_that_fails_in_the_middle_of_a_job_fails_the_job_after_those_before_it_have_ended() -> None:
+    rig = Rig(batches=False)
+    rig.cuda.fail("cuMemcpyAsync", INVALID_VALUE, after=2)
+    assert "cuMemcpyAsync" in str(rig.results_of(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))[1].error)
+    assert rig.cuda.num_queued_copies() == 0
+    assert rig.copies.is_alive()
+    rig.copies.close()
+
+
+def test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig.cuda.held():
+        for number in range(4):
+            rig.copies.submit(store(number, number))
+            rig.copies.submit(load(number + 10, number + 4))
+        rig.cuda.poison(ILLEGAL_ADDRESS)
+    results = rig.ends([*range(4), *range(10, 14)])
+    assert all("CUDA_ERROR_ILLEGAL_ADDRESS (700)" in str(result.error) for result in results.values())
+    assert not rig.copies.is_alive()
+    late = rig.results_of(store(20, 0), load(21, 1))
+    assert all("CUDA_ERROR_ILLEGAL_ADDRESS" in str(result.error) for result in late.values())
+    assert rig.copies.poll() == []
+    rig.copies.close()
+    assert caplog.text.count("the copy engine is dead") == 1
+
+
+def test_a_device_that_broke_while_nothing_ran_is_found_out_by_the_next_job(rig: Rig) -> None:
+    rig.cuda.poison(ILLEGAL_ADDRESS)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(rig.results_of(store(1, 0))[1].error)
+    assert not rig.copies.is_alive()
+
+
+def test_a_device_that_breaks_before_a_job_is_planned_is_found_out_by_it() -> None:
+    cuda, pool = FakeCuda(), GatedPool()
+    copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
+    copies.submit(store(1, 0))
+    assert pool.asked.wait(PATIENCE_S)
+    cuda.poison(ILLEGAL_ADDRESS)
+    pool.go_on.set()
+    assert copies.wait([1], PATIENCE_S)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(copies.poll()[0].error)
+    assert not copies.is_alive()
+    copies.close()
+
+
+def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Rig) -> None:
+    rig.copies.submit(load(1, 0))
+    assert rig.copies.wait([1], PATIENCE_S)
+    rig.cuda.fail("cuStreamWaitEvent", INVALID_VALUE)
+    assert [result.error for result in rig.copies.poll()] == [None]
+    assert rig.copies.is_alive()
+    assert rig.results_of(load(2, 1))[2].error is None
+
+
+def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
+    cuda = FakeCuda()
+    cuda.fail("cuStreamCreateWithPriority", INVALID_VALUE, after=1)
+    with pytest.raises(CudaError, match="cuStreamCreateWithPriority failed: CUDA_ERROR_INVALID_VALUE"):
+        engine_on(cuda, DeviceLayout.of_arrays([np.ones((4, 64), dtype=np.uint8)]), HostPool(4, 64))
+    assert cuda.copy_streams == []
+    assert cuda.retained == 0
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    batches=st.booleans(),
+    failures=st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventSynchronize"]
+            ),
+            st.integers(0, 30),
+        ),
+        max_size=4,
+    ),
+    poisoned_at=st.none() | st.integers(0, 11),
+)
+def test_whatever_fails_every_job_ends_once_and_what_succeeded_is_right(
+    seed: int, batches: bool, failures: list[tuple[str, int]], poisoned_at: int | None
+) -> None:
+    cuda, rng = FakeCuda(seed, batches=batches), np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (48, 32), dtype=np.uint8)
+    pool = HostPool(48, 32)
+    for slot in range(48):
+        pool.slot(slot)[:] = rng.integers(0, 256, 32, dtype=np.uint8)
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
+    for call, after in failures:
+        cuda.fail(call, INVALID_VALUE, after)
+    expected = {}
+    for number in range(12):
+        if number == poisoned_at:
+            cuda.poison(ILLEGAL_ADDRESS)
+        direction = Direction.STORE if number % 2 else Direction.LOAD
+        here = [4 * number, 4 * number + 2, 4 * number + 3]
+        source = blocks if direction is Direction.STORE else contents(pool)[:, 0]
+        expected[number] = source[here].copy()
+        copies.submit(job(number, direction, here, here))
+    assert copies.wait(range(12), PATIENCE_S)
+    results = copies.poll()
+    assert sorted(result.job_id for result in results) == list(range(12))
+    for result in results:
+        here = [4 * result.job_id, 4 * result.job_id + 2, 4 * result.job_id + 3]
+        if result.error is None:
+            assert np.array_equal(blocks[here], expected[result.job_id])
+            assert np.array_equal(contents(pool)[here, 0], expected[result.job_id])
+    assert (poisoned_at is None) or not copies.is_alive()
+    copies.close()
+    assert cuda.num_queued_copies() == 0
+
+
+def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptureFixture) -> None:
+    cuda, count = FakeCuda(), itertools.count()
+
+    def fail() -> None:
+        raise (SystemExit if next(count) else OSError)("nobody home")
+
+    blocks = np.ones((4, 64), dtype=np.uint8)
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), HostPool(4, 64), fail)
+    for number in range(1, 4):
+        copies.submit(store(number, number))
+        assert copies.wait([number], PATIENCE_S)
+    assert [(result.job_id, result.error) for result in copies.poll()] == [(1, None), (2, None), (3, None)]
+    assert copies.is_alive()
+    copies.close()
+    assert "nobody home" in caplog.text
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has() -> None:
+    cuda, pool = FakeCuda(), GatedPool()
+    blocks = np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 64, axis=1)
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
+    with cuda.held():
+        cuda.launch(lambda: blocks.fill(55))
+        copies.submit(store(1, 0))
+        assert pool.asked.wait(PATIENCE_S)
+        copies.submit(store(2, 1))
+        closing = threading.Thread(target=copies.close)
+        closing.start()
+        wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+        copies.submit(store(3, 2))
+        pool.go_on.set()
+        wait_until(lambda: cuda.num_queued_copies() > 0, "the copy is queued", PATIENCE_S)
+        assert closing.is_alive()
+        # The compute that the copy waits for has not run: the memory must not go yet.
+        assert 1 not in {result.job_id for result in copies.poll()}
+    closing.join(PATIENCE_S)
+    copies.close()
+    assert not closing.is_alive()
+    assert cuda.num_queued_copies() == 0
+    assert pool.slot(0).tolist() == [55] * 64
+    assert {result.job_id: result.error for result in copies.poll()}[1] is None
+    assert (cuda.copy_streams, cuda.num_events, cuda.retained) == ([], 0, 0)
+
+
+def test_what_close_and_later_jobs_are_told() -> None:
+    cuda, pool = FakeCuda(), GatedPool()
+    copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
+    copies.submit(store(1, 0))
+    assert pool.asked.wait(PATIENCE_S)
+    copies.submit(store(2, 1))
+    closing = threading.Thread(target=copies.close)
+    closing.start()
+    wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+    copies.submit(load(3, 2))
+    pool.go_on.set()
+    closing.join(PATIENCE_S)
+    errors = {result.job_id: result.error for result in copies.poll()}
+    assert errors[1] is None
+    assert "closed before the job started" in str(errors[2])
+    assert errors[3] == "the copy engine is closed"
+
+
+def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: Rig) -> None:
+    with rig.cuda.held():
+        rig.copies.submit(job(1, Direction.STORE, list(range(8)), list(range(8))))
+        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PATIENCE_S)
+        rig.pool.close()
+    assert rig.ends([1])[1].error is None
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_is_registered_extent_by_extent_and_let_go_when_it_closes() -> None:
+    cuda = FakeCuda()
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
+    pool = HostPool(10, 4096, extent_bytes=4 * 4096, preparation=Preparation(registrar=registrar))
+    assert pool.is_pinned
+    assert sorted(cuda.registered.values()) == [2 * 4096, 4 * 4096, 4 * 4096]
+    pool.add_slots(3)
+    assert len(cuda.registered) == 4
+    pool.remove_extents(2)
+    assert sorted(cuda.registered.values()) == [4 * 4096, 4 * 4096]
+    pool.close()
+    registrar.close()
+    assert (cuda.registered, cuda.retained) == ({}, 0)
+
+
+def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda = FakeCuda()
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
+    cuda.fail("cuMemHostRegister", ALREADY_REGISTERED, after=2)
+    pool = HostPool(16, 4096, extent_bytes=4 * 4096, preparation=Preparation(registrar=registrar))
+    assert not pool.is_pinned
+    assert cuda.registered == {}
+    assert caplog.text.count("the host pool is not pinned") == 1
+    assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)" in caplog.text
+    copies = engine_on(cuda, DeviceLayout.of_arrays([np.full((4, 4096), 3, dtype=np.uint8)]), pool)
+    copies.submit(store(1, 0))
+    assert copies.wait([1], PATIENCE_S)
+    assert pool.slot(0).tolist() == [3] * 4096
+    copies.close()
+    pool.close()
+
+
+# ---- machines without a device ---------------------------------------------------------------------------------------
+
+
+def test_nothing_here_imports_cuda_before_it_is_used() -> None:
+    code = (
+        "import sys, pkgutil, importlib, cuda_ops\n"
+        "for module in pkgutil.iter_modules(cuda_ops.__path__): importlib.import_module('cuda_ops.' + module.name)\n"
+        "print([name for name in ('cuda', 'cuda.bindings', 'triton', 'torch') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "[]"
+
+
+def has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def test_a_machine_without_a_driver_is_refused_with_what_to_do() -> None:
+    if has_device():
+        pytest.skip("this machine has a CUDA driver")
+    with pytest.raises(CudaUnavailable, match="set DEVICE=cpu"):
+        load_driver()
+
+
+def test_a_driver_too_old_is_refused() -> None:
+    cuda = FakeCuda()
+    with pytest.raises(CudaUnavailable, match="no cuStreamWaitEvent: it is older than CUDA 12"):
+        CudaDriver(lambda name, version: 0 if name == "cuStreamWaitEvent" else cuda.resolve(name, version))
+
+
+def test_attributes_lie_in_memory_as_nvidia_says() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    theirs = driver.CUmemcpyAttributes()
+    theirs.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    theirs.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+    ours = MemcpyAttributes.from_address(theirs.getPtr())
+    assert (ours.src_access_order, ours.flags) == (1, 1)
+
+
+@pytest.mark.gpu
+def test_bytes_go_to_a_device_and_back() -> None:
+    import torch
+
+    if not has_device():
+        pytest.skip("no CUDA device")
+    driver = load_driver()
+    registrar = CudaRegistrar(driver, 0)
+    blocks = torch.randint(0, 256, (64, 5, 4096), dtype=torch.uint8, device="cuda")
+    before = blocks.cpu()
+    pool = HostPool(64, 5 * 4096, preparation=Preparation(registrar=registrar))
+    assert pool.is_pinned
+    copies = CudaCopyEngine(
+        DeviceLayout.of_tensors([[blocks[:, :2], blocks[:, 2:]]]),
+        pool,
+        lambda: None,
+        driver=driver,
+        device=0,
+        current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+    )
+    order = np.random.default_rng(1).permutation(64).tolist()
+    copies.submit(job(1, Direction.STORE, list(range(64)), order))
+    blocks.zero_()
+    copies.submit(job(2, Direction.LOAD, list(range(64)), order))
+    assert copies.wait([1, 2], PATIENCE_S)
+    assert [result.error for result in copies.poll()] == [None, None]
+    assert torch.equal(blocks.cpu(), before)
+    copies.close()
+    pool.close()
