@@ -1,7 +1,9 @@
 """Break every rule, one at a time, and see that the tests go red: `python -m tests.mutants [NAME...]`.
 
 Each mutation is made in a copy of the tree, and the tests that are named for it are run there; a name stands for all
-mutations that it is part of. Ends with 1 if a mutation survives, cannot be made, or if the tests fail without any.
+mutations that it is part of, and a number for those of that rule. With `--simulate` it is the simulator's turn instead:
+which of them show in a few thousand steps of its worlds? Ends with 1 if a mutation survives, cannot be made, or if the
+tests fail without any.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tests.mutants.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("app", "core", "cuda_ops", "migrations", "tests", "bench", "docs", "pyproject.toml", "README.md")
+SIMULATE = ["tests.sim", "1", "150", "--seeds", "60"]
 PASSED, FAILED = 0, 1
 LIMIT_S = 300
 
@@ -37,12 +40,13 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Pytest's exit status, and the last it said; a mutant that hangs is as good as red."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+def run(tree: Path, command: Sequence[str]) -> tuple[int, str]:
+    """A Python module's exit status, and the last it said; a mutant that hangs is as good as red."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "HYPOTHESIS_PROFILE": "unshrunk"}
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return FAILED, f"no end after {LIMIT_S} s"
     return done.returncode, done.stdout[-1000:]
@@ -58,14 +62,18 @@ def write(file: Path, text: str) -> None:
     os.utime(file, (second, second))
 
 
-def verdict(mutation: Mutation, tree: Path) -> str:
+def command_for(tests: Sequence[str], simulate: bool) -> list[str]:
+    return SIMULATE if simulate else ["pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+
+
+def verdict(mutation: Mutation, tree: Path, simulate: bool) -> str:
     file = tree / mutation.path
     text = file.read_text()
     if text.count(mutation.old) != 1:
         return "DOES NOT APPLY"
     write(file, text.replace(mutation.old, mutation.new))
     try:
-        status, _ = run_tests(tree, mutation.tests)
+        status, _ = run(tree, command_for(mutation.tests, simulate))
     finally:
         write(file, text)
     return {PASSED: "SURVIVED", FAILED: "killed"}.get(status, f"NO VERDICT (pytest ended with {status})")
@@ -74,6 +82,7 @@ def verdict(mutation: Mutation, tree: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="mutations whose name contains this, or the number of a rule")
+    parser.add_argument("--simulate", action="store_true", help="run the simulator instead of the tests")
     options = parser.parse_args()
     chosen = [
         m for m in MUTATIONS if not options.names or any(n in m.name or n == str(m.number) for n in options.names)
@@ -90,13 +99,13 @@ def main() -> int:
         def judge(mutation: Mutation) -> str:
             tree = trees.get()
             try:
-                return verdict(mutation, tree)
+                return verdict(mutation, tree, options.simulate)
             finally:
                 trees.put(tree)
 
         all_tests = sorted({test for mutation in chosen for test in mutation.tests})
         tree = trees.get()
-        status, said = run_tests(tree, all_tests)
+        status, said = run(tree, command_for(all_tests, options.simulate))
         if status != PASSED:
             print(f"without any mutation these tests do not pass, so they prove nothing:\n{said}")
             return 1
