@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
@@ -35,6 +36,9 @@ from cuda_ops.kept_file import KeptFile
 from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.limits import NotEnoughMemory
 from cuda_ops.slot_headers import SlotHeaders
+
+if TYPE_CHECKING:
+    from app.engines.embedded.cuda import CudaSide
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +177,7 @@ class Process:
         if verifying is not None:
             reasons.append(verifying)
         if self.copies is not None and not self.copies.is_alive():
-            reasons.append("the copy thread does not run")
+            reasons.append("the copy engine does not run; its log says why")
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
@@ -198,6 +202,7 @@ class Process:
     def _build(self, settings: Settings) -> None:
         self.engine = None
         self.copies: CopyEngine | None = None
+        self._cuda: CudaSide | None = None
         if settings.engine is Engine.EMBEDDED:
             from app.engines.embedded import EmbeddedEngine, EngineConfig
 
@@ -216,7 +221,13 @@ class Process:
         num_slots = self._count_slots(settings)
         name = settings.engine_name or _name_of(self._host)
         file = open_kept_file(settings, name, self._host.fingerprint, num_slots, self._host.slot_bytes)
-        pool = HostPool(num_slots, self._host.slot_bytes, backing=file)
+        if self.engine is not None and self.engine.model.device.type == "cuda":
+            from app.engines.embedded.cuda import CudaSide
+
+            self._cuda = CudaSide(self.engine.model.device)
+            self._closers.append(self._cuda.close)
+        preparation = None if self._cuda is None else self._cuda.preparation()
+        pool = HostPool(num_slots, self._host.slot_bytes, backing=file, preparation=preparation)
         self._closers.append(pool.close)
         self._pool = pool
         self._kept_file = file
@@ -263,7 +274,11 @@ class Process:
         if engine is None:
             return
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], self._host.layout.blocks_per_slot)
-        copies: CopyEngine = CpuCopyEngine(blocks, pool, engine.wake)
+        copies: CopyEngine
+        if self._cuda is None:
+            copies = CpuCopyEngine(blocks, pool, engine.wake)
+        else:
+            copies = self._cuda.copies(blocks, pool, engine.wake)
         if self._kept_file is not None:
             self._closers.append(copies.close)
             copies = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)
@@ -280,11 +295,6 @@ class Process:
         from app.engines.embedded.hashing import HASH_SEED
 
         about = self.engine.info
-        if not about.device.startswith("cpu"):
-            raise ValueError(
-                f"DEVICE={settings.device} is {about.device}: this version carries blocks between CPU memory only; "
-                "set DEVICE=cpu"
-            )
         info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)
         fingerprint: dict[str, object] = {
             "model": about.model,

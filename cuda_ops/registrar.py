@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from cuda_ops.driver import CudaDriver, CudaError
+
+_log = logging.getLogger(__name__)
 
 
 class CudaRegistrar:
@@ -31,5 +35,8 @@ class CudaRegistrar:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the device. Raises `CudaError`."""
-        self._driver.release_context(self._device)
+        """Let go of the device; one that refuses is dead."""
+        try:
+            self._driver.release_context(self._device)
+        except CudaError as error:
+            _log.warning("the CUDA device was not given back: %s", error)

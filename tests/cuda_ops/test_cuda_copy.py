@@ -179,6 +179,7 @@ def test_a_job_without_blocks_ends_too(rig: Rig) -> None:
 
 
 def test_submitting_waits_for_no_compute_and_the_copies_wait_for_it(rig: Rig) -> None:
+    """vllm#45704."""
     with rig.cuda.held():
         rig.cuda.launch(lambda: rig.blocks.fill(77))
         rig.copies.submit(store(1, 0))
@@ -224,6 +225,7 @@ def test_each_direction_has_a_stream_of_its_own_of_the_lowest_priority() -> None
 
 
 def test_sources_are_read_in_the_order_of_the_stream() -> None:
+    """vllm#39306."""
     rig = Rig()
     rig.results_of(store(1, 0), load(2, 1))
     assert {order for order, _ in rig.cuda.attributes} == {ORDER_STREAM}

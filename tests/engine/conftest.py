@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.engines.embedded import EmbeddedEngine, EngineConfig
+from tests.cuda_ops.fake_cuda import FakeCuda
 from tests.engine.checkpoints import save_checkpoints
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
 
@@ -47,8 +48,10 @@ def make_offloaded(make_engine: Callable[..., EmbeddedEngine]) -> Iterator[MakeO
     """Makes engines with the real offload attached; nothing may be left held, pinned or in flight."""
     made: list[Offloaded] = []
 
-    def make(num_slots: int = 400, prompt_only: bool = False, **settings: object) -> Offloaded:
-        made.append(Offloaded(make_engine(**settings), num_slots, prompt_only))
+    def make(
+        num_slots: int = 400, prompt_only: bool = False, cuda: FakeCuda | None = None, **settings: object
+    ) -> Offloaded:
+        made.append(Offloaded(make_engine(**settings), num_slots, prompt_only, cuda))
         return made[-1]
 
     yield make

@@ -14,9 +14,13 @@ from core.rates import LoadDecision, LoadOrCompute
 from core.scheduler import OffloadScheduler
 from core.stats import Snapshot
 from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.cuda_copy import CudaCopyEngine
+from cuda_ops.driver import CudaDriver
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
+from tests.cuda_ops.fake_cuda import FakeCuda
 
 
 class GatedCopies:
@@ -25,9 +29,9 @@ class GatedCopies:
     `fail` turns the results of a direction into failures after the bytes were spoilt; `refuse` makes `submit` raise.
     """
 
-    def __init__(self, engine: EmbeddedEngine, pool: HostPool) -> None:
+    def __init__(self, engine: EmbeddedEngine, inner: CopyEngine) -> None:
         self._engine = engine
-        self._inner = CpuCopyEngine(DeviceLayout.of_tensors([[engine.cache.block_bytes]]), pool, engine.wake)
+        self._inner = inner
         self._open = threading.Event()
         self._open.set()
         self._kept: list[TransferJob] = []
@@ -81,9 +85,11 @@ class GatedCopies:
 
 
 class Offloaded:
-    """An engine with everything attached."""
+    """An engine with everything attached; with `cuda`, its blocks are copied as if they were on that device."""
 
-    def __init__(self, engine: EmbeddedEngine, num_slots: int = 400, prompt_only: bool = False) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, num_slots: int = 400, prompt_only: bool = False, cuda: FakeCuda | None = None
+    ) -> None:
         self.engine = engine
         self.pool = HostPool(num_slots, engine.info.block_bytes)
         self.manager = OffloadManager(num_slots, engine.info.block_bytes)
@@ -91,7 +97,16 @@ class Offloaded:
         always = LoadOrCompute(LoadDecision.ALWAYS)
         layout = GroupLayout([GroupSpec(engine.info.block_size, engine.info.block_bytes)])
         self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)
-        self.copies = GatedCopies(engine, self.pool)
+        blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]])
+        inner: CopyEngine
+        if cuda is None:
+            inner = CpuCopyEngine(blocks, self.pool, engine.wake)
+        else:
+            driver = CudaDriver(cuda.resolve)
+            inner = CudaCopyEngine(
+                blocks, self.pool, engine.wake, driver=driver, device=0, current_stream=lambda: cuda.compute
+            )
+        self.copies = GatedCopies(engine, inner)
         engine.attach(self.scheduler, self.copies)
         engine.start()
 

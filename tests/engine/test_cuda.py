@@ -1,0 +1,114 @@
+"""The embedded engine on CUDA: its answers through that copy engine, and what it refuses where no device is.
+
+The answers are those of a driver over host memory; the tests marked `gpu` need a device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.engines.embedded.cuda import CudaSide
+from app.logs import LogPipe
+from app.settings import Settings
+from app.wiring import Process, StartRefused
+from cuda_ops.driver import CudaDriver, CudaUnavailable
+from cuda_ops.host_pool import HostPool
+from cuda_ops.layout import DeviceLayout
+from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
+from tests.engine.offloading import MakeOffloaded
+from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model
+from tests.engine.test_offload import MAX_TOKENS, SMALL, flush_device, settle
+
+needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(23, 6, 60)
+
+
+@pytest.fixture(scope="module")
+def answers(prompts: list[list[int]]) -> list[list[int]]:
+    module = reference_model("tiny")
+    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_answers_are_the_same_when_blocks_come_back(
+    batches: bool, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(cuda=FakeCuda(3, batches=batches), **SMALL)
+    for _ in range(2):
+        got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+        assert [answer.token_ids for answer in got] == answers
+        flush_device(offloaded)
+    stats = offloaded.stats
+    assert offloaded.engine.last_error is None
+    assert stats.prompt_tokens.host_hit > 0
+    assert stats.load.failed == stats.store.failed == 0
+
+
+def test_answers_are_the_same_after_the_device_refuses_to_copy(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    cuda = FakeCuda(4)
+    offloaded = make_offloaded(cuda=cuda, **SMALL)
+    ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+    flush_device(offloaded)
+    cuda.poison(ILLEGAL_ADDRESS)
+    got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+    assert [answer.token_ids for answer in got] == answers
+    settle(offloaded)
+    assert not offloaded.copies.is_alive()
+    assert offloaded.stats.load.failed > 0
+
+
+def test_the_pool_is_pinned_for_the_device_and_let_go_before_it() -> None:
+    cuda = FakeCuda()
+    side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
+    pool = HostPool(4, 4096, preparation=side.preparation())
+    assert pool.is_pinned
+    copies = side.copies(DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]), pool, lambda: None)
+    assert copies.is_alive()
+    copies.close()
+    pool.close()
+    side.close()
+    assert (cuda.registered, cuda.retained) == ({}, 0)
+
+
+def test_a_device_that_the_driver_does_not_have_is_refused() -> None:
+    with pytest.raises(CudaUnavailable, match=r"DEVICE: cuda:1 cannot be used for copies .*; set DEVICE=cpu"):
+        CudaSide(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
+
+
+def test_a_device_that_gives_no_stream_is_refused() -> None:
+    cuda = FakeCuda()
+    side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
+    cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
+    with pytest.raises(CudaUnavailable, match=r"DEVICE: no copy engine on cuda:0 .*ILLEGAL_ADDRESS"):
+        side.copies(DeviceLayout.of_tensors([[torch.zeros(4, 64, dtype=torch.uint8)]]), HostPool(4, 64), lambda: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_machine_without_a_device_is_refused_with_what_to_do(device: str, tmp_path: Path) -> None:
+    settings = Settings(device=device, state_dir=tmp_path)
+    with (
+        LogPipe(settings) as logs,
+        pytest.raises(StartRefused, match=f"DEVICE={device}: torch sees 0 CUDA devices here; use cpu or auto"),
+    ):
+        Process(settings, logs)
+
+
+@pytest.mark.gpu
+@needs_device
+def test_a_process_starts_on_a_device(tmp_path: Path) -> None:
+    settings = Settings(device="cuda", state_dir=tmp_path)
+    with LogPipe(settings) as logs:
+        process = Process(settings, logs)
+        process.start()
+        assert process.readiness() == []
+        process.close()
