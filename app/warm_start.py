@@ -107,8 +107,9 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, 
     places[inside] = place[rows.slots[inside]]
     fits = places >= 0
     fits[fits] = kept.generations[places[fits]] == rows.generations[fits]
-    for row in fits.nonzero()[0].tolist():
-        fits[row] = rows.keys[row] == kept.keys[places[row]].hex()
+    candidates = fits.nonzero()[0]
+    pairs = zip(candidates.tolist(), places[candidates].tolist(), strict=True)
+    fits[candidates] = [rows.keys[row] == kept.keys[i].hex() for row, i in pairs]
     at = places[fits]
     positions, hits = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     stored_s, hit_s = np.zeros(count), np.zeros(count)

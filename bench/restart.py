@@ -1,0 +1,186 @@
+"""How long a restart takes until the pool is there again, and what keeping it costs: `python -m bench.restart`.
+
+Recovery: a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
+handed to an empty manager, each time in a new process. The slots are small, since recovery reads no slot's bytes.
+
+Cost: the same blocks stored and loaded through the CPU copy engine, without and with headers and seals, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from app.store import Store
+from app.store.models import SlotRow
+from app.warm_start import warm_start
+from bench.report import environment, spread
+from core.manager import OffloadManager
+from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.pool_format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
+from cuda_ops.slot_headers import SlotHeaders
+
+FINGERPRINT: dict[str, object] = {"model": "bench"}
+SLOT_BYTES = 64
+KEY_BYTES = 33
+REQUEST_BLOCKS = 50
+COPIED_BYTES = 64 << 10
+COPIED_SLOTS = 64
+
+
+def shape_of(num_slots: int) -> PoolShape:
+    return PoolShape(num_slots, SLOT_BYTES, 1, num_slots)
+
+
+def keys_of(num_slots: int) -> np.ndarray:
+    texts = np.random.default_rng(1).integers(0, 256, (num_slots, KEY_BYTES), dtype=np.uint8)
+    texts[:, -1] = 0
+    return texts
+
+
+def fill(folder: Path, num_slots: int) -> None:
+    file = KeptFile(folder / "bench.pool", shape_of(num_slots), FINGERPRINT)
+    file.reserve(shape_of(num_slots).payload_bytes)
+    headers, keys = file.headers(0), keys_of(num_slots)
+    padded = np.zeros((num_slots, MAX_KEY_BYTES), dtype=np.uint8)
+    padded[:, :KEY_BYTES] = keys
+    headers["generation"] = np.arange(num_slots) // REQUEST_BLOCKS + 1
+    headers["length"] = SLOT_BYTES
+    headers["key"] = padded.view(f"V{MAX_KEY_BYTES}").ravel()
+    headers["key_length"] = KEY_BYTES
+    headers["state"] = HeaderState.VALID
+    headers["checksum"] = header_checksums(headers)
+    file.close()
+    store = open_store(folder, num_slots)
+    rows = [
+        {
+            "engine": "bench",
+            "slot": slot,
+            "key": keys[slot].tobytes().hex(),
+            "group_index": 0,
+            "generation": slot // REQUEST_BLOCKS + 1,
+            "epoch": 0,
+            "size_bytes": SLOT_BYTES,
+            "position": slot % REQUEST_BLOCKS,
+            "request": f"cmpl-{slot // REQUEST_BLOCKS:032x}",
+            "tenant": None,
+            "lora": None,
+            "stored_at": 1e9 + slot,
+            "last_hit_at": None,
+            "hits": 0,
+        }
+        for slot in range(num_slots)
+    ]
+    with store.database.write() as connection:
+        connection.execute(SlotRow.__table__.insert(), rows)
+    store.database.close()
+
+
+def open_store(folder: Path, num_slots: int) -> Store:
+    return Store(f"sqlite:///{folder / 'bench.db'}", "bench", "file", num_kept_slots=num_slots)
+
+
+def recover(folder: Path, num_slots: int) -> None:
+    """In a new process: print how long it took from the attach to a filled manager, and how long without rows."""
+    store = open_store(folder, num_slots)
+    started_s, used_s = time.perf_counter(), time.process_time()
+    file = KeptFile(folder / "bench.pool", shape_of(num_slots), FINGERPRINT)
+    manager = OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file), epoch=file.min_epoch)
+    begun = warm_start(file, store, manager)
+    seconds = time.perf_counter() - started_s
+    used_s = time.process_time() - used_s
+    print(json.dumps({"seconds": seconds, "used_s": used_s, "recovered": begun.recovered, "known": begun.known}))
+
+
+def measure_recovery(num_slots: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fill(folder, num_slots)
+        times: dict[str, list[float]] = {"rows": [], "rows used": [], "no rows": [], "no rows used": []}
+        for kind in ("rows", "no rows"):
+            if kind == "no rows":
+                for path in folder.glob("bench.db*"):
+                    path.unlink()
+            for _ in range(rounds):
+                command = [sys.executable, "-m", "bench.restart", "--recover", str(folder), "--slots", str(num_slots)]
+                done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                if done["recovered"] != num_slots or done["known"] != (num_slots if kind == "rows" else 0):
+                    raise SystemExit(f"not all came back: {done}")
+                times[kind].append(done["seconds"])
+                times[f"{kind} used"].append(done["used_s"])
+    cells = [spread(each, 2) for each in times.values()]
+    print(f"| {num_slots:,} | {' | '.join(cells)} |", flush=True)
+
+
+def measure_cost(rounds: int) -> None:
+    """Time of the engine's thread in `submit` and `poll`, and from submit to the end of a job of 64 slots of 64 KiB."""
+    with tempfile.TemporaryDirectory() as name:
+        shape = PoolShape(8 * COPIED_SLOTS, COPIED_BYTES, 1, 8 * COPIED_SLOTS)
+        file = KeptFile(Path(name) / "cost.pool", shape, FINGERPRINT)
+        pool = HostPool(shape.num_slots, COPIED_BYTES, shape.extent_slots * COPIED_BYTES, backing=file)
+        blocks = np.random.default_rng(1).integers(0, 256, (COPIED_SLOTS, COPIED_BYTES), dtype=np.uint8)
+        layout = DeviceLayout.of_arrays([blocks])
+        bare = CpuCopyEngine(layout, pool, lambda: None)
+        kept = KeptCopies(CpuCopyEngine(layout, pool, lambda: None), SlotHeaders(file.headers(0), pool), lambda: None)
+        keys = [key.tobytes() for key in keys_of(COPIED_SLOTS)]
+        every, zeros = np.arange(COPIED_SLOTS), np.zeros(COPIED_SLOTS, dtype=np.int64)
+        times: dict[str, list[tuple[float, float]]] = {"bare": [], "kept": []}
+        for number in range(1, rounds + 1):
+            slots = every + number % 8 * COPIED_SLOTS
+            labels = SlotLabels(slots, keys, zeros + number, zeros, zeros + COPIED_BYTES)
+            for kind, copies in (("bare", bare), ("kept", kept)):
+                job = TransferJob(
+                    number,
+                    Direction.STORE,
+                    (BlockRun(0, every, slots, zeros),),
+                    labels=labels if kind == "kept" else None,
+                )
+                started_s = time.perf_counter()
+                copies.submit(job)
+                on_thread_s = time.perf_counter() - started_s
+                copies.wait([number], 60)
+                ended_s = time.perf_counter()
+                copies.poll()
+                times[kind].append((on_thread_s + time.perf_counter() - ended_s, ended_s - started_s))
+        for kind, pairs in times.items():
+            on_thread, whole = (statistics.median(column) * 1e6 / COPIED_SLOTS for column in zip(*pairs, strict=True))
+            print(f"| {kind} | {on_thread:.2f} | {whole:.2f} |")
+        bare.close()
+        kept.close()
+        file.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slots", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--recover", type=Path)
+    args = parser.parse_args()
+    if args.recover is not None:
+        recover(args.recover, args.slots[0])
+        return
+    print(environment("numpy", "sqlalchemy", "xxhash"))
+    print("\n| slots | with rows, s | of the processor's | without, s | of the processor's |")
+    print("| ---: | --- | --- | --- | --- |")
+    for num_slots in args.slots:
+        measure_recovery(num_slots, args.rounds)
+    print("\n| 64 slots of 64 KiB | engine's thread, us a slot | until stored, us a slot |\n| --- | ---: | ---: |")
+    measure_cost(40 * args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""All rows of a pool's slots at once, as a warm start reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.store.kept_rows import KeptRows
+from core.events import Origin
+from tests.store.helpers import DEADLINE_S, START_S, Where, fill, hit, key_of, running
+
+
+def by_slot(rows: KeptRows) -> dict[int, tuple[object, ...]]:
+    columns = (rows.generations, rows.positions, rows.hits, rows.stored_s, rows.hit_s)
+    return {
+        int(slot): (key, origin, *(column[i].item() for column in columns))
+        for i, (slot, key, origin) in enumerate(zip(rows.slots, rows.keys, rows.origins, strict=True))
+    }
+
+
+def test_rows_come_back_as_they_were_written(where: Where) -> None:
+    odd = Origin("a,b'\x1f%", None, "lo,ra")
+    with running(where, 8) as (store, manager), running(where, 8, "another") as (other, others):
+        fill(manager, range(3), START_S + 0.25)
+        fill(manager, range(10, 12), START_S + 1, odd)
+        fill(others, range(5))
+        hit(manager, [0, 1], START_S + 2)
+        assert store.journal.flush(DEADLINE_S)
+        assert other.journal.flush(DEADLINE_S)
+        first = Origin("r", "t" * 16, "lora")
+        assert by_slot(store.kept_rows()) == {
+            0: (key_of(0).hex(), first, 1, 0, 1, START_S + 0.25, START_S + 2),
+            1: (key_of(1).hex(), first, 1, 1, 1, START_S + 0.25, START_S + 2),
+            2: (key_of(2).hex(), first, 1, 2, 0, START_S + 0.25, 0.0),
+            3: (key_of(10).hex(), odd, 2, 0, 0, START_S + 1, 0.0),
+            4: (key_of(11).hex(), odd, 2, 1, 0, START_S + 1, 0.0),
+        }
+        assert len(other.kept_rows().slots) == 5
+        manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
+        assert store.journal.flush(DEADLINE_S)
+        assert by_slot(store.kept_rows()) == {}
