@@ -1,0 +1,145 @@
+"""A manager started warm from a kept file and a database: headers say what there is, rows how recent and whose."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.store import Store
+from app.warm_start import BootVerification, warm_start
+from core.events import Origin
+from core.manager import OffloadManager
+from cuda_ops import kept_file
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.slot_headers import SlotHeaders
+from tests.cuda_ops.kept import FINGERPRINT, SHAPE, bytes_of, key_of
+from tests.store.helpers import DEADLINE_S, shell
+
+NUM_SLOTS = SHAPE.num_slots
+
+
+class Engine:
+    """A pool that is kept, its manager and its store; `die` leaves the file as a killed process does."""
+
+    def __init__(self, folder: Path, journal: bool = True) -> None:
+        self.file = KeptFile(folder / "e.pool", SHAPE, FINGERPRINT)
+        self.pool = HostPool(NUM_SLOTS, SHAPE.slot_bytes, SHAPE.extent_slots * SHAPE.row_bytes, backing=self.file)
+        self.headers = SlotHeaders(self.file.headers(0), self.pool)
+        num_kept = NUM_SLOTS if self.file.found.is_kept else 0
+        self.store = Store(f"sqlite:///{folder / 'e.db'}", "e", "file", num_kept_slots=num_kept)
+        self.manager = OffloadManager(
+            NUM_SLOTS,
+            SHAPE.slot_bytes,
+            sink=self.store.journal,
+            record=KeptRecord(self.file),
+            epoch=self.file.min_epoch,
+        )
+        self.started = warm_start(self.file, self.store, self.manager)
+        if journal:
+            self.store.start(self.manager.inventory)
+
+    def put(self, numbers: list[int], request: str, now_s: float) -> None:
+        keys = [key_of(number) for number in numbers]
+        offer = self.manager.offer(keys, Origin(request, "tenant"), np.arange(len(keys)), 1, now_s)
+        labels = self.manager.labels(offer.slots)
+        assert labels is not None
+        self.headers.begin(labels)
+        for number, slot in zip(numbers, offer.slots.tolist(), strict=True):
+            self.pool.slot(slot)[:] = bytes_of(number)
+        self.manager.publish(offer.slots, now_s)
+        self.headers.seal(labels)
+
+    def present(self) -> set[int]:
+        rows = self.manager.inventory.list_blocks(0, NUM_SLOTS)
+        return {int.from_bytes(key[:-1], "big") for key in rows.keys}
+
+    def die(self) -> None:
+        self.store.close(DEADLINE_S)
+        self.file.close()
+
+
+def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3, 4], "early", 10.0)
+    first.put([5, 6, 7, 8], "late", 20.0)
+    hit = first.manager.pin(first.manager.find_prefix([key_of(1), key_of(2)]))
+    assert first.manager.begin_load(hit, 30.0)
+    first.manager.end_load(hit)
+    assert first.store.journal.flush(DEADLINE_S)
+    first.store.close(DEADLINE_S)
+    first.put([9, 10, 11, 12], "unwritten", 40.0)
+    first.file.close()
+    second = Engine(tmp_path)
+    assert (second.started.recovered, second.started.known, second.started.dropped) == (12, 8, {})
+    assert second.manager.counts().unverified == 12
+    found = second.manager.find_block(key_of(2))
+    assert found is not None
+    assert (found.origins[0].request_id, found.hits.tolist(), found.hit_s.tolist()) == ("early", [1], [30.0])
+    for gone, number in zip(([12, 11, 10, 9], [4, 3], [8, 7, 6, 5], [2, 1]), (100, 200, 300, 400), strict=True):
+        for i in range(len(gone)):
+            second.put([number + i], "new", 50.0)
+            assert second.present().isdisjoint(gone[: i + 1]), "the coldest goes first, a prefix from its end"
+            assert second.present().issuperset(gone[i + 1 :])
+    assert second.store.journal.flush(DEADLINE_S)
+    assert len(shell(tmp_path / "e.db", "SELECT slot FROM slots WHERE request = 'new'")) == 12
+    second.die()
+
+
+def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3], "r", 10.0)
+    assert first.store.journal.flush(DEADLINE_S)
+    first.store.close(DEADLINE_S)
+    first.put([4], "r", 20.0)
+    first.manager.drop_block(key_of(2), 1.0)
+    first.file.close()
+    second = Engine(tmp_path)
+    assert second.present() == {1, 3, 4}
+    assert second.store.journal.flush(DEADLINE_S)
+    rows = shell(tmp_path / "e.db", "SELECT key, request FROM slots ORDER BY slot")
+    assert rows == [(key_of(1).hex(), "r"), (key_of(3).hex(), "r"), (key_of(4).hex(), "")]
+    second.die()
+
+
+def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3], "r", 10.0)
+    first.die()
+    second = Engine(tmp_path, journal=False)
+    second.store.database.close()
+    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
+    assert warm_start(second.file, second.store, manager).recovered == 3
+    assert "recovered without its history" in caplog.text
+    second.file.close()
+
+
+def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3, 4], "r", 10.0)
+    first.pool.slot(2)[5] ^= 1
+    first.die()
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(kept_file, "BOOT_ID", boot)
+    stopping = threading.Event()
+    second = Engine(tmp_path)
+    verification = BootVerification(second.file, second.headers, second.manager)
+    assert verification.reason() == "verifying the pool after the machine was started anew: 0 of 4 slots"
+    verification.run(stopping)
+    assert verification.reason() is None
+    assert second.present() == {1, 2, 4}
+    assert second.manager.counts().unverified == 0
+    assert second.manager.evictions.by_reason == {"failed_verification": 1}
+    assert second.store.journal.flush(DEADLINE_S)
+    assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
+    second.die()
+    third = Engine(tmp_path)
+    assert BootVerification(third.file, third.headers, third.manager).reason() is None
+    third.die()
