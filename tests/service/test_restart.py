@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
+from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 
+from cuda_ops.backing import SHARED_MEMORY
 from tests.service.process import Served, check_identities, serving, wait_until
 
 SETTINGS: dict[str, object] = {
@@ -25,9 +30,19 @@ BLOCKS = 9
 """Whole blocks of a prompt that a hit may have: the last token is computed."""
 
 
+@pytest.fixture
+def shared_name() -> Iterator[str]:
+    """The name of an engine whose pool lies in shared memory for as long as the test runs."""
+    name = f"test-{secrets.token_hex(6)}"
+    yield name
+    for path in SHARED_MEMORY.glob(f"kvferry-{name}.pool*"):
+        path.unlink()
+
+
 @contextmanager
 def kept(folder: Path, **settings: object) -> Iterator[Served]:
-    with serving(folder, **SETTINGS | {"pool_path": folder / "pool"} | settings) as served:
+    where = {} if settings.get("pool_kind") == "shm" else {"pool_path": folder / "pool"}
+    with serving(folder, **SETTINGS | where | settings) as served:
         yield served
 
 
@@ -66,6 +81,36 @@ def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) ->
         assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
         assert stats["pool"]["unverified"] < pool["unverified"]
         assert "slots of an earlier process recovered" in served.log()
+
+
+def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name: str) -> None:
+    """Killed at a random moment each time, while requests come; every answer is that of a service that was not."""
+    random = Random(5)
+    expected: dict[int, list[int]] = {}
+    recovered = ready = 0
+    for _ in range(5):
+        with kept(tmp_path, pool_kind="shm", engine_name=shared_name) as served:
+            recovered += min(served.stats()["pool"]["ready"], ready)
+            for _ in range(12):
+                number = random.randrange(len(PROMPTS))
+                tokens = served.tokens(PROMPTS[number], max_tokens=6)
+                assert tokens == expected.setdefault(number, tokens)
+            stats = served.stats()
+            check_identities(stats)
+            assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
+            ready = stats["pool"]["ready"]
+            busy = Thread(target=stream_until_death, args=(served, random.randrange(len(PROMPTS))))
+            busy.start()
+            wait_until(lambda: served.stats()["requests"]["running"] > 0, "under load")
+            kill(served)
+            busy.join(30)
+    assert recovered > 0
+
+
+def stream_until_death(served: Served, number: int) -> None:
+    """A long answer, which ends with its service."""
+    with suppress(httpx.HTTPError, AssertionError):
+        served.complete(PROMPTS[number], max_tokens=200)
 
 
 def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
