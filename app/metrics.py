@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -58,6 +58,7 @@ class SnapshotCollector(Collector):
         yield from _load(now)
         yield _counters("evictions", "Blocks that left the pool", "reason", now.evictions.by_reason)
         yield _counter("evictions_regretted", "Evicted blocks that were asked for again", now.evictions.regretted)
+        yield from _tiers(now)
         journal = self._journal.journal_stats()
         yield _gauge("journal_queued", "History rows waiting to be written", journal.queued)
         yield _counter("journal_written", "History rows written", journal.written)
@@ -120,6 +121,53 @@ def _load(now: Snapshot) -> Iterator[Metric]:
     )
     yield _gauge("load_in_flight_blocks", "Blocks being loaded", load.in_flight)
     yield _counter("load_seconds", "Time spent in loads", load.seconds)
+
+
+def _tiers(now: Snapshot) -> Iterator[Metric]:
+    """One family a number, by tier; the names of tiers come from settings."""
+    if not now.tiers:
+        return
+    held, used = ({name: getattr(tier, part) for name, tier in now.tiers.items()} for part in ("counts", "use"))
+
+    def of(tiers: dict[str, Any], field: str) -> dict[str, int]:
+        return {name: getattr(counts, field) for name, counts in tiers.items()}
+
+    yield _gauges("tier_blocks", "Blocks in the tier", "tier", of(held, "blocks"))
+    yield _gauges("tier_bytes", "Bytes in the tier", "tier", of(held, "bytes"))
+    yield _gauges("tier_max_bytes", "Limit of the tier", "tier", of(held, "max_bytes"))
+    yield _gauges("tier_open_jobs", "Jobs that the tier works on", "tier", of(used, "open_jobs"))
+    for field, text in _TIER_COUNTERS["counts"].items():
+        yield _counters(f"tier_{field}", text, "tier", of(held, field))
+    for field, text in _TIER_COUNTERS["use"].items():
+        yield _counters(f"tier_{field}", text, "tier", of(used, field))
+
+
+_TIER_COUNTERS = {
+    "counts": {
+        "stored": "Blocks stored in the tier",
+        "stored_bytes": "Bytes stored in the tier",
+        "present": "Blocks given to the tier that it had already",
+        "dropped": "Blocks that the tier was too busy, full or out of order to keep",
+        "loaded": "Blocks loaded from the tier",
+        "loaded_bytes": "Bytes loaded from the tier",
+        "missing": "Blocks gone from the tier since they were looked up",
+        "corrupt": "Blocks of the tier whose bytes did not verify",
+        "failed": "Blocks that the tier could not store or load",
+        "evicted": "Blocks that left the tier to make room",
+    },
+    "use": {
+        "cascaded": "Blocks given to the tier",
+        "cascades_dropped": "Blocks not given to the tier, since cascades held enough of the pool",
+        "looked_up": "Blocks that the tier was asked about",
+        "found": "Blocks that the tier said it has",
+        "promoted": "Blocks that came from the tier into the pool",
+        "promotions_failed": "Blocks asked of the tier that did not come",
+        "declined": "Blocks of the tier not asked for, since recomputing was faster",
+        "gave_up": "Requests that stopped waiting for the tier",
+        "timed_out": "Jobs that the tier gave no answer to in time",
+        "errors": "Calls of the tier that failed",
+    },
+}
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

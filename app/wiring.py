@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,16 @@ from app.policies import KeptPolicies
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.tiers.opening import CLOSE_S as TIER_CLOSE_S
+from app.tiers.opening import open_tiers
+from app.tiers.pool_slots import PoolSlots
 from app.warm_start import BootVerification, open_kept_file, warm_start
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
 from core.scheduler import OffloadScheduler
+from core.tiers import Tier
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
@@ -181,7 +185,7 @@ class Process:
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.store.health()
+        return reasons + self.scheduler.tier_health() + self.store.health()
 
     def wake(self) -> None:
         """Have an idle engine take a step."""
@@ -240,6 +244,8 @@ class Process:
             on_replaced=lambda: self.policies.write_again(time.time()),
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
+        tiers = open_tiers(settings.tiers, self._host.fingerprint, self._host.slot_bytes, PoolSlots(pool), self.wake)
+        self._closers.append(lambda: _close_tiers(tiers))
         self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
             num_slots,
@@ -260,7 +266,9 @@ class Process:
             request_fields=settings.request_fields,
             store_mode=settings.store_mode,
             watermark_blocks=_watermark_blocks(settings),
+            tiers=tiers,
         )
+        self._closers.append(lambda: self.scheduler.close_tiers(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler, self.feed)
         if self.engine is not None:
             self._attach(pool)
@@ -357,6 +365,15 @@ class Process:
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
+
+
+def _close_tiers(tiers: Mapping[str, Tier]) -> None:
+    """Have every tier stop; one that cannot must not keep the others from it."""
+    for name, tier in tiers.items():
+        try:
+            tier.close(TIER_CLOSE_S)
+        except Exception:  # noqa: BLE001 - it is the tier's own code, and we are going
+            _log.exception("tier %s did not close cleanly", name)
 
 
 def _watermark_blocks(settings: Settings) -> int:

@@ -163,8 +163,8 @@ def blocks_router(context: AdminContext) -> APIRouter:
 
     @router.delete("/blocks/{hash}", summary="Drop one block", status_code=204, dependencies=[EMERGENCY])
     def drop_block(block_hash: BlockHash) -> None:
-        """It can no longer be found at once; its slot is free when the last transfer or pin on it ends."""
-        if not manager.drop_block(_key_of(block_hash), time.time()):
+        """It is found no more at once, in tiers neither; its slot is free when the last transfer or pin on it ends."""
+        if not context.scheduler.drop_block(_key_of(block_hash), time.time()):
             raise _unknown(block_hash)
         context.wake()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,9 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from app.api.audit_trail import EMERGENCY
 from app.api.context import AdminContext
+from app.api.policy_models import TierName
+from app.api.problems import FieldError, invalid_fields
 from app.api.tenants import TenantMatch
 from core.origins import OriginMatch
 from core.scheduler import ResetTicket
+from core.tiers import HOST
 
 MAX_DRAIN_S = 3600.0
 FIRST_POLL_S = 0.002
@@ -41,8 +44,8 @@ class ResetBody(BaseModel):
         strict=True,
         json_schema_extra={"examples": [{"tiers": ["host"], "match": {"lora": "sql-*"}, "drain_timeout_s": 30}]},
     )
-    tiers: Annotated[list[Literal["host"]], Field(min_length=1, max_length=64)] | None = Field(
-        default=None, description="tiers to empty; null is all"
+    tiers: Annotated[list[TierName], Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="what to empty: `host`, which is the pool, or tiers by name; null is all"
     )
     match: ResetMatch | None = Field(default=None, description="null, or without any glob, is everything")
     drain_timeout_s: float = Field(default=30.0, ge=0, le=MAX_DRAIN_S, allow_inf_nan=False)
@@ -51,12 +54,20 @@ class ResetBody(BaseModel):
     )
 
 
+class TierReset(BaseModel):
+    """What a tier dropped for good."""
+
+    dropped_blocks: int
+    dropped_bytes: int
+
+
 class ResetAnswer(BaseModel):
     """What a reset dropped, and the jobs that it disowned."""
 
     epoch: int
-    dropped_blocks: int
+    dropped_blocks: int = Field(description="from the pool")
     dropped_bytes: int
+    tiers: dict[str, TierReset] = Field(description="what each tier dropped that has carried the reset out by now")
     drained_jobs: int = Field(description="disowned jobs that have ended")
     pending_jobs: int = Field(description="disowned jobs (or a search) still under way; the reset holds all the same")
 
@@ -66,11 +77,13 @@ def reset_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
 
-    async def search(request: Request, match: OriginMatch, deadline_s: float) -> ResetTicket | None:
+    async def search(
+        request: Request, match: OriginMatch, places: list[str] | None, deadline_s: float
+    ) -> ResetTicket | None:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
         # It outlives the call that asked for it.
-        task = asyncio.create_task(asyncio.to_thread(context.scheduler.reset, time.time(), match))
+        task = asyncio.create_task(asyncio.to_thread(context.scheduler.reset, time.time(), match, places))
         searches.add(task)
         task.add_done_callback(searches.discard)
         deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
@@ -90,6 +103,9 @@ def reset_router(context: AdminContext) -> APIRouter:
             if wait_s <= 0 or context.closing() or await request.is_disconnected():
                 break
             context.wake()
+            if ticket.tiers:
+                # Where no engine takes steps, nobody else would hear a tier's answer for a second.
+                context.scheduler.expire(time.time())
             await asyncio.sleep(wait_s)
             poll_s = min(poll_s * 2, LAST_POLL_S)
         return pending
@@ -109,20 +125,31 @@ def reset_router(context: AdminContext) -> APIRouter:
         No request loses its answer. Idempotent, and durable. Works without the database, too.
         """
         asked = body or ResetBody()
+        _check_places(asked.tiers, context.scheduler.tier_names())
         deadline_s = asyncio.get_running_loop().time() + asked.drain_timeout_s
         match = _to_core(asked.match)
         # A whole reset costs no more than the open jobs, and must not queue behind searches.
-        ticket = context.scheduler.reset(time.time()) if match is None else await search(request, match, deadline_s)
+        if match is None:
+            ticket: ResetTicket | None = context.scheduler.reset(time.time(), places=asked.tiers)
+        else:
+            ticket = await search(request, match, asked.tiers, deadline_s)
         if ticket is None:
             epoch = context.scheduler.snapshot().epoch
-            return _answer(ResetAnswer(epoch=epoch, dropped_blocks=0, dropped_bytes=0, drained_jobs=0, pending_jobs=1))
+            return _answer(
+                ResetAnswer(epoch=epoch, dropped_blocks=0, dropped_bytes=0, tiers={}, drained_jobs=0, pending_jobs=1)
+            )
         context.wake()
         pending = await drain(request, ticket, deadline_s)
+        dropped = context.scheduler.tier_resets(ticket)
         return _answer(
             ResetAnswer(
                 epoch=ticket.epoch,
                 dropped_blocks=ticket.dropped_blocks,
                 dropped_bytes=ticket.dropped_bytes,
+                tiers={
+                    name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
+                    for name, one in dropped.items()
+                },
                 drained_jobs=len(ticket.job_ids) - pending,
                 pending_jobs=pending,
             )
@@ -133,6 +160,19 @@ def reset_router(context: AdminContext) -> APIRouter:
 
 def _answer(answer: ResetAnswer) -> JSONResponse:
     return JSONResponse(answer.model_dump(), 202 if answer.pending_jobs else 200)
+
+
+def _check_places(places: list[str] | None, names: tuple[str, ...]) -> None:
+    """Refuse tiers that there are not."""
+    known = (HOST, *names)
+    unknown = [(number, name) for number, name in enumerate(places or ()) if name not in known]
+    if unknown:
+        raise invalid_fields(
+            [
+                FieldError(field=f"tiers.{number}", message=f"there is no {name}: the tiers are {', '.join(known)}")
+                for number, name in unknown
+            ]
+        )
 
 
 def _to_core(match: ResetMatch | None) -> OriginMatch | None:

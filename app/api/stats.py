@@ -44,6 +44,7 @@ def stats_json(context: AdminContext, now_s: float) -> str:
             "store": _fields(snapshot.store),
             "load": _fields(snapshot.load),
             "evictions": _fields(snapshot.evictions),
+            "tiers": {name: {**_fields(tier.counts), **_fields(tier.use)} for name, tier in snapshot.tiers.items()},
             "journal": _fields(context.store.journal_stats()),
         },
         separators=(",", ":"),

@@ -99,6 +99,35 @@ class EvictionStats(BaseModel):
     regretted: int
 
 
+class TierStats(BaseModel):
+    """A tier below the pool, in blocks: what it holds, what became of what it was given, and what it was used for."""
+
+    blocks: int
+    bytes: int
+    max_bytes: int
+    stored: int
+    stored_bytes: int
+    present: int = Field(description="given to it, and there already")
+    dropped: int = Field(description="not kept: it was busy, full or out of order")
+    loaded: int
+    loaded_bytes: int
+    missing: int
+    corrupt: int
+    failed: int
+    evicted: int
+    cascaded: int = Field(description="given to it")
+    cascades_dropped: int = Field(description="not even given to it: cascades held enough of the pool")
+    looked_up: int
+    found: int
+    promoted: int = Field(description="brought into the pool for a request that waited")
+    promotions_failed: int
+    declined: int = Field(description="found, and not asked for: recomputing was faster")
+    gave_up: int = Field(description="requests that stopped waiting for it")
+    timed_out: int = Field(description="jobs that it gave no answer to in time")
+    errors: int = Field(description="calls that failed")
+    open_jobs: int
+
+
 class JournalStats(BaseModel):
     """How far history is behind, in rows and seconds; `dropped` rows were never written."""
 
@@ -122,4 +151,5 @@ class Stats(BaseModel):
     store: StoreStats
     load: LoadStats
     evictions: EvictionStats
+    tiers: dict[str, TierStats]
     journal: JournalStats

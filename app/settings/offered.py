@@ -8,8 +8,6 @@ from core.eviction import EVICTION_POLICIES
 
 OFFERED: Mapping[str, tuple[object, ...]] = {
     "eviction_policy": tuple(EVICTION_POLICIES),
-    "tiers": ((),),
-    "offload_level": ("block",),
 }
 
 
@@ -18,5 +16,5 @@ def not_offered(name: str, value: object) -> str | None:
     choices = OFFERED.get(name)
     if choices is None or value in choices:
         return None
-    words = ", ".join("[]" if choice == () else str(choice) for choice in choices)
+    words = ", ".join(str(choice) for choice in choices)
     return f"this version offers only {words}"

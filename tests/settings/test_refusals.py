@@ -113,8 +113,6 @@ def test_values_that_do_not_validate(
     ("name", "value", "offered"),
     [
         ("eviction_policy", "fifo", "lru, arc"),
-        ("offload_level", "request", "block"),
-        ("tiers", [{"type": "fs", "path": "/data", "max_bytes": "1GiB"}], "[]"),
     ],
 )
 def test_what_this_version_does_not_offer_refuses_to_start(name: str, value: Any, offered: str) -> None:

@@ -1,0 +1,173 @@
+"""The service with a tier of files below its pool: blocks go down, come back, and a broken tier costs hits only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.process import Served, check_identities, serving, wait_until
+from tests.service.test_answers import BLOCK, OUTPUT, ask_all, prompts, turn_over
+
+NUM_TRIES = 20
+"""How often to ask until a request was served from the tier: on a busy machine its patience may end before."""
+
+
+def settings(folder: Path, **others: object) -> dict[str, object]:
+    tiers = [{"type": "fs", "name": "disk", "path": str(folder), "max_bytes": "1GiB"}]
+    given = {"dtype": "float64", "device_blocks": 90, "pool_bytes": "48MiB", "load_decision": "always"}
+    return given | {"tiers": json.dumps(tiers)} | others
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tier") / "files"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served"), **settings(folder)) as running:
+        yield running
+        assert running.stop() == 0
+        errors = [line for line in running.log().splitlines() if " ERROR " in line]
+        assert all("the folder was moved or deleted" in line for line in errors), errors
+        assert "Traceback" not in running.log()
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(i * (number * 2 + 37) + number) % 240 + 3 for i in range(BLOCK * 15 + 3)]
+
+
+def disk(served: Served) -> Any:
+    return served.stats()["tiers"]["disk"]
+
+
+def settle(served: Served) -> None:
+    """Wait until the tier has come to the end of what it was given, too."""
+    served.settle()
+    wait_until(lambda: disk(served)["open_jobs"] == 0, "the tier is idle")
+
+
+def store_in_tier(served: Served, prompt: list[int]) -> list[int]:
+    """The answer to a prompt, all of whose blocks are in the tier afterwards."""
+    before = disk(served)["stored"]
+    answer = served.tokens(prompt, max_tokens=OUTPUT)
+    settle(served)
+    assert disk(served)["stored"] == before + len(prompt) // BLOCK
+    return answer
+
+
+def turn_over_pool(served: Served, first: int) -> None:
+    """Store other prompts until nothing of before is in the pool, and let the device forget it too."""
+    num_slots = served.stats()["pool"]["slots"]
+    for number in range(first, first + num_slots // 15 + 2):
+        served.tokens(prompt_of(number), max_tokens=1)
+        settle(served)
+    turn_over(served)
+
+
+def ask_until_from_tier(served: Served, prompt: list[int], answer: list[int], name: str) -> Any:
+    """Ask until the tier served it, with the pool emptied before each time; the answer is always the same."""
+    for number in range(NUM_TRIES):
+        found = served.complete(prompt, f"{name}-{number}", max_tokens=OUTPUT)
+        assert found["choices"][0]["token_ids"] == answer
+        served.settle()
+        about = served.get(f"/admin/v1/requests/{name}-{number}")["prompt_tokens"]
+        if about["tier_hit"].get("disk"):
+            return about
+        assert served.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
+        turn_over(served, number)
+    raise AssertionError(f"never served from the tier: {served.stats()}")
+
+
+def test_what_left_the_pool_comes_back_from_the_tier(served: Served) -> None:
+    prompt = prompt_of(0)
+    answer = store_in_tier(served, prompt)
+    turn_over_pool(served, 100)
+    about = ask_until_from_tier(served, prompt, answer, "again")
+    assert about == {
+        "total": BLOCK * 15 + 3, "device_hit": 0, "host_hit": 0, "tier_hit": {"disk": BLOCK * 15}, "recomputed": 3,
+    }  # fmt: skip
+    stats = served.stats()
+    check_identities(stats)
+    assert stats["prompt_tokens"]["tier_hit"]["disk"] >= BLOCK * 15
+    assert stats["tiers"]["disk"]["promoted"] >= 15
+    assert stats["tiers"]["disk"]["corrupt"] == 0
+    metrics = served.http.get("/metrics").text
+    assert 'kvferry_tier_promoted_total{tier="disk"}' in metrics
+    assert 'kvferry_prompt_tokens_total{source="tier:disk"}' in metrics
+
+
+def test_settings_show_the_tier_and_unknown_ones_are_refused(served: Served, folder: Path) -> None:
+    assert served.get("/admin/v1/config")["tiers"]["value"][0]["path"] == str(folder)
+    answer = served.http.post("/admin/v1/reset", json={"tiers": ["host", "disc"]})
+    assert answer.status_code == 422
+    assert answer.json()["errors"] == [{"field": "tiers.1", "message": "there is no disc: the tiers are host, disk"}]
+
+
+def test_a_request_that_may_not_use_the_tier_computes(served: Served) -> None:
+    prompt = prompt_of(1)
+    answer = store_in_tier(served, prompt)
+    served.http.post("/admin/v1/reset", json={"tiers": ["host"]})
+    turn_over(served)
+    assert served.http.put("/admin/v1/requests/apart/policy", json={"tiers": []}).status_code == 200
+    found = served.complete(prompt, "apart", max_tokens=OUTPUT)
+    assert found["choices"][0]["token_ids"] == answer
+    served.settle()
+    assert served.get("/admin/v1/requests/apart")["prompt_tokens"]["recomputed"] == len(prompt)
+
+
+def test_a_tier_that_goes_away_in_mid_flight_costs_hits_and_is_told_of(served: Served, folder: Path) -> None:
+    asked = prompts(11, 16)
+    answers = ask_all(served, asked)
+    away = folder.with_name("away")
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(ask_all, served, asked * 2)
+        folder.rename(away)
+        wait_until(lambda: served.http.get("/readyz").status_code == 503, "not ready")
+        assert again.result(300) == answers * 2
+    reasons = served.http.get("/readyz").json()["reasons"]
+    assert any(reason.startswith("tier disk: ") for reason in reasons), reasons
+    turn_over(served)
+    assert ask_all(served, asked) == answers
+    check_identities(served.settle())
+    away.rename(folder)
+    wait_until(lambda: served.http.get("/readyz").status_code == 200, "ready again")
+    store_in_tier(served, prompt_of(2))
+
+
+def test_a_whole_reset_empties_the_tier_and_nothing_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+    kept, dropped = prompt_of(3), prompt_of(4)
+    files = tmp_path / "files"
+    with serving(tmp_path, **settings(files)) as first:
+        store_in_tier(first, dropped)
+        answer = first.http.post("/admin/v1/reset", json={"reason": "test"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["tiers"]["disk"]["dropped_blocks"] == 15
+        tokens = store_in_tier(first, kept)
+        first.stop()
+    with serving(tmp_path, **settings(files)) as second:
+        about = ask_until_from_tier(second, kept, tokens, "kept")
+        assert about["tier_hit"] == {"disk": BLOCK * 15}
+        before = disk(second)["found"]
+        second.complete(dropped, "dropped", max_tokens=1)
+        settle(second)
+        assert disk(second)["found"] == before
+        assert second.get("/admin/v1/requests/dropped")["prompt_tokens"]["recomputed"] == len(dropped)
+
+
+@pytest.mark.parametrize("level", ["block", "request"])
+def test_the_level_of_the_settings_says_what_a_tier_gets(tmp_path: Path, level: str) -> None:
+    prompt = prompt_of(5)
+    with serving(tmp_path, **settings(tmp_path / "files", offload_level=level)) as running:
+        running.http.put("/admin/v1/requests/first/policy", json={"tiers": []})
+        running.complete(prompt, "first", max_tokens=1)
+        settle(running)
+        assert disk(running)["cascaded"] == 0
+        running.complete(prompt, "second", max_tokens=1)
+        settle(running)
+        assert disk(running)["stored"] == (15 if level == "request" else 0)
