@@ -195,6 +195,7 @@ class OffloadScheduler:
         with self.manager.lock:
             self._expire(now_s)
             self._end_step(now_s)
+            self._stores.drop_disowned(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
                 state = self._requests.get(step.request_id)

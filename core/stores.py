@@ -268,6 +268,15 @@ class StoreSide:
                 counts.offered += count
                 counts.skipped[reason.value] += count
 
+    def drop_disowned(self, now_s: float) -> None:
+        """What a reset met before it was in a job is stored by none; its device blocks may be offered again."""
+        decided = self._parts
+        self._parts = [part for part in decided if not self._is_disowned(part)]
+        if len(self._parts) < len(decided):
+            for part in decided:
+                if self._is_disowned(part):
+                    self._end_part(part, failed=False, now_s=now_s)
+
     def take_job(self, now_s: float) -> list[TransferJob]:
         """One job of all blocks that were given a slot since the last step, or none."""
         parts, self._parts = self._parts, []
@@ -300,7 +309,7 @@ class StoreSide:
         if part.leaving:
             self.num_leaving -= count
             self.num_returned += count
-        disowned = part.disowned or part.epoch != self._manager.epoch
+        disowned = self._is_disowned(part)
         published = 0
         keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
         if failed and not disowned:
@@ -338,6 +347,9 @@ class StoreSide:
                 follower.session.let_go()
         if state.session is not None:
             state.session.let_go()
+
+    def _is_disowned(self, part: StorePart) -> bool:
+        return part.disowned or part.epoch != self._manager.epoch
 
     def _forget_blocks(self, part: StorePart) -> None:
         """Its device blocks are in flight no more, but for those that were offered again since a reset."""

@@ -292,11 +292,10 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
     assert (ticket.epoch, ticket.dropped_blocks) == (1, 3)
     assert engine.offload.snapshot().pool.storing == 5
     if not emitted:
-        plan = engine.offload.plan_step([], 1.0)
-        engine.submit(plan)
+        assert not engine.offload.plan_step([], 1.0), "nothing is copied for nobody"
     else:
         assert engine.offload.open_jobs(ticket.job_ids) == 1
-    engine.end_job(plan.stores[0].job_id)
+        engine.end_job(plan.stores[0].job_id)
     assert engine.offload.open_jobs(ticket.job_ids) == 0
     snapshot = engine.offload.snapshot()
     assert (snapshot.pool.ready, snapshot.pool.free, snapshot.store.skipped["reset"]) == (0, 64, 5)
@@ -444,6 +443,33 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
     assert engine.offload.snapshot().store.skipped["in_flight"] == 3
     engine.end_job(first.stores[0].job_id)
     engine.check()
+
+
+@pytest.mark.parametrize("match", [None, OriginMatch(request="first")])
+def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: OriginMatch | None) -> None:
+    """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
+    engine = ToyEngine(8, 64)
+    engine.manager.max_pinned_fraction = 1.0
+    engine.add(request("other", 8, first=900))
+    engine.run()
+    keys = engine.manager.inventory.list_blocks(0, 8).keys
+    for key in keys:
+        engine.manager.pin_block(key, 1e9, engine.now_s)
+    for name in ("first", "second"):
+        engine.add(request(name, 3, max_tokens=30))
+        engine.step()
+    for key in keys:
+        engine.manager.unpin_block(key)
+    engine.finish(engine.requests["first"])
+    assert engine.offload.has_open_work()
+    engine.reset(match)
+    engine.check()
+    plan = engine.step()
+    assert sum(job.num_blocks for job in plan.stores) == 3, "those of the other request, once"
+    assert engine.offload.snapshot().store.skipped["reset"] == 3
+    engine.check()
+    engine.run()
+    engine.check_idle()
 
 
 def test_two_device_blocks_of_one_key_race_and_one_wins(engine: ToyEngine) -> None:
@@ -707,9 +733,7 @@ def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() 
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
     engine.reset(OriginMatch(tenant="t"))
-    plan = engine.offload.plan_step([], engine.now_s)
-    engine.submit(plan)
-    engine.end_job(plan.stores[0].job_id)
+    assert not engine.offload.plan_step([], engine.now_s)
     assert engine.offload.snapshot().pool.ready == 0
     engine.check_idle()
 

@@ -770,8 +770,8 @@ MUTATIONS = (
         9,
         "what an older epoch completes is freed, never published",
         "core/stores.py",
-        "disowned = part.disowned or part.epoch != self._manager.epoch",
-        "disowned = part.disowned",
+        "return part.disowned or part.epoch != self._manager.epoch",
+        "return part.disowned",
         (SCHEDULER + "test_a_reset_publishes_nothing_that_was_under_way",),
     ),
     Mutation(
@@ -779,8 +779,8 @@ MUTATIONS = (
         9,
         "a reset by match publishes nothing of what it means",
         "core/stores.py",
-        "disowned = part.disowned or part.epoch != self._manager.epoch",
-        "disowned = part.epoch != self._manager.epoch",
+        "return part.disowned or part.epoch != self._manager.epoch",
+        "return part.epoch != self._manager.epoch",
         (SCHEDULER + "test_a_reset_by_match_takes_what_matches_and_nothing_else",),
     ),
     Mutation(
