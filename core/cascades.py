@@ -72,6 +72,10 @@ class CascadeSide:
             origins = table.origins[slots].tolist()
             doomed = [any(match.matches(origin) for match in self.resets) for origin in origins]
             slots = slots[~np.array(doomed, dtype=np.bool_)]
+        # What an earlier process left may be damaged, and a tier would vouch for it.
+        unverified = self._manager.unverified(slots)
+        if len(unverified):
+            slots = slots[~np.isin(slots, unverified)]
         slots = slots[np.cumsum(self._holds[slots] == 0) <= self._max_held - self.num_held]
         link.use.cascades_dropped += wanted - len(slots)
         if not len(slots):

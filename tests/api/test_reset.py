@@ -39,6 +39,7 @@ def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service) -> None:
             "epoch": 1,
             "dropped_blocks": 10,
             "dropped_bytes": 10 * BLOCK_BYTES,
+            "tiers": {},
             "drained_jobs": 0,
             "pending_jobs": 0,
         }

@@ -52,6 +52,7 @@ SHAPE: dict[str, Any] = {
         "seconds": float,
     },
     "evictions": {"total": int, "by_reason": {}, "regretted": int},
+    "tiers": {},
     "journal": {"queued": int, "written": int, "dropped": int, "lag_s": float},
 }
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from core.engine import StoreMode
-from core.events import EvictionBatch, NullSink
+from core.events import EvictionBatch, NullSink, Origin
+from core.kept import KeptBlocks
 from core.origins import OriginMatch
 from core.policy import Level, Override, RequestPolicy
 from core.tiers import HOST
+from core.transfers import NO_SLOTS
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.core.toy_oracle import key_of
 from tests.core.toy_tiers import TIMEOUT_S, ToyTier
@@ -737,3 +739,28 @@ def test_settings_apply_to_tiers_as_well() -> None:
     serve(engine, request("r", 3))
     assert len(engine.tiers["disk"].blocks) == 3
     assert np.array_equal(engine.offload._stores.cascades._holds, np.zeros(64))
+
+
+def test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified() -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    tier.level = Level.REQUEST
+    first = request("first", 3, kv_transfer_params={"load": False})
+    engine.add(first)
+    for slot, key in enumerate(keys(3)):
+        engine.copies.host[0][slot] = engine.truth.of(key)
+    counts, times = np.ones(3, dtype=np.int64), np.zeros(3)
+    engine.manager.adopt(
+        KeptBlocks(
+            np.arange(3), keys(3), counts, counts * 64, np.arange(3), [Origin("")] * 3, times, times, counts * 0
+        ),
+        NO_SLOTS,
+    )
+    engine.run()
+    settle(engine)
+    assert engine.offload.snapshot().store.skipped["already_stored"] == 3
+    assert not tier.blocks, "nobody has looked at them yet, and the tier would vouch for them"
+    engine.device.forget_all()
+    serve(engine, request("second", 3))
+    assert prompt_tokens(engine, "second").host_hit == 12
+    assert tier.blocks.keys() == set(keys(3)), "loaded, and so verified"

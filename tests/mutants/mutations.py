@@ -370,6 +370,15 @@ MUTATIONS = (
         "False",
         (TIERS + "test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has",),
     ),
+    Mutation(
+        "what nobody has verified goes to a tier",
+        3,
+        "what an earlier process left goes to no tier before it is verified",
+        "core/cascades.py",
+        "        if len(unverified):\n",
+        "        if False:\n",
+        (TIERS + "test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified",),
+    ),
     # --- eager and lazy ---------------------------------------------------------------------------------------------
     Mutation(
         "what was full at the end is forgotten",
