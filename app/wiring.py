@@ -50,6 +50,7 @@ CLOSE_S = 10.0
 OVERDUE_S = 60.0
 """A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
 SUPERVISE_S = 1.0
+CROSSOVER_FILE = "copy-crossover.json"
 BARE_BLOCK_BYTES = 64 << 10
 """Size of a block where there is no engine that would give it."""
 
@@ -271,9 +272,9 @@ class Process:
         self._closers.append(lambda: self.scheduler.close_tiers(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler, self.feed)
         if self.engine is not None:
-            self._attach(pool)
+            self._attach(settings, pool)
 
-    def _attach(self, pool: HostPool) -> None:
+    def _attach(self, settings: Settings, pool: HostPool) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
         from cuda_ops.cpu_copy import CpuCopyEngine
         from cuda_ops.layout import DeviceLayout
@@ -286,7 +287,13 @@ class Process:
         if self._cuda is None:
             copies = CpuCopyEngine(blocks, pool, engine.wake)
         else:
-            copies = self._cuda.copies(blocks, pool, engine.wake)
+            copies = self._cuda.copies(
+                blocks,
+                pool,
+                engine.wake,
+                settings.state_dir / CROSSOVER_FILE,
+                settings.kernel_below_bytes,
+            )
         if self._kept_file is not None:
             self._closers.append(copies.close)
             copies = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)

@@ -7,11 +7,14 @@ plans nor waits, the next job is queued while one runs, and both directions run 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
+import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.dma import DmaMover, Mover
@@ -19,7 +22,7 @@ from cuda_ops.driver import CudaDriver, CudaError
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
-from cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class CudaCopyEngine:
         self._context = driver.retain_context(self._device)
         self._ready_events = _Events(driver, timing=False)
         self._timing_events = _Events(driver, timing=True)
+        self._pinned = _PinnedMemory(driver)
         self._buffers: deque[SegmentBuffer] = deque()
         self._loaded: deque[int] = deque()
         self._lock = threading.Lock()
@@ -142,16 +146,18 @@ class CudaCopyEngine:
             self._ledger.end(job, _describe(ready))
             return None
         memory = self._pool.hold()
-        buffer = self._buffers.pop() if self._buffers else SegmentBuffer()
+        buffer: SegmentBuffer | None = None
         try:
-            segments = self._planner.plan(job, buffer, coalesce=True)
-            num_bytes = self._planner.num_bytes(job)
             with self._driver.current(self._context):
+                buffer = self._buffers.pop() if self._buffers else SegmentBuffer(allocate=self._pinned.take)
+                segments = self._planner.plan(job, buffer, coalesce=True)
+                num_bytes = self._planner.num_bytes(job)
                 start, end = self._timing_events.take(), self._timing_events.take()
         except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
             if isinstance(failure, CudaError):
                 self._settle(lane)
-            self._buffers.append(buffer)
+            if buffer is not None:
+                self._buffers.append(buffer)
             self._ready_events.give(ready)
             self._ledger.end(job, _describe(failure))
             return None
@@ -227,6 +233,8 @@ class CudaCopyEngine:
             with self._driver.current(self._context):
                 for lane in self._lanes.values():
                     self._driver.destroy_stream(lane.stream)
+                self._mover.close()
+                self._pinned.free()
                 self._ready_events.destroy()
                 self._timing_events.destroy()
             self._driver.release_context(self._device)
@@ -357,6 +365,23 @@ class _Events:
     def destroy(self) -> None:
         while self._all:
             self._driver.destroy_event(self._all.popleft())
+
+
+class _PinnedMemory:
+    """Arrays that the device reads where they are. Any thread, with the context current."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._addresses: deque[int] = deque()
+
+    def take(self, count: int) -> Int64s:
+        address = self._driver.allocate_host(8 * count)
+        self._addresses.append(address)
+        return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+    def free(self) -> None:
+        while self._addresses:
+            self._driver.free_host(self._addresses.popleft())
 
 
 def _describe(failure: Exception) -> str:

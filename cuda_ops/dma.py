@@ -16,6 +16,9 @@ class Mover(Protocol):
         """Queue them all, and return without waiting. `segments`, of which there is at least one, stays as it is until
         the stream has done them. Raises `CudaError` when some may be queued and others are not."""
 
+    def close(self) -> None:
+        """Give back what it took of the device, on which nothing of it runs any more. Raises `CudaError`."""
+
 
 class DmaMover:
     """A `Mover` of segments of any size."""
@@ -32,3 +35,6 @@ class DmaMover:
             return
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._driver.copy(target, source, size, stream)
+
+    def close(self) -> None:
+        """Nothing was taken."""

@@ -27,6 +27,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (_OUT, c_int),
+    "cuDriverGetVersion": (_OUT,),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, c_int),
     "cuDevicePrimaryCtxRelease": (c_int,),
@@ -44,6 +46,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy": (_HANDLE,),
     "cuMemHostRegister": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemAlloc": (_OUT, c_size_t),
+    "cuMemFree": (c_uint64,),
+    "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, _HANDLE),
 }
 # The convention of 12.8, which later drivers keep: it has the index of the copy that failed, the newer one has not.
@@ -116,6 +122,13 @@ class CudaDriver:
         device = c_int()
         self._call("cuDeviceGet", byref(device), index)
         return device.value
+
+    def describe(self, device: int) -> str:
+        """The device's name and the driver's version."""
+        version, text = c_int(), ctypes.create_string_buffer(256)
+        self._call("cuDriverGetVersion", byref(version))
+        self._call("cuDeviceGetName", text, len(text), device)
+        return f"{text.value.decode()}, driver {version.value // 1000}.{version.value % 1000 // 10}"
 
     def pci_address(self, device: int) -> str:
         """Such as `0000:3b:00.0`."""
@@ -196,6 +209,26 @@ class CudaDriver:
     def unregister_host(self, address: int) -> None:
         """Undo it."""
         self._call("cuMemHostUnregister", address)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Device memory."""
+        address = c_uint64()
+        self._call("cuMemAlloc", byref(address), num_bytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give it back."""
+        self._call("cuMemFree", address)
+
+    def allocate_host(self, num_bytes: int) -> int:
+        """Host memory that the device knows."""
+        address = c_void_p()
+        self._call("cuMemHostAlloc", byref(address), num_bytes, _HOST_REGISTER_PORTABLE)
+        return address.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Give it back."""
+        self._call("cuMemFreeHost", address)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Queue one copy between any two places."""

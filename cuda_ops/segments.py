@@ -7,6 +7,7 @@ allocated or registered in two parts may not be copied in one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -32,16 +33,23 @@ class Segments(NamedTuple):
         return int(self.sizes.sum())
 
 
+def _ordinary_memory(count: int) -> Int64s:
+    return np.empty(count, dtype=np.int64)
+
+
 class SegmentBuffer:
     """Room for the segments of one job, used again by the next. Grows, and never shrinks."""
 
-    def __init__(self, capacity: int = 1024) -> None:
-        self._rows = np.empty((3, capacity), dtype=np.int64)
+    def __init__(self, capacity: int = 1024, allocate: Callable[[int], Int64s] = _ordinary_memory) -> None:
+        """`allocate` gives an array of so many numbers, in memory that a device knows where that matters."""
+        self._allocate = allocate
+        self._rows = allocate(3 * capacity).reshape(3, capacity)
 
     def take(self, count: int) -> Segments:
         """Room for so many segments; what was handed out before is void."""
         if count > self._rows.shape[1]:
-            self._rows = np.empty((3, max(count, 2 * self._rows.shape[1])), dtype=np.int64)
+            capacity = max(count, 2 * self._rows.shape[1])
+            self._rows = self._allocate(3 * capacity).reshape(3, capacity)
         return Segments(*self._rows[:, :count])
 
 

@@ -106,6 +106,11 @@ class Settings(BaseSettings):
     blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(
         default=1, description="Blocks that one slot holds."
     )
+    kernel_below_bytes: Annotated[int | None, _read(values.size)] = Field(
+        default=None,
+        description="On CUDA, blocks are copied by a kernel where the pieces that they lie in are smaller than this, "
+        "and by the DMA engines else. By default measured at the first start on a device; 1 is never.",
+    )
     store_mode: Annotated[StoreMode, _read(values.choice(StoreMode)), MUTABLE] = Field(
         default=StoreMode.EAGER,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",

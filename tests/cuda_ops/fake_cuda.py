@@ -39,6 +39,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (OUT_INT, c_int),
+    "cuDriverGetVersion": (OUT_INT,),
+    "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (OUT_POINTER, c_int),
     "cuDevicePrimaryCtxRelease": (c_int,),
@@ -56,6 +58,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy": (c_void_p,),
     "cuMemHostRegister": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemAlloc": (POINTER(c_uint64), c_size_t),
+    "cuMemFree": (c_uint64,),
+    "cuMemHostAlloc": (OUT_POINTER, c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpyBatchAsync": (
         POINTER(c_uint64),
@@ -70,6 +76,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     ),
 }
 WITHOUT_CONTEXT = {
+    "cuDriverGetVersion",
+    "cuDeviceGetName",
     "cuInit",
     "cuGetErrorName",
     "cuDeviceGet",
@@ -118,6 +126,7 @@ class FakeCuda:
         self.calls: Counter[str] = Counter()
         self.batches: list[tuple[int, int]] = []
         self.attributes: list[tuple[int, int]] = []
+        self.allocated: dict[int, Any] = {}
         self.registered: dict[int, int] = {}
         self.retained = 0
         self.compute = 7
@@ -280,6 +289,33 @@ class FakeCuda:
     def _cu_device_get(self, out: Any, index: int) -> int:
         out[0] = index
         return 0 if index == 0 else 101
+
+    def _cu_driver_get_version(self, out: Any) -> int:
+        out[0] = 13020
+        return 0
+
+    def _cu_device_get_name(self, text: int, size: int, _device: int) -> int:
+        ctypes.memmove(text, b"Fake\0"[:size], 5)
+        return 0
+
+    def _cu_mem_alloc(self, out: Any, num_bytes: int) -> int:
+        out[0] = self._allocate(num_bytes)
+        return 0
+
+    def _cu_mem_free(self, address: int) -> int:
+        return 0 if self.allocated.pop(address, None) is not None else INVALID_VALUE
+
+    def _cu_mem_host_alloc(self, out: Any, num_bytes: int, _flags: int) -> int:
+        out[0] = self._allocate(num_bytes)
+        return 0
+
+    def _cu_mem_free_host(self, address: int) -> int:
+        return self._cu_mem_free(address)
+
+    def _allocate(self, num_bytes: int) -> int:
+        memory = ctypes.create_string_buffer(num_bytes)
+        self.allocated[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
 
     def _cu_device_get_pcibus_id(self, text: int, size: int, _device: int) -> int:
         ctypes.memmove(text, b"0000:3B:00.0\0"[:size], 13)

@@ -66,12 +66,14 @@ def test_answers_are_the_same_after_the_device_refuses_to_copy(
     assert offloaded.stats.load.failed > 0
 
 
-def test_the_pool_is_pinned_for_the_device_and_let_go_before_it() -> None:
+def test_the_pool_is_pinned_for_the_device_and_let_go_before_it(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     pool = HostPool(4, 4096, preparation=side.preparation())
     assert pool.is_pinned
-    copies = side.copies(DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]), pool, lambda: None)
+    copies = side.copies(
+        DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]), pool, lambda: None, tmp_path / "file"
+    )
     assert copies.is_alive()
     copies.close()
     pool.close()
@@ -84,12 +86,18 @@ def test_a_device_that_the_driver_does_not_have_is_refused() -> None:
         CudaSide(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
 
 
-def test_a_device_that_gives_no_stream_is_refused() -> None:
+def test_a_device_that_gives_no_stream_is_refused(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
     with pytest.raises(CudaUnavailable, match=r"DEVICE: no copy engine on cuda:0 .*ILLEGAL_ADDRESS"):
-        side.copies(DeviceLayout.of_tensors([[torch.zeros(4, 64, dtype=torch.uint8)]]), HostPool(4, 64), lambda: None)
+        side.copies(
+            DeviceLayout.of_tensors([[torch.zeros(4, 64, dtype=torch.uint8)]]),
+            HostPool(4, 64),
+            lambda: None,
+            tmp_path / "file",
+            1,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -28,6 +28,7 @@ CONTRACT = {
     "POOL_KIND": "`pinned`",
     "POOL_PATH": "none",
     "BLOCKS_PER_SLOT": "`1`",
+    "KERNEL_BELOW_BYTES": "none",
     "STORE_MODE": "`eager`",
     "EVICTION_POLICY": "`lru`",
     "OFFLOAD_PROMPT_ONLY": "`true`",

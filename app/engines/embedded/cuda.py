@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from cuda_ops.cuda_copy import CudaCopyEngine
 from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
+from cuda_ops.movers import choose_mover
 from cuda_ops.numa import node_of_pci_device
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
@@ -33,9 +35,17 @@ class CudaSide:
         """How the host pool is made ready."""
         return Preparation(registrar=self._registrar, numa_node=node_of_pci_device(self._pci_address))
 
-    def copies(self, layout: DeviceLayout, pool: HostPool, on_finished: Callable[[], None]) -> CudaCopyEngine:
-        """A copy engine between the device's blocks and the pool. Raises `CudaUnavailable`."""
+    def copies(
+        self,
+        layout: DeviceLayout,
+        pool: HostPool,
+        on_finished: Callable[[], None],
+        crossover_file: Path,
+        kernel_below_bytes: int | None = None,
+    ) -> CudaCopyEngine:
+        """A copy engine between the device's blocks and the pool; see `choose_mover`. Raises `CudaUnavailable`."""
         try:
+            mover = choose_mover(self._driver, self._index, pool, crossover_file, kernel_below_bytes)
             return CudaCopyEngine(
                 layout,
                 pool,
@@ -43,6 +53,7 @@ class CudaSide:
                 driver=self._driver,
                 device=self._index,
                 current_stream=lambda: int(torch.cuda.current_stream(self._device).cuda_stream),
+                mover=mover,
             )
         except CudaError as error:
             raise CudaUnavailable(f"DEVICE: no copy engine on {self._device} ({error}); set DEVICE=cpu") from error

@@ -1,0 +1,328 @@
+"""Copies by the kernel: its bytes under Triton's interpreter, its table on a stream, and when it is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.transfers import Direction
+from cuda_ops.crossover import COUNTS, SIZES_BYTES, Crossover, CrossoverMover, calibrate, kept_crossover
+from cuda_ops.cuda_copy import CudaCopyEngine
+from cuda_ops.dma import DmaMover, Mover
+from cuda_ops.driver import CudaDriver
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kernel import KernelMover, word_of
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.movers import choose_mover
+from cuda_ops.prepare import Preparation
+from cuda_ops.registrar import CudaRegistrar
+from cuda_ops.segments import Segments
+from tests.cuda_ops.drawn import Device, contents, devices, jobs, pieces, pools
+from tests.cuda_ops.fake_cuda import FakeCuda
+from tests.cuda_ops.test_cuda_copy import job
+
+PATIENCE_S = 30.0
+FOUND = Crossover({Direction.STORE: ((64, 8192), (1024, 32768)), Direction.LOAD: ((64, 0), (1024, 8192))})
+
+
+class Launches:
+    """The kernel's place on a fake device: it reads its table when the stream comes to it, not when it is launched."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.words: Counter[int] = Counter()
+
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
+        self.words[word_bytes] += 1
+
+        def kernel() -> None:
+            table = [
+                np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(at)) for at in (targets, sources, sizes)
+            ]
+            for target, source, size in zip(*(column.tolist() for column in table), strict=True):
+                assert target % word_bytes == source % word_bytes == size % word_bytes == 0
+                ctypes.memmove(target, source, size)
+
+        self._cuda.queue(stream, kernel)
+
+
+@settings(max_examples=60)
+@given(device=devices(), rows=st.integers(1, 5), seed=st.integers(0, 1000), data=st.data())
+def test_any_layout_through_a_table_that_is_smaller_than_the_job(
+    device: Device, rows: int, seed: int, data: st.DataObject
+) -> None:
+    pool = data.draw(pools(device.layout))
+    cuda = FakeCuda(seed)
+    driver = CudaDriver(cuda.resolve)
+    mover = KernelMover(driver, Launches(cuda), table_rows=rows)
+    copies = CudaCopyEngine(
+        device.layout, pool, lambda: None, driver=driver, device=0, current_stream=lambda: cuda.compute, mover=mover
+    )
+    one = data.draw(jobs(device.layout, pool, Direction.STORE))
+    before = contents(pool)
+    copies.submit(one)
+    assert copies.wait([one.job_id], PATIENCE_S)
+    assert copies.poll()[0].error is None
+    after = contents(pool)
+    for slot in range(pool.num_slots):
+        pool.row(slot)[:] = before[slot]
+    for on_device, on_host in pieces(device, pool, one):
+        on_host[:] = on_device
+    assert np.array_equal(after, contents(pool))
+    copies.close()
+    assert cuda.allocated == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "size", "word"),
+    [(64, 128, 4096, 8), (64, 132, 4096, 4), (64, 128, 4, 4), (65, 128, 64, 1), (64, 128, 2, 1)],
+)
+def test_words_divide_every_address_and_size(device: int, host: int, size: int, word: int) -> None:
+    columns = [np.array([4096, value], dtype=np.int64) for value in (device, host, size)]
+    assert word_of(Segments(*columns)) == word
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_copies_what_it_is_told_and_nothing_else() -> None:
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    code = """
+import numpy as np
+from cuda_ops import triton_copy
+rng = np.random.default_rng(7)
+for word in (8, 4, 1):
+    for count in (1, 5, 40):
+        source = rng.integers(0, 256, count * 9000, dtype=np.uint8)
+        target, expected = np.zeros_like(source), np.zeros_like(source)
+        sizes = rng.choice([word, 24, 1000, 4096, 4104, 8192, 9000], count).astype(np.int64) // word * word
+        starts, ends = rng.permutation(count) * 9000, rng.permutation(count) * 9000
+        for start, end, size in zip(starts, ends, sizes):
+            expected[end : end + size] = source[start : start + size]
+        targets, sources = target.ctypes.data + ends, source.ctypes.data + starts
+        triton_copy.run(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count, word)
+        assert np.array_equal(target, expected), (word, count)
+print("equal")
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert (done.stdout.strip(), done.returncode) == ("equal", 0), done.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("word", [8, 4, 1])
+def test_the_kernel_compiles_for_a_device(word: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to the machine code of an H100, which takes no device."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cuda_ops import triton_copy
+
+    source = ASTSource(
+        triton_copy.copy_segments,
+        signature={
+            **dict.fromkeys(("targets", "sources", "sizes"), "i64"),
+            "count": "i32",
+            **dict.fromkeys(("WORD_BYTES", "CHUNK"), "constexpr"),
+        },
+        constexprs={"WORD_BYTES": word, "CHUNK": triton_copy.CHUNK_BYTES // word},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_copy.WARPS})
+    assert f"st.global.b{8 * word}" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"]
+
+
+# ---- which way -------------------------------------------------------------------------------------------------------
+
+
+class Noted:
+    """A mover that notes what it was given."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.closed = False
+
+    def move(self, direction: Direction, segments: Segments, stream: int) -> None:
+        self.counts.append(len(segments.sizes))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def segments_of(count: int, size: int) -> Segments:
+    places = np.arange(count, dtype=np.int64) * size
+    return Segments(places, places, np.full(count, size, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("direction", "count", "size", "by_kernel"),
+    [
+        (Direction.STORE, 100, 8191, True),
+        (Direction.STORE, 100, 8192, False),
+        (Direction.STORE, 1024, 8192, True),
+        (Direction.STORE, 1, 4096, True),
+        (Direction.LOAD, 100, 1, False),
+        (Direction.LOAD, 5000, 4096, True),
+    ],
+)
+def test_a_job_goes_the_way_that_was_faster_for_its_like(
+    direction: Direction, count: int, size: int, by_kernel: bool
+) -> None:
+    dma, kernel = Noted(), Noted()
+    CrossoverMover(dma, kernel, FOUND, lambda: True).move(direction, segments_of(count, size), 1)
+    assert (dma.counts, kernel.counts) == (([], [count]) if by_kernel else ([count], []))
+
+
+def test_memory_that_is_not_pinned_never_meets_the_kernel() -> None:
+    dma, kernel = Noted(), Noted()
+    CrossoverMover(dma, kernel, Crossover.fixed(1 << 30), lambda: False).move(Direction.STORE, segments_of(9, 64), 1)
+    assert (dma.counts, kernel.counts) == ([9], [])
+
+
+class TimedDevice:
+    """Times of a device whose kernel is faster below a size that depends on direction and count."""
+
+    def __init__(self, dma: Mover, step_s: float = 0.0) -> None:
+        self._dma = dma
+        self.now_s = 0.0
+        self._step_s = step_s
+        self.num_measured = 0
+
+    def __call__(self, mover: Mover, direction: Direction, count: int, size: int) -> float:
+        self.num_measured += 1
+        self.now_s += self._step_s
+        turn = {(Direction.STORE, 64): 10_000, (Direction.STORE, 1024): 70_000, (Direction.LOAD, 1024): 5_000}
+        per_segment = turn.get((direction, count), 0) if mover is self._dma else size
+        return count * float(per_segment)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_calibration_finds_where_the_ways_cross_and_stops_there() -> None:
+    dma, kernel = Noted(), Noted()
+    device = TimedDevice(dma)
+    found = calibrate(dma, kernel, device, clock=device.clock)
+    assert found.steps == {
+        Direction.STORE: ((COUNTS[0], 2 * SIZES_BYTES[0]), (COUNTS[1], 2 * SIZES_BYTES[2])),
+        Direction.LOAD: ((COUNTS[0], 0), (COUNTS[1], 2 * SIZES_BYTES[0])),
+    }
+
+
+def test_what_the_budget_has_no_time_for_is_left_to_the_dma_engines() -> None:
+    dma, kernel = Noted(), Noted()
+    device = TimedDevice(dma, step_s=0.2)
+    found = calibrate(dma, kernel, device, budget_s=0.5, clock=device.clock)
+    assert found.steps[Direction.STORE][0] == (64, 2 * SIZES_BYTES[0])
+    assert found.steps[Direction.LOAD] == ((64, 0), (1024, 0))
+    assert device.num_measured <= 6
+
+
+def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "crossover.json"
+    other = Crossover.fixed(1)
+    assert kept_crossover(file, "A", lambda: FOUND) == FOUND
+    assert kept_crossover(file, "B", lambda: other) == other
+    assert kept_crossover(file, "A", lambda: pytest.fail("measured again")) == FOUND
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"A": 3}', '{"A": {"store": [], "load": []}}', '{"A": {"store": [[1, 2]]}}']
+)
+def test_a_file_that_says_nothing_is_written_again(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "crossover.json"
+    file.write_text(text)
+    assert kept_crossover(file, "A", lambda: FOUND) == FOUND
+    assert Crossover.of_json(json.loads(file.read_text())["A"]) == FOUND
+
+
+def test_a_file_that_cannot_be_written_costs_a_measurement(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert kept_crossover(tmp_path / "file" / "crossover.json", "A", lambda: FOUND) == FOUND
+    assert "measured again at the next start" in caplog.text
+
+
+def pinned_pool(cuda: FakeCuda) -> HostPool:
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
+    return HostPool(8, 4096, preparation=Preparation(registrar=registrar))
+
+
+def test_a_device_is_calibrated_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    cuda = FakeCuda()
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    before = cuda.retained
+    mover = choose_mover(driver, 0, pool, tmp_path / "crossover.json", launch=launches)
+    assert isinstance(mover, CrossoverMover)
+    assert list(json.loads((tmp_path / "crossover.json").read_text())) == ["Fake, driver 13.2"]
+    assert launches.words
+    assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
+
+
+@pytest.mark.parametrize("below_bytes", [1, 1 << 20])
+def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> None:
+    cuda = FakeCuda()
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    file = tmp_path / "crossover.json"
+    mover = choose_mover(driver, 0, pool, file, below_bytes, launches)
+    assert not file.exists()
+    stream = cuda.compute
+    blocks = np.arange(64, dtype=np.uint8)
+    with driver.current(1):
+        segments = Segments(
+            np.array([blocks.ctypes.data]), pool.addresses(np.array([2])), np.array([64], dtype=np.int64)
+        )
+        mover.move(Direction.STORE, segments, stream)
+        cuda.synchronize()
+        mover.close()
+    assert pool.slot(2)[:64].tolist() == blocks.tolist()
+    assert bool(launches.words) == (below_bytes > 64)
+
+
+def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+
+    def broken(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
+        raise NotImplementedError("no such architecture")
+
+    mover = choose_mover(CudaDriver(cuda.resolve), 0, pinned_pool(cuda), tmp_path / "crossover.json", launch=broken)
+    assert isinstance(mover, DmaMover)
+    assert "no such architecture" in caplog.text
+    assert (cuda.allocated, cuda.copy_streams) == ({}, [])
+
+
+def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
+    cuda = FakeCuda(5)
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    blocks = np.random.default_rng(3).integers(0, 256, (8, 4096), dtype=np.uint8)
+    copies = CudaCopyEngine(
+        DeviceLayout.of_arrays([blocks]),
+        pool,
+        lambda: None,
+        driver=driver,
+        device=0,
+        current_stream=lambda: cuda.compute,
+        mover=choose_mover(driver, 0, pool, tmp_path / "file", 8192, launches),
+    )
+    copies.submit(job(1, Direction.STORE, [0, 2, 4], [1, 3, 5]))
+    copies.submit(job(2, Direction.STORE, [5, 6, 7], [6, 7, 0]))
+    assert copies.wait([1, 2], PATIENCE_S)
+    assert [result.error for result in copies.poll()] == [None, None]
+    for block, slot in zip([0, 2, 4, 5, 6, 7], [1, 3, 5, 6, 7, 0], strict=True):
+        assert np.array_equal(pool.slot(slot), blocks[block])
+    assert sum(launches.words.values()) == 2
+    copies.close()
