@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from app.api.context import EngineInfo
     from app.store import JournalStats
+    from app.warm_start import WarmStart
     from core.stats import Snapshot
 
 PREFIX = "kvferry_"
@@ -204,10 +205,32 @@ class _UptimeCollector(Collector):
         yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, self._clock() - self._started_s))
 
 
-def build_registry(source: HasSnapshot, journal: HasJournal, engine: EngineInfo, started_s: float) -> CollectorRegistry:
-    """A registry of our own: another engine's metrics in this process stay out of it, and ours out of theirs."""
+class _WarmStartCollector(Collector):
+    """What this process began with; it does not change any more."""
+
+    def __init__(self, begun: WarmStart) -> None:
+        self._begun = begun
+
+    def collect(self) -> Iterator[Metric]:
+        """Slots that came back, and those that did not."""
+        begun = self._begun
+        yield _gauge("recovered_slots", "Slots of an earlier process that came back at start", begun.recovered)
+        text = "Slots of an earlier process that did not come back at start"
+        yield _gauges("recovery_dropped_slots", text, "reason", begun.dropped)
+        yield _gauge("recovery_seconds", "Time that the start took to recover them", begun.seconds)
+
+
+def build_registry(
+    source: HasSnapshot, journal: HasJournal, engine: EngineInfo, started_s: float, begun: WarmStart | None = None
+) -> CollectorRegistry:
+    """A registry of our own: another engine's metrics in this process stay out of it, and ours out of theirs.
+
+    `begun` is what a kept pool brought back.
+    """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(source, journal, engine))
     registry.register(_UptimeCollector(started_s))
+    if begun is not None:
+        registry.register(_WarmStartCollector(begun))
     ProcessCollector(namespace=PREFIX.rstrip("_"), registry=registry)
     return registry

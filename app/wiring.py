@@ -26,7 +26,7 @@ from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
 from app.tiers.opening import CLOSE_S as TIER_CLOSE_S
 from app.tiers.opening import open_tiers
 from app.tiers.pool_slots import PoolSlots
-from app.warm_start import BootVerification, open_kept_file, warm_start
+from app.warm_start import BootVerification, WarmStart, open_kept_file, warm_start
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
@@ -106,6 +106,7 @@ class Process:
         self._stopping = threading.Event()
         self._started_s = time.time()
         self._kept_file: KeptFile | None = None
+        self._warm_start: WarmStart | None = None
         self._verification: BootVerification | None = None
         try:
             self._build(settings)
@@ -137,7 +138,8 @@ class Process:
 
     def _start_warm(self, file: KeptFile) -> None:
         """Take over what the last process left, and after another boot have it verified beside the engine."""
-        _log.info("%s: %s", file.path, warm_start(file, self.store, self.manager))
+        self._warm_start = warm_start(file, self.store, self.manager)
+        _log.info("%s: %s", file.path, self._warm_start)
         if file.found.other_boot:
             verification = BootVerification(file, SlotHeaders(file.headers(0), self._pool), self.manager)
             self._verification = verification
@@ -168,6 +170,7 @@ class Process:
             wake=self.wake,
             started_s=self._started_s,
             closing=closing,
+            warm_start=self._warm_start,
             engine_router=None if self.engine is None else completions_router(self.engine),
         )
 

@@ -12,6 +12,7 @@ from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
 from app.store import Store
+from app.warm_start import WarmStart
 from core.manager import OffloadManager
 from core.scheduler import OffloadScheduler
 
@@ -40,7 +41,7 @@ class AdminContext:
     so it is called on a thread. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
     called from the event loop and from threads, and must not block. `closing` turns true once the server is to stop:
     streams and waiting resets end then. `engine_router` serves `/v1`; None when another engine hosts us.
-    `pool_kind` is the setting `POOL_KIND`. `started_s` is Unix time.
+    `pool_kind` is the setting `POOL_KIND`; `warm_start` is what a kept pool brought back. `started_s` is Unix time.
     """
 
     scheduler: OffloadScheduler
@@ -57,4 +58,5 @@ class AdminContext:
     started_s: float
     closing: Callable[[], bool] = _never
     engine_router: APIRouter | None = None
+    warm_start: WarmStart | None = None
     version: str = "0.1.0"

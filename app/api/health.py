@@ -58,7 +58,7 @@ def health_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["health"])
     readiness = _ReadinessCheck(context)
     registry: CollectorRegistry = build_registry(
-        context.scheduler, context.store, context.engine_info, context.started_s
+        context.scheduler, context.store, context.engine_info, context.started_s, context.warm_start
     )
 
     @router.get("/healthz", summary="Whether the process can answer")

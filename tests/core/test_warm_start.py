@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from core.engine import StepProgress
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.groups import GroupLayout, GroupSpec
 from core.kept import KeptBlocks
 from core.manager import OffloadManager
 from core.origins import OriginMatch
-from core.transfers import NO_SLOTS, Slots
+from core.policy import PolicyBook, RequestPolicy
+from core.scheduler import OffloadScheduler
+from core.transfers import NO_SLOTS, Slots, TransferResult
+from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 
 
 class Record:
@@ -171,3 +176,27 @@ def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
     assert present(manager, [20, 21]) == [20, 21]
     assert len(slots) == 2
     assert manager.counts().free == 6
+
+
+def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_reset_returns() -> None:
+    record = Record()
+    manager = OffloadManager(8, BLOCK_BYTES, record=record)
+    device = Device(8)
+    layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
+    scheduler = OffloadScheduler(manager, PolicyBook(RequestPolicy(), {}), device, layout)
+    for tenant in range(2):
+        table = device.take(3)
+        assert table is not None
+        request = ToyRequest(f"r{tenant}", tenant, [hash_of(tenant, 0, 0, i) for i in range(3)], table)
+        scheduler.on_new_request(request, 1.0)
+        scheduler.match(request.request_id, 0, 1.0)
+        scheduler.commit(request.request_id, [table], 0, 1.0)
+        (job,) = scheduler.plan_step([StepProgress(request.request_id, [table], 13)], 1.0).stores
+        assert job.labels is not None
+        assert job.labels.keys == [hash_of(tenant, 0, 0, i) + b"\0" for i in range(3)]
+        if tenant == 0:
+            doomed = set(zip(job.labels.slots.tolist(), job.labels.generations.tolist(), strict=True))
+    scheduler.reset(2.0, OriginMatch(tenant="tenant0"))
+    assert record.voided == doomed
+    scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
+    assert manager.counts().ready == 3

@@ -81,6 +81,9 @@ def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) ->
         assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
         assert stats["pool"]["unverified"] < pool["unverified"]
         assert "slots of an earlier process recovered" in served.log()
+        metrics = served.http.get("/metrics").text
+        assert f"kvferry_recovered_slots {float(pool['ready'])}" in metrics
+        assert ("kvferry_recovery_dropped_slots{" in metrics) <= (end == "kill")
 
 
 def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name: str) -> None:
