@@ -21,6 +21,11 @@ def open_tiers(
     on_finished: Callable[[], None],
 ) -> dict[str, Tier]:
     """The tiers by name, in the order of the setting. Raises `TierRefused`; what was opened before is closed then."""
+    if entries and fingerprint.get("revision", "none needed") is None:
+        raise TierRefused(
+            "TIERS: nothing says which weights the model has, so a tier could bring another revision's blocks; leave "
+            "TIERS out, or set MODEL to a local folder"
+        )
     tiers: dict[str, Tier] = {}
     try:
         for entry in entries:

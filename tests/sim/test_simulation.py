@@ -54,6 +54,17 @@ EXPECTED = {
     "whole reset with loads in flight": RARELY,
     "reset by match with stores in flight": RARELY,
     "reset by match with loads in flight": RARELY,
+    "tiers: cascaded": OFTEN,
+    "tiers: cascades_dropped": OFTEN,
+    "tiers: promoted": SOMETIMES,
+    "tiers: promotions_failed": RARELY,
+    "tiers: gave_up": SOMETIMES,
+    "tiers: timed_out": SOMETIMES,
+    "tiers: errors": SOMETIMES,
+    "tokens hit in a tier": SOMETIMES,
+    "waited for tiers": OFTEN,
+    "waited for another's promotion": RARELY,
+    "a reset met a promotion": RARELY,
 }
 
 

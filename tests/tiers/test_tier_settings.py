@@ -226,6 +226,15 @@ def test_a_tier_that_opens_too_late_is_closed(acme: Any, monkeypatch: pytest.Mon
     wait_until(lambda: [tier.closed for tier in acme.Good.opened] == [True], "closed", WAIT_S)
 
 
+def test_a_model_that_could_be_another_revision_gets_no_tier(acme: Any) -> None:
+    """LMCache#4492: a changed model of the same name found old blocks."""
+    (entry,) = read_tiers([entry_of()])
+    with pytest.raises(TierRefused, match="nothing says which weights the model has"):
+        open_tiers([entry], FINGERPRINT | {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None)
+    assert not acme.Good.opened
+    assert open_tiers([], {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None) == {}
+
+
 # --- among the other settings -----------------------------------------------------------------------------------
 
 
