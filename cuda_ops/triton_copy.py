@@ -36,7 +36,7 @@ def copy_segments(targets, sources, sizes, count, WORD_BYTES: tl.constexpr, CHUN
 
 def launch(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int, device: int) -> None:
     """Queue the kernel on a stream. `targets`, `sources` and `sizes` are where the device finds the three arrays."""
-    other = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+    other = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(other):
         run(targets, sources, sizes, count, word_bytes)
 
