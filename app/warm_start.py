@@ -120,7 +120,9 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, 
         origins[i] = rows.origins[row]
     is_known = np.zeros(count, dtype=np.bool_)
     is_known[at] = True
-    stale = np.union1d(rows.slots[inside & ~fits], kept.slots[~is_known])
+    is_stale = np.zeros(num_slots, dtype=np.bool_)
+    is_stale[rows.slots[inside & ~fits]] = True
+    is_stale[kept.slots[~is_known]] = True
     # Of blocks that were used together the first of a prefix counts as the latest, so that its end goes first.
     order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
     in_order = order.tolist()
@@ -135,7 +137,7 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, 
         hit_s=hit_s[order],
         hits=hits[order],
     )
-    return blocks, stale.astype(np.int64), len(at)
+    return blocks, is_stale.nonzero()[0], len(at)
 
 
 class BootVerification:

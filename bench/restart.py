@@ -3,7 +3,8 @@
 Recovery: a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
 handed to an empty manager, each time in a new process. The slots are small, since recovery reads no slot's bytes.
 
-Cost: the same blocks stored and loaded through the CPU copy engine, without and with headers and seals, in turns.
+Cost, in turns: blocks stored through the CPU copy engine without and with headers and seals, and what core does for a
+store into a full pool without and with a record of what left.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from app.store import Store
 from app.store.models import SlotRow
 from app.warm_start import warm_start
 from bench.report import environment, spread
+from core.events import Origin
 from core.manager import OffloadManager
 from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from cuda_ops.cpu_copy import CpuCopyEngine
@@ -164,6 +166,41 @@ def measure_cost(rounds: int) -> None:
         file.close()
 
 
+def measure_deciding(num_slots: int, rounds: int) -> None:
+    """The manager's store path through a full pool, without and with the words that keep what left from coming back."""
+    with tempfile.TemporaryDirectory() as name:
+        file = KeptFile(Path(name) / "deciding.pool", shape_of(num_slots), FINGERPRINT)
+        managers = {
+            "bare": OffloadManager(num_slots, SLOT_BYTES),
+            "kept": OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file)),
+        }
+        random, origin, positions = np.random.default_rng(2), Origin("r"), np.arange(COPIED_SLOTS)
+        for manager in managers.values():
+            for _ in range(num_slots // COPIED_SLOTS + 1):
+                fresh = random.bytes(KEY_BYTES * COPIED_SLOTS)
+                store_through(manager, fresh, origin, positions)
+        times: dict[str, list[float]] = {kind: [] for kind in managers}
+        for _ in range(rounds):
+            batches = [random.bytes(KEY_BYTES * COPIED_SLOTS) for _ in range(500)]
+            for kind, manager in managers.items():
+                started_s = time.perf_counter()
+                for fresh in batches:
+                    store_through(manager, fresh, origin, positions)
+                times[kind].append((time.perf_counter() - started_s) * 1e6 / len(batches) / COPIED_SLOTS)
+        ratios = [kept / bare for kept, bare in zip(times["kept"], times["bare"], strict=True)]
+        print(
+            f"| {num_slots:,} | {spread(times['bare'])} | {spread(times['kept'])} | {statistics.median(ratios):.2f} |"
+        )
+        file.close()
+
+
+def store_through(manager: OffloadManager, fresh: bytes, origin: Origin, positions: np.ndarray) -> None:
+    keys = [fresh[at : at + KEY_BYTES] for at in range(0, len(fresh), KEY_BYTES)]
+    slots = manager.offer(keys, origin, positions, 1, 1.0).slots
+    manager.labels(slots)
+    manager.publish(slots, 1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
@@ -180,6 +217,9 @@ def main() -> None:
         measure_recovery(num_slots, args.rounds)
     print("\n| 64 slots of 64 KiB | engine's thread, us a slot | until stored, us a slot |\n| --- | ---: | ---: |")
     measure_cost(40 * args.rounds)
+    print("\n| slots | deciding without, us a slot | with a record and labels | ratio |\n| ---: | --- | --- | ---: |")
+    for num_slots in (50_000, 1_000_000):
+        measure_deciding(num_slots, 2 * args.rounds)
 
 
 if __name__ == "__main__":
