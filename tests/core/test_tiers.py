@@ -13,6 +13,7 @@ import pytest
 from core.engine import StoreMode
 from core.events import EvictionBatch, NullSink, Origin
 from core.kept import KeptBlocks
+from core.manager import BATCH_SLOTS
 from core.origins import OriginMatch
 from core.policy import Level, Override, RequestPolicy
 from core.tiers import HOST
@@ -660,7 +661,7 @@ def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> No
 
 def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
     class Meddler(NullSink):
-        """Has stores end in the middle of the search, when the pool is half searched."""
+        """Has a tier ask for blocks in the middle of the search, of which it has not seen the slots yet."""
 
         def __init__(self) -> None:
             self.meddle = False
@@ -669,21 +670,28 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
             if self.meddle:
                 self.meddle = False
                 state = engine.offload._requests.get("late")
-                engine.offload._stores.cascades.found(state, keys(2), engine.now_s)
+                engine.offload._stores.cascades.found(state, keys(2, family=2), engine.now_s)
 
     sink = Meddler()
-    engine = engine_with(sink=sink)
+    engine = engine_with(sink=sink, num_slots=BATCH_SLOTS + 20)
     tier = engine.tiers["disk"]
     tier.level = Level.REQUEST
-    serve(engine, request("r", 2))
-    engine.add(request("late", 2))
-    engine.step()
+    serve(engine, request("r1", 2))
+    fillers = [number.to_bytes(16, "big") + b"\0" for number in range(BATCH_SLOTS)]
+    filling = engine.manager.offer(fillers, Origin("filler"), np.arange(BATCH_SLOTS), 1, engine.now_s)
+    engine.manager.publish(filling.slots, engine.now_s)
+    engine.add(request("r2", 2, family=2))
+    settle(engine)
+    engine.add(request("late", 2, family=2))
+    assert (engine.manager.find_each(keys(2, family=2)) >= BATCH_SLOTS).all()
     tier.blocks.clear()
     sink.meddle = True
-    engine.offload.reset(engine.now_s, OriginMatch(request="r"))
+    assert engine.offload.reset(engine.now_s, OriginMatch(request="r*")).dropped_blocks == 4
     assert not sink.meddle
-    settle(engine)
+    for _ in range(5):
+        engine.offload.on_transfers_finished([], engine.now_s)
     assert not tier.blocks
+    assert use(engine).cascades_dropped >= 2
 
 
 def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:

@@ -30,12 +30,16 @@ PATIENCE_S = 1.0
 
 @dataclass
 class Record:
-    """One announced request. `told` are the tokens that core knows to be computed, None while it may not offer any."""
+    """One announced request. `told` are the tokens that core knows to be computed, None while it may not offer any.
+
+    `storable` are the fewest and the most tokens that its policy let be stored at any time so far.
+    """
 
     request: ToyRequest
     state: RequestState
     full: list[int]
     granted: list[int]
+    storable: tuple[int, int]
     told: int | None = None
     was_preempted: bool = False
     was_admitted: bool = False
@@ -81,7 +85,8 @@ class Ledger:
         assert state is not None
         self.num_seen += 1
         count = len(self._groups)
-        self.live[request.request_id] = Record(request, state, [0] * count, [0] * count)
+        limit = self.policies.storable_tokens(request, self._engine.now_s)
+        self.live[request.request_id] = Record(request, state, [0] * count, [0] * count, (limit, limit))
         self.learn(request)
 
     def learn(self, request: ToyRequest) -> None:
@@ -93,6 +98,7 @@ class Ledger:
         """Note what may be stored of a request by its policy of this moment."""
         request = record.request
         limit = self.policies.storable_tokens(request, self._engine.now_s)
+        record.storable = min(record.storable[0], limit), max(record.storable[1], limit)
         limit = min(limit, len(request.block_hashes) * request.hash_block_size)
         for group in self._groups:
             granted = record.granted[group.index]
@@ -108,6 +114,7 @@ class Ledger:
     def finishing(self, request: ToyRequest) -> None:
         """A request is about to be ended."""
         record = self.live[request.request_id]
+        self.grant(record)
         if request.state == "loading":
             self._events["aborted while loading"] += 1
         if not record.was_admitted:
@@ -128,6 +135,18 @@ class Ledger:
         assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and only {most} were ever full"
         if record.told is not None and self._one_full:
             assert offered == most, f"{request.request_id}: {offered} blocks have their answer, and {most} were full"
+            self._check_kept_back(record)
+
+    def _check_kept_back(self, record: Record) -> None:
+        """The policy kept back what it had to, and no more."""
+        (group,), (full,) = self._groups, record.full
+        least, most = (full - min(limit // group.slot_tokens, full) for limit in reversed(record.storable))
+        skipped = record.state.store.skipped
+        kept_back = sum(skipped[reason] for reason in ("prompt_only", "token_cap", "disabled"))
+        assert least * group.slot_blocks <= kept_back <= most * group.slot_blocks, (
+            f"{record.request.request_id}: its policy kept back {kept_back} blocks of {full} full slots, "
+            f"and let {record.storable} tokens be stored"
+        )
 
     def forgetting(self, request: ToyRequest) -> None:
         """An id is about to come again while its request is there."""

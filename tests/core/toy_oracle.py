@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tests.core.toy_engine import ToyEngine
 
 
+NO_LIMIT = 10**9
+
+
 def key_of(request: ToyRequest, group: Group, slot: int) -> bytes:
     """The key of a request's slot of this number; its last block names it."""
     return request.block_hashes[(slot + 1) * group.slot_tokens // request.hash_block_size - 1] + bytes([group.index])
@@ -86,9 +89,9 @@ class PolicyOracle:
         return all(self.overrides[name].expires_s > now_s for name in names if name in self.overrides)
 
     def storable_tokens(self, request: ToyRequest, now_s: float) -> int:
-        """How many tokens from the start may be stored."""
+        """How many tokens from the start may be stored, of those that there are and of those to come."""
         policy = self.of(request, now_s)
-        limit = request.num_prompt_tokens if policy.offload_prompt_only else request.num_tokens
+        limit = request.num_prompt_tokens if policy.offload_prompt_only else NO_LIMIT
         if policy.max_offload_tokens is not None:
             limit = min(limit, policy.max_offload_tokens)
         return limit if policy.store else 0
