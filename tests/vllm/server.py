@@ -61,10 +61,11 @@ class VllmServer:
         wait_until(is_idle, "the engine is idle", 30.0)
         return seen
 
-    def metric(self, name: str) -> float:
-        """A counter of vLLM's, summed over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """A counter of vLLM's, summed over its labels, or over those with this one."""
         lines = self.client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def stop(self, how: signal.Signals) -> int:
         """End it. Nothing of it is left after SIGKILL: its children would otherwise live on."""

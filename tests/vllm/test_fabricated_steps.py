@@ -5,6 +5,7 @@ stages and the second model runner. What vLLM hands over is fabricated; the conn
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
+from app.discovery import find_services
 from app.engines.vllm.connector import KVFerryConnector
 from app.engines.vllm.device import VllmDevice
 from app.engines.vllm.layout import NULL_BLOCK, read_layout
@@ -39,6 +41,7 @@ from core.transfers import TransferJob, TransferResult
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
+from tests.vllm.server import free_port
 from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
@@ -323,6 +326,22 @@ def test_pipeline_stages_with_equal_shares_are_one_pool_and_with_unequal_ones_re
             {(0, 0): facts, (1, 0): RankFacts(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
         )
     assert "kvferry does not start: rank 1 has" in capfd.readouterr().err
+
+
+def test_data_parallel_engines_have_a_pool_and_a_port_of_their_own(
+    base_config: VllmConfig, connector: Callable[..., KVFerryConnector]
+) -> None:
+    port = free_port()
+    base_config.kv_transfer_config.kv_connector_extra_config["port"] = port
+    try:
+        for rank in range(2):
+            ranks = {"data_parallel_size": 2, "data_parallel_index": rank}
+            connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL), **ranks)
+    finally:
+        base_config.kv_transfer_config.kv_connector_extra_config["port"] = 0
+    found = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
+    assert [service.url for service in found] == [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
+    assert [service.name[-4:] for service in found] == ["-dp0", "-dp1"]
 
 
 def test_the_second_model_runner_gets_loads_stores_and_results_in_its_own_order(

@@ -143,6 +143,26 @@ def test_the_first_line_says_that_replicated_bytes_are_stored_by_each_rank(caplo
         assert sum("each block is stored 4 times" in line for line in caplog.messages) == lines
 
 
+@pytest.mark.parametrize(
+    ("pool", "mode", "warned"), [("4KiB", "eager", True), ("4KiB", "lazy", False), ("64MiB", "eager", False)]
+)
+def test_a_pool_smaller_than_the_device_cache_is_warned_of_in_eager_mode(
+    pool: str, mode: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(_env_file=None, pool_bytes=pool, store_mode=mode, blocks_per_slot=1)
+    layout = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL, layers=1)))
+    size = size_pool(settings, layout, SimpleNamespace(world_size=1))
+    caplog.set_level(logging.INFO)
+    announce(size, settings, layout)
+    first, *others = caplog.messages
+    assert first == (
+        f"host pool: {size.num_slots:,} slots of 4,096 bytes; {size.num_bytes:,} bytes on each of 1 ranks, "
+        f"{size.num_bytes:,} in all, {size.num_bytes / layout.device_bytes:.2f} times the device's KV cache"
+    )
+    assert bool(others) == warned
+    assert all("mostly holds what the device still has" in line for line in others)
+
+
 REFUSED: dict[str, tuple[list[KVCacheGroupSpec], str]] = {
     "chunked": (
         groups_of(

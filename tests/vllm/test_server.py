@@ -81,6 +81,8 @@ def test_two_hundred_prompts_of_several_clients_are_answered_alike_and_every_cou
     stats = server.settled()
     if stats["requests"]["preempted"] == 0 and stats["load"]["failed"] == 0:
         assert server.metric("vllm:external_prefix_cache_hits_total") == stats["prompt_tokens"]["host_hit"]
+        by_source = server.metric("vllm:prompt_tokens_cached_by_source_total", 'source="host"')
+        assert by_source == stats["prompt_tokens"]["host_hit"]
     wait_until(
         lambda: server.metric("vllm:kvferry_loaded_bytes_total") == server.stats()["load"]["bytes"], "bytes agree", 30.0
     )
