@@ -32,3 +32,13 @@ def test_copies_are_measured_by_size_count_direction_and_engine(tmp_path: Path) 
     assert {cell["verdict"] for cell in found["cells"]} == {"-"}
     assert found["left_out"] == []
     assert "no speeds" in said
+
+
+def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path: Path) -> None:
+    said, found = run("bench.gpu_e2e", tmp_path / "found.json")
+    for one in found["first_tokens"]:
+        assert min(one["host_tokens"]) >= one["prompt_tokens"] - 16
+        assert all(one["same"])
+        assert min(*one["cold_s"], *one["device_s"], *one["host_s"]) > 0
+    assert found["throughput"]["same"] == found["throughput"]["conversations"] == 4
+    assert "same answers in 4" in said

@@ -1,0 +1,250 @@
+"""First tokens and throughput of the embedded engine on a GPU: recomputed, from the device's cache, from the host pool.
+
+    python -m bench.gpu_e2e --json e2e.json       on a GPU, with a random model of the shape of 8 billion parameters
+    python -m bench.gpu_e2e --reduced             on the CPU, with `tiny`: the script alone
+
+The model is written to a temporary folder first, 16 GB of it. Each prompt is random; it is asked cold, again at once,
+and once more after other prompts have taken the device's cache. Throughput is that of conversations whose turns take
+turns, more of them than the device holds, with offload and without, under different salts. Answers must be the same
+token by token in float64; in bfloat16 a prompt that is cut into other chunks may round otherwise, so it is counted.
+
+What `--reduced` prints are no speeds of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from app.engines.embedded import EmbeddedEngine, Sampling
+from app.engines.embedded.model import TINY
+from app.logs import start_logging
+from app.settings import Settings
+from app.wiring import Process
+from bench.report import environment, spread
+
+SETTLE_S = 120.0
+WITHOUT = {"store": False, "load": False}
+
+
+@dataclass
+class Scale:
+    settings: dict[str, Any]
+    prompts: list[int]
+    answer_tokens: int
+    conversations: int
+    turns: int
+    turn_tokens: int
+    rounds: int
+
+
+FULL = Scale(
+    {"device": "cuda", "dtype": "bfloat16", "device_blocks": 2560, "pool_bytes": "24GiB", "max_batched_tokens": 4096},
+    [1024, 4096, 16_384, 32_768],
+    16,
+    16,
+    3,
+    1500,
+    3,
+)
+REDUCED = Scale(
+    {"device": "cpu", "dtype": "float64", "device_blocks": 24, "pool_bytes": "64MiB", "max_batched_tokens": 128},
+    [64, 200],
+    4,
+    4,
+    2,
+    60,
+    2,
+)
+
+
+@dataclass
+class FirstToken:
+    """Seconds to the first token, a round each, and whether the answers were those of the cold prompt."""
+
+    prompt_tokens: int
+    cold_s: list[float] = field(default_factory=list)
+    device_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+    host_tokens: list[int] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
+
+
+def save_8b(folder: Path) -> None:
+    """A random Llama of 8 billion parameters, made where it is fast."""
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=40_960,
+    )
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+class Bench:
+    def __init__(self, process: Process, engine: EmbeddedEngine, scale: Scale, seed: int) -> None:
+        self.process, self.engine, self.scale = process, engine, scale
+        self.rng = np.random.default_rng(seed)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        tokens: list[int] = self.rng.integers(3, min(self.engine.info.vocab_size, 250), num_tokens).tolist()
+        return tokens
+
+    async def ask(self, prompt: Sequence[int], **more: Any) -> tuple[float, list[int], int]:
+        """Seconds to the first token, the answer, and how much of the prompt was cached."""
+        started_s = time.perf_counter()
+        first_s, tokens, cached = 0.0, [], 0
+        sampling = Sampling(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
+        async for delta in self.engine.submit(prompt, sampling, **more):
+            if not tokens:
+                first_s = time.perf_counter() - started_s
+            tokens += delta.token_ids
+            cached = delta.num_cached_tokens
+        if len(tokens) != self.scale.answer_tokens:
+            raise RuntimeError(f"a prompt of {len(prompt)} tokens got {len(tokens)} of {self.scale.answer_tokens}")
+        return first_s, tokens, cached
+
+    def settle(self) -> None:
+        end_s = time.monotonic() + SETTLE_S
+        while self.process.scheduler.snapshot().open_jobs:
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"transfers did not end within {SETTLE_S:.0f} s")
+            time.sleep(0.005)
+
+    def flush_device(self) -> None:
+        """Take every device block for something that is not kept in the pool."""
+        limit = self.engine.info.served_tokens - self.scale.answer_tokens
+        held = self.engine.config.device_blocks * self.engine.config.block_size
+        for _ in range(-(-held // limit)):
+            asyncio.run(self.ask(self.prompt(limit), kv_transfer_params=WITHOUT))
+
+    def first_tokens(self) -> list[FirstToken]:
+        asyncio.run(self.ask(self.prompt(self.scale.prompts[0])))
+        found = []
+        for num_tokens in self.scale.prompts:
+            figures = FirstToken(num_tokens)
+            for _ in range(self.scale.rounds):
+                prompt = self.prompt(num_tokens)
+                cold_s, cold, _ = asyncio.run(self.ask(prompt))
+                device_s, warm, _ = asyncio.run(self.ask(prompt))
+                self.settle()
+                self.flush_device()
+                before = self.process.scheduler.snapshot().prompt_tokens.host_hit
+                host_s, again, _ = asyncio.run(self.ask(prompt))
+                figures.host_tokens.append(self.process.scheduler.snapshot().prompt_tokens.host_hit - before)
+                figures.cold_s.append(cold_s)
+                figures.device_s.append(device_s)
+                figures.host_s.append(host_s)
+                figures.same.append(cold == warm == again)
+            found.append(figures)
+        return found
+
+    def throughput(self) -> dict[str, Any]:
+        """Tokens a second, prompts and answers, of the same conversations with offload and without."""
+        script = [
+            [self.prompt(self.scale.turn_tokens) for _ in range(self.scale.turns)]
+            for _ in range(self.scale.conversations)
+        ]
+        rates: dict[str, float] = {}
+        answers: dict[str, list[list[int]]] = {}
+        for arm, params in (("without", WITHOUT), ("with", None)):
+
+            async def talk(arm: str = arm, params: dict[str, bool] | None = params) -> int:
+                texts: list[list[int]] = [[] for _ in script]
+                total = 0
+                for turn in range(self.scale.turns):
+                    for text, said in zip(texts, script, strict=True):
+                        text += said[turn]
+                    asked = [self.ask(text, cache_salt=arm, kv_transfer_params=params) for text in texts]
+                    for text, (_, tokens, _) in zip(texts, await asyncio.gather(*asked), strict=True):
+                        total += len(text) + len(tokens)
+                        text += tokens
+                answers[arm] = texts
+                return total
+
+            started_s = time.perf_counter()
+            total = asyncio.run(talk())
+            rates[arm] = total / (time.perf_counter() - started_s)
+            self.settle()
+        same = sum(one == other for one, other in zip(answers["with"], answers["without"], strict=True))
+        return {"tokens_per_s": rates, "same": same, "conversations": len(script)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reduced", action="store_true", help="on the CPU, with the model tiny")
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    scale = REDUCED if options.reduced else FULL
+    with tempfile.TemporaryDirectory() as folder:
+        model = TINY
+        if not options.reduced:
+            model = str(Path(folder) / "model")
+            save_8b(Path(model))
+        settings = Settings(
+            _env_file=None,
+            model=model,
+            state_dir=str(Path(folder) / "state"),
+            log_level="error",
+            load_decision="always",
+            **scale.settings,
+        )
+        with start_logging(settings) as logs:
+            process = Process(settings, logs)
+            process.start()
+            try:
+                engine = process.engine
+                if engine is None:
+                    raise RuntimeError("the process has no engine")
+                where = f"{environment('torch', 'transformers')}, {engine.info.device}, {engine.info.dtype}"
+                if settings.device != "cpu":
+                    where += f", {torch.cuda.get_device_name()}"
+                print(f"{where}, seed {options.seed}\n", flush=True)
+                bench = Bench(process, engine, scale, options.seed)
+                firsts = bench.first_tokens()
+                flow = bench.throughput()
+            finally:
+                process.close()
+    print("| prompt tokens | cold, s | device cache, s | host pool, s | of the prompt from the host | same answers |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for one in firsts:
+        share = min(one.host_tokens) / one.prompt_tokens
+        columns = " | ".join(map(spread, (one.cold_s, one.device_s, one.host_s)))
+        print(f"| {one.prompt_tokens} | {columns} | {share:.2f} | {sum(one.same)} of {len(one.same)} |")
+    rates = flow["tokens_per_s"]
+    print(
+        f"\n{flow['conversations']} conversations, tokens/s: {rates['without']:.0f} without offload, "
+        f"{rates['with']:.0f} with; same answers in {flow['same']}"
+    )
+    if options.json is not None:
+        found = {
+            "where": where,
+            "seed": options.seed,
+            "first_tokens": [asdict(one) for one in firsts],
+            "throughput": flow,
+        }
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
