@@ -144,7 +144,11 @@ class CpuCopyEngine:
     def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
         """Compute what the job copies and cut it into shares; the first is in the thread's hands instead of the job."""
         started_s = time.perf_counter()
-        buffer = self._buffers.pop() if self._buffers else SegmentBuffer()
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            # Asking first whether one is free would race with the other threads.
+            buffer = SegmentBuffer()
         segments = self._planner.plan(job, buffer, coalesce=False)
         num_bytes = self._planner.num_bytes(job)
         count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)

@@ -87,12 +87,12 @@ class CudaCopyEngine:
         with self._lock:
             error = "the copy engine is closed" if self._closed else self._broken
             if error is None:
-                ready: int | CudaError
+                ready: int | Exception
                 try:
                     with self._driver.current(self._context):
                         ready = self._ready_events.take()
                         self._driver.record_event(ready, self._current_stream())
-                except CudaError as failure:
+                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
                     # Whether the device is still usable is found out where that may take time.
                     ready = failure
                 self._lanes[job.direction].put(_Waiting(job, ready))
@@ -141,7 +141,7 @@ class CudaCopyEngine:
             self._ledger.end(job, self._broken)
             return None
         ready = waiting.ready
-        if isinstance(ready, CudaError):
+        if isinstance(ready, Exception):
             self._settle(lane)
             self._ledger.end(job, _describe(ready))
             return None
@@ -149,7 +149,7 @@ class CudaCopyEngine:
         buffer: SegmentBuffer | None = None
         try:
             with self._driver.current(self._context):
-                buffer = self._buffers.pop() if self._buffers else SegmentBuffer(allocate=self._pinned.take)
+                buffer = self._take_buffer()
                 segments = self._planner.plan(job, buffer, coalesce=True)
                 num_bytes = self._planner.num_bytes(job)
                 start, end = self._timing_events.take(), self._timing_events.take()
@@ -176,6 +176,13 @@ class CudaCopyEngine:
         finally:
             self._ready_events.give(ready)
         return running
+
+    def _take_buffer(self) -> SegmentBuffer:
+        """One that is free, or a new one. Asking first whether one is free would race with the other lane."""
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return SegmentBuffer(allocate=self._pinned.take)
 
     def _finish(self, lane: _Lane, running: _Running) -> None:
         """Wait for the end of a job's copies."""
@@ -247,7 +254,7 @@ class _Waiting:
     """A job that no copy has been queued for; `ready` happens when the work has that came before it, or is why not."""
 
     job: TransferJob
-    ready: int | CudaError
+    ready: int | Exception
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ _BATCH_ARGUMENTS = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, 
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC = 1
 _EVENT_DISABLE_TIMING = 2
-_HOST_REGISTER_PORTABLE = 1
+_HOST_PORTABLE_AND_MAPPED = 1 | 2
 _SRC_ACCESS_ORDER_STREAM = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
 _NO_INDEX = 2**64 - 1
@@ -204,7 +204,7 @@ class CudaDriver:
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Lock host memory in place and make it known to every context."""
-        self._call("cuMemHostRegister", address, num_bytes, _HOST_REGISTER_PORTABLE)
+        self._call("cuMemHostRegister", address, num_bytes, _HOST_PORTABLE_AND_MAPPED)
 
     def unregister_host(self, address: int) -> None:
         """Undo it."""
@@ -223,7 +223,7 @@ class CudaDriver:
     def allocate_host(self, num_bytes: int) -> int:
         """Host memory that the device knows."""
         address = c_void_p()
-        self._call("cuMemHostAlloc", byref(address), num_bytes, _HOST_REGISTER_PORTABLE)
+        self._call("cuMemHostAlloc", byref(address), num_bytes, _HOST_PORTABLE_AND_MAPPED)
         return address.value or 0
 
     def free_host(self, address: int) -> None:

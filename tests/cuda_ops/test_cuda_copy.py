@@ -347,6 +347,29 @@ def test_a_device_that_breaks_before_a_job_is_planned_is_found_out_by_it() -> No
     copies.close()
 
 
+def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied() -> None:
+    cuda, broken = FakeCuda(), [True]
+
+    def current_stream() -> int:
+        if broken:
+            raise LookupError(broken.pop())
+        return cuda.compute
+
+    pool = HostPool(8, 64)
+    layout = DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)])
+    copies = CudaCopyEngine(
+        layout, pool, lambda: None, driver=CudaDriver(cuda.resolve), device=0, current_stream=current_stream
+    )
+    copies.submit(store(1, 0))
+    copies.submit(store(2, 1))
+    assert copies.wait([1, 2], PATIENCE_S)
+    errors = {result.job_id: result.error for result in copies.poll()}
+    assert "LookupError" in str(errors[1])
+    assert errors[2] is None
+    assert copies.is_alive()
+    copies.close()
+
+
 def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Rig) -> None:
     rig.copies.submit(load(1, 0))
     assert rig.copies.wait([1], PATIENCE_S)
