@@ -298,7 +298,6 @@ class Process:
                 settings.kernel_below_bytes,
             )
         if self._kept_file is not None:
-            self._closers.append(copies.close)
             copies = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)
         self.copies = copies
         self._closers.append(copies.close)
