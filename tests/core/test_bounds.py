@@ -9,6 +9,7 @@ import pytest
 
 from core.engine import StoreMode
 from core.events import Origin
+from core.groups import GroupSpec
 from core.keys import make_keys
 from core.manager import OffloadManager
 from core.policy import Override, Priority
@@ -93,6 +94,24 @@ def test_a_slot_is_loaded_without_the_head_that_the_device_has_and_the_tail_that
     engine.run()
     prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
     assert (prompt.device_hit, prompt.host_hit) == (BLOCK_SIZE, len(loaded) * BLOCK_SIZE)
+
+
+def test_a_block_that_a_chunk_ends_in_is_stored_when_the_next_chunk_has_filled_it() -> None:
+    engine = ToyEngine(64, 64)
+    engine.add(request("r", 4))
+    planned = [sum(job.num_blocks for job in engine.step(budget=6, copy=True).stores) for _ in range(3)]
+    assert planned == [1, 2, 1]
+    engine.check()
+
+
+def test_blocks_of_two_groups_with_one_hash_are_two_blocks() -> None:
+    engine = ToyEngine(64, 64, specs=[GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64)])
+    one = request("r", 5)
+    engine.add(one)
+    engine.run()
+    engine.check()
+    assert engine.offload.snapshot().pool.ready == 10
+    assert [len(engine.manager.find_prefix(make_keys(one.block_hashes, group))) for group in (0, 1)] == [5, 5]
 
 
 # --- what a step may cost -------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ MUTATIONS = (
         "core/stores.py",
         "full = min(state.num_computed_tokens // group.slot_tokens,",
         "full = min(-(-state.num_computed_tokens // group.slot_tokens),",
-        (MACHINE,),
+        (BOUNDS + "test_a_block_that_a_chunk_ends_in_is_stored_when_the_next_chunk_has_filled_it",),
     ),
     Mutation(
         "a load takes the head of a slot that the device has",
@@ -743,7 +743,7 @@ MUTATIONS = (
         "core/keys.py",
         'suffix = group.to_bytes(GROUP_BYTES, "little")',
         "suffix = bytes(GROUP_BYTES)",
-        (MACHINE,),
+        (BOUNDS + "test_blocks_of_two_groups_with_one_hash_are_two_blocks",),
     ),
     # --- lifecycles -------------------------------------------------------------------------------------------------
     Mutation(
