@@ -17,11 +17,13 @@ import pytest
 from cuda_ops.backing import SHARED_MEMORY
 from tests.service.process import Served, check_identities, serving, wait_until
 
+POOL_BYTES = 4 << 20
 SETTINGS: dict[str, object] = {
     "engine_name": "kept",
     "device_blocks": 24,
     "block_size": 16,
-    "pool_bytes": "2MiB",
+    "dtype": "float64",
+    "pool_bytes": POOL_BYTES,
     "pool_kind": "file",
     "load_decision": "always",
 }
@@ -111,9 +113,10 @@ def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name:
 
 
 def stream_until_death(served: Served, number: int) -> None:
-    """A long answer, which ends with its service."""
+    """Long answers, one after another, the last of which ends with its service."""
     with suppress(httpx.HTTPError, AssertionError):
-        served.complete(PROMPTS[number], max_tokens=200)
+        while True:
+            served.complete(PROMPTS[number], max_tokens=200)
 
 
 def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_flipped_bytes_are_a_miss_a_count_and_a_row_in_history(tmp_path: Path) -
         kill(served)
     pool = tmp_path / "pool" / "kept.pool"
     raw = bytearray(pool.read_bytes())
-    for at in range(len(raw) - (2 << 20) + 100, len(raw), 1 << 14):
+    for at in range(len(raw) - POOL_BYTES + 100, len(raw), 1 << 14):
         raw[at] ^= 0xFF
     pool.write_bytes(raw)
     with kept(tmp_path) as served:
