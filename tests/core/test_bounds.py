@@ -286,7 +286,7 @@ def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:
 
 def test_blocks_of_a_request_of_low_priority_go_first() -> None:
     engine = ToyEngine(num_slots=8, num_blocks=64)
-    engine.offload.set_override(Override("low", {"priority": Priority.LOW}, engine.now_s + 100))
+    engine.set_override(Override("low", {"priority": Priority.LOW}, engine.now_s + 100))
     normal, low = request("normal", 4, first=500), request("low", 4)
     for one in (normal, low, request("new", 3, first=1000)):
         engine.add(one)

@@ -145,12 +145,12 @@ def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
     request = ToyRequest("r1", list(range(40)), 40, 1, None, "sql")
     engine.add(request)
     engine.step(8)
-    engine.offload.put_rule(Rule("none", 0, RuleMatch(lora="s*"), {"store": False}))
+    engine.put_rule(Rule("none", 0, RuleMatch(lora="s*"), {"store": False}))
     view = engine.offload.find_request("r1", 1.0)
     assert view is not None
     assert view.policy.sources["store"] == "rule:none"
     engine.run()
     stored = engine.offload.snapshot().store.stored
     assert 0 < stored < 10
-    assert engine.offload.drop_rule("none")
+    engine.drop_rule("none")
     assert engine.offload.expected_policy(("r1",), 1.0).policy.store

@@ -122,7 +122,7 @@ def test_store_and_load_can_be_switched_off_for_a_request(engine: ToyEngine) -> 
 
 
 def test_an_override_before_arrival_wins_until_its_time_is_over(engine: ToyEngine) -> None:
-    engine.offload.set_override(Override("r", {"max_offload_tokens": 8}, engine.now_s + 1.5))
+    engine.set_override(Override("r", {"max_offload_tokens": 8}, engine.now_s + 1.5))
     engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": 4, "store": True}))
     view = engine.offload.find_request("r", engine.now_s)
     assert view.policy.sources["max_offload_tokens"] == "override"
@@ -138,25 +138,25 @@ def test_an_override_before_arrival_wins_until_its_time_is_over(engine: ToyEngin
 def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     engine.step(budget=2 * BLOCK_SIZE)
-    engine.offload.set_override(Override("r", {"store": False}, engine.now_s + 100))
+    engine.set_override(Override("r", {"store": False}, engine.now_s + 100))
     engine.run()
     store = engine.offload.find_request("r", engine.now_s).store
     assert (store.stored, store.skipped["disabled"]) == (2, 3)
 
 
 def test_an_override_reaches_a_request_by_an_alias(engine: ToyEngine) -> None:
-    engine.offload.set_override(Override("mine", {"store": False}, engine.now_s + 100))
+    engine.set_override(Override("mine", {"store": False}, engine.now_s + 100))
     engine.add(request("cmpl-mine-0-12345678", 5, aliases=("mine",)))
     engine.run()
     assert engine.offload.find_request("mine", engine.now_s).store.skipped["disabled"] == 5
 
 
 def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEngine) -> None:
-    engine.offload.set_runtime_policy({"max_offload_tokens": 4})
+    engine.set_runtime({"max_offload_tokens": 4})
     assert engine.offload.policy_defaults().sources["max_offload_tokens"] == "runtime"
     engine.add(request("capped", 5))
     engine.run()
-    engine.offload.set_runtime_policy({}, ["max_offload_tokens"])
+    engine.set_runtime({}, ["max_offload_tokens"])
     engine.add(request("free", 5, first=900))
     engine.run()
     assert engine.offload.find_request("capped", engine.now_s).store.stored == 1
@@ -796,7 +796,7 @@ def test_what_a_request_sent_is_read_once_when_it_is_announced(engine: ToyEngine
     sent: dict[str, object] = {"max_offload_tokens": 2 * BLOCK_SIZE}
     engine.add(request("r", 5, kv_transfer_params=sent))
     sent["max_offload_tokens"] = 5 * BLOCK_SIZE
-    engine.offload.set_runtime_policy({"priority": "high"})
+    engine.set_runtime({"priority": "high"})
     engine.run()
     store = engine.offload.find_request("r", engine.now_s).store
     assert (store.stored, store.skipped["token_cap"]) == (2, 3)

@@ -131,7 +131,8 @@ def test_an_old_database_a_lost_one_and_another_models_cost_no_block(drive: Driv
         life = driver.live(4, 1.5, calm=True)
         assert life.recovered > 0.9 * life.ready_before
         assert life.hits > 0
-        assert life.known < 0.5 * life.recovered
+        # Of what an old copy says some still holds; how much depends on how fast the machine is.
+        assert life.known < (life.recovered if source is old else 0.5 * life.recovered if source else 1)
         assert driver.notes[Note.WRONG] == 0
     life = driver.live(5, 0.3, calm=True)
     assert life.known > 0.5 * life.recovered, "their own rows were written instead"
