@@ -138,7 +138,7 @@ class InProcess:
 def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
     """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
     extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
-    with _out_of_vllms_sight("llvmlite."):
+    with out_of_vllms_sight():
         llm = LLM(**engine_options(model, **options), **extra)
     try:
         yield InProcess(llm)
@@ -150,12 +150,12 @@ def in_process(model: Path, transfer: Mapping[str, object] | None = None, **opti
 
 
 @contextmanager
-def _out_of_vllms_sight(prefix: str) -> Iterator[None]:
+def out_of_vllms_sight() -> Iterator[None]:
     """vLLM's CPU backend looks into every loaded module as it starts, and ends at an object of llvmlite's (0.47).
 
     One engine a process is no trouble, since the copy engine loads llvmlite after that.
     """
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(prefix)}
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
     try:
         yield
     finally:
