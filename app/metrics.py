@@ -93,10 +93,7 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     sources = {"device": tokens.device_hit, "host": tokens.host_hit, "recomputed": tokens.recomputed}
     sources.update({f"tier:{name}": count for name, count in tokens.tier_hit.items()})
     yield _counters("prompt_tokens", "Prompt tokens by what served them", "source", sources)
-    missed = now.missed_tokens
-    causes = dict(missed.causes)
-    causes.update({f"evicted:{reason}": count for reason, count in missed.evicted.items()})
-    causes.update({f"not_stored:{reason}": count for reason, count in missed.not_stored.items()})
+    causes = now.missed_tokens.flat()
     yield _counters("missed_prompt_tokens", "Prompt tokens computed, by why they were not loaded", "cause", causes)
 
 

@@ -65,6 +65,12 @@ class MissedTokens:
             counts = self.causes
         counts[cause.value] = counts.get(cause.value, 0) + num_tokens
 
+    def flat(self) -> dict[str, int]:
+        """The counts of all causes in one, such as `evicted:capacity`, `not_stored:prompt_only` and `new`."""
+        evicted = {f"evicted:{reason}": tokens for reason, tokens in self.evicted.items()}
+        not_stored = {f"not_stored:{reason}": tokens for reason, tokens in self.not_stored.items()}
+        return self.causes | evicted | not_stored
+
     def copy(self) -> MissedTokens:
         """The counts of this moment."""
         return MissedTokens(dict(self.causes), dict(self.evicted), dict(self.not_stored))

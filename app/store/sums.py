@@ -42,7 +42,7 @@ def add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str, 
         key = (span_of(row["time"]), row["reason"], bucket_of(age_s))
         found = sums.get(key)
         if found is None:
-            found = sums[key] = _empty(engine, key) | {"age_min": age_s, "age_max": age_s}
+            found = sums[key] = _empty(engine, key, age_s)
         found["number"] += 1
         found["never_hit"] += not row["hits"]
         found["age_sum"] += age_s
@@ -63,7 +63,7 @@ def add_regrets(connection: Connection, engine: str, evictions: Iterable[tuple[f
     sums: dict[_Key, dict[str, Any]] = {}
     for time_s, reason, age_s in evictions:
         key = (span_of(time_s), reason, bucket_of(age_s))
-        sums.setdefault(key, _empty(engine, key) | {"age_min": age_s, "age_max": age_s})["regretted"] += 1
+        sums.setdefault(key, _empty(engine, key, age_s))["regretted"] += 1
     accumulate(connection, EvictionSumRow, list(sums.values()), sums=("regretted",))
 
 
@@ -115,9 +115,9 @@ def window(column: Any, since_s: float | None, until_s: float | None) -> list[Co
     return conditions
 
 
-def _empty(engine: str, key: _Key) -> dict[str, Any]:
+def _empty(engine: str, key: _Key, age_s: float) -> dict[str, Any]:
     span, reason, bucket = key
-    counted = {"number": 0, "never_hit": 0, "regretted": 0, "age_sum": 0.0}
+    counted = {"number": 0, "never_hit": 0, "regretted": 0, "age_sum": 0.0, "age_min": age_s, "age_max": age_s}
     return {"engine": engine, "span": span, "reason": reason, "bucket": bucket, **counted}
 
 

@@ -13,16 +13,10 @@ from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 def missed(engine: ToyEngine, name: str) -> dict[str, int]:
     """The causes that count for a request, which must add up to what it computed, and show in the totals."""
     view = engine.offload.find_request(name, engine.now_s)
-    found = view.missed_tokens
-    causes = dict(found.causes)
-    causes |= {f"evicted:{reason}": tokens for reason, tokens in found.evicted.items()}
-    causes |= {f"not_stored:{reason}": tokens for reason, tokens in found.not_stored.items()}
+    causes = view.missed_tokens.flat()
     assert sum(causes.values()) == view.prompt_tokens.recomputed
     total = engine.offload.snapshot()
-    whole = total.missed_tokens
-    assert sum(sum(part.values()) for part in (whole.causes, whole.evicted, whole.not_stored)) == (
-        total.prompt_tokens.recomputed
-    )
+    assert sum(total.missed_tokens.flat().values()) == total.prompt_tokens.recomputed
     return {cause: tokens for cause, tokens in causes.items() if tokens}
 
 

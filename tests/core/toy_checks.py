@@ -38,8 +38,7 @@ def _check_counts(engine: ToyEngine, snapshot: Snapshot) -> None:
     store, pool, prompt, load = snapshot.store, snapshot.pool, snapshot.prompt_tokens, snapshot.load
     assert store.offered == store.stored + sum(store.skipped.values()) + store.failed + store.in_flight
     assert prompt.total == prompt.device_hit + prompt.host_hit + sum(prompt.tier_hit.values()) + prompt.recomputed
-    missed = snapshot.missed_tokens
-    causes = [*missed.causes.values(), *missed.evicted.values(), *missed.not_stored.values()]
+    causes = snapshot.missed_tokens.flat().values()
     assert sum(causes) == prompt.recomputed
     assert min(causes) >= 0
     assert pool.slots == pool.free + pool.ready + pool.storing

@@ -24,7 +24,7 @@ from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
-from tests.cuda_ops.drawn import Device, contents, devices, jobs, pieces, pools
+from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import ALREADY_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, LEAST, ORDER_STREAM, FakeCuda
 from tests.waiting import wait_until
 
@@ -118,15 +118,8 @@ def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
             device.memory[:] = fresh
             for slot in range(pool.num_slots):
                 pool.row(slot)[:] = pool_before[slot]
-            moved = 0
-            for on_device, on_host in pieces(device, pool, one):
-                moved += len(on_device)
-                if direction is Direction.STORE:
-                    on_host[:] = on_device
-                else:
-                    on_device[:] = on_host
             assert result.error is None
-            assert result.num_bytes == moved
+            assert result.num_bytes == move_by_hand(device, pool, one)
             assert np.array_equal(device_after, device.memory)
             assert np.array_equal(pool_after, contents(pool))
     finally:

@@ -28,7 +28,7 @@ from cuda_ops.movers import choose_mover
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
 from cuda_ops.segments import Segments
-from tests.cuda_ops.drawn import Device, contents, devices, jobs, pieces, pools
+from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import FakeCuda
 from tests.cuda_ops.test_cuda_copy import job
 
@@ -77,8 +77,7 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
     after = contents(pool)
     for slot in range(pool.num_slots):
         pool.row(slot)[:] = before[slot]
-    for on_device, on_host in pieces(device, pool, one):
-        on_host[:] = on_device
+    move_by_hand(device, pool, one)
     assert np.array_equal(after, contents(pool))
     copies.close()
     assert cuda.allocated == {}
