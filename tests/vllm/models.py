@@ -16,15 +16,15 @@ WINDOW = 256
 _SPREAD = 1.5
 
 
-def write_llama(folder: Path, layers: int = 4, hidden: int = 128) -> Path:
-    """One group of full attention."""
+def write_llama(folder: Path, layers: int = 4, hidden: int = 128, queries_per_kv: int = 1) -> Path:
+    """One group of full attention, in which so many query heads share a head of keys and values."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
+        num_key_value_heads=hidden // 32 // queries_per_kv,
         head_dim=32,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=False,
