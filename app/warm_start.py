@@ -22,9 +22,10 @@ from core.kept import KeptBlocks
 from core.manager import OffloadManager
 from core.transfers import Slots
 from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.host_pool import DEFAULT_EXTENT_BYTES
+from cuda_ops.extents import PoolPlan
 from cuda_ops.kept_file import KeptFile, PoolRefused
 from cuda_ops.kept_pool import KeptSlots, recover_slots
+from cuda_ops.limits import largest_file_bytes, largest_memory_bytes
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
 
@@ -50,8 +51,17 @@ class WarmStart:
         )
 
 
+def largest_pool_bytes(settings: Settings) -> int:
+    """What the memory, or the disk, that a pool of this kind lives in could hold at most."""
+    path = pool_file(settings, "any")
+    if path is None:
+        return largest_memory_bytes()
+    of_file = largest_file_bytes(path.parent)
+    return of_file if settings.pool_kind is PoolKind.FILE else min(of_file, largest_memory_bytes())
+
+
 def open_kept_file(
-    settings: Settings, name: str, fingerprint: dict[str, object], num_slots: int, slot_bytes: int
+    settings: Settings, name: str, fingerprint: dict[str, object], plan: PoolPlan, slot_bytes: int
 ) -> KeptFile | None:
     """The file of the pool that outlives this process, None for one that does not. Raises `ValueError`."""
     path = pool_file(settings, name)
@@ -62,7 +72,7 @@ def open_kept_file(
             f"POOL_KIND={settings.pool_kind.value}: nothing says which weights MODEL={settings.model} has, so a kept "
             "pool could serve another revision's blocks; set POOL_KIND=pinned, or MODEL to a local folder"
         )
-    shape = PoolShape(num_slots, slot_bytes, 1, max(DEFAULT_EXTENT_BYTES // slot_bytes, 1))
+    shape = PoolShape(plan.num_slots, slot_bytes, 1, plan.extent_slots, plan.max_slots)
     try:
         return KeptFile(path, shape, fingerprint)
     except OSError as error:

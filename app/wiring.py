@@ -26,7 +26,7 @@ from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
 from app.tiers.opening import CLOSE_S as TIER_CLOSE_S
 from app.tiers.opening import open_tiers
 from app.tiers.pool_slots import PoolSlots
-from app.warm_start import BootVerification, WarmStart, open_kept_file, warm_start
+from app.warm_start import BootVerification, WarmStart, largest_pool_bytes, open_kept_file, warm_start
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
@@ -34,6 +34,7 @@ from core.rates import LoadOrCompute
 from core.scheduler import OffloadScheduler
 from core.tiers import Tier
 from cuda_ops.copy_engine import CopyEngine
+from cuda_ops.extents import PoolPlan, plan_pool
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
@@ -226,16 +227,25 @@ class Process:
                 )
             )
         self._host = self._describe(settings)
-        num_slots = self._count_slots(settings)
+        slot_bytes = self._host.slot_bytes
+        plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
+        if not plan.num_slots:
+            raise NotEnoughMemory(
+                f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
+            )
         name = settings.engine_name or _name_of(self._host)
-        file = open_kept_file(settings, name, self._host.fingerprint, num_slots, self._host.slot_bytes)
+        file = open_kept_file(settings, name, self._host.fingerprint, plan, slot_bytes)
+        if file is not None:
+            plan = PoolPlan(file.shape.num_slots, file.shape.extent_slots, file.shape.max_slots)
+        num_slots = plan.num_slots
+        self._announce_pool(settings, num_slots)
         if self.engine is not None and self.engine.model.device.type == "cuda":
             from app.engines.embedded.cuda import CudaSide
 
             self._cuda = CudaSide(self.engine.model.device)
             self._closers.append(self._cuda.close)
         preparation = None if self._cuda is None else self._cuda.preparation()
-        pool = HostPool(num_slots, self._host.slot_bytes, backing=file, preparation=preparation)
+        pool = HostPool(num_slots, slot_bytes, plan.extent_slots * slot_bytes, backing=file, preparation=preparation)
         self._closers.append(pool.close)
         self._pool = pool
         self._kept_file = file
@@ -325,14 +335,9 @@ class Process:
         layout = GroupLayout([GroupSpec(about.block_size, about.block_bytes)], settings.blocks_per_slot)
         return _Host(info, layout, about.kv_bytes, fingerprint)
 
-    def _count_slots(self, settings: Settings) -> int:
-        """How many slots the pool gets, said before anything is allocated."""
+    def _announce_pool(self, settings: Settings, num_slots: int) -> None:
+        """Say how many slots the pool gets, before anything is allocated."""
         slot_bytes, device_bytes = self._host.slot_bytes, self._host.device_bytes
-        num_slots = settings.pool_bytes // slot_bytes
-        if num_slots < 1:
-            raise NotEnoughMemory(
-                f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
-            )
         share = f", {num_slots * slot_bytes / device_bytes:.1f} times the device's KV cache" if device_bytes else ""
         _log.info(
             "host pool: %s slots of %s bytes, %s bytes in all on 1 rank%s",
@@ -348,7 +353,6 @@ class Process:
                 settings.pool_bytes,
                 device_bytes,
             )
-        return num_slots
 
     def _apply(self, settings: Settings) -> None:
         """Carry settings that changed while running to whoever holds a copy."""

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from core.transfers import Slots
 from cuda_ops.backing import AnonymousMemory, Backing
+from cuda_ops.extents import DEFAULT_EXTENT_BYTES
 from cuda_ops.limits import NotEnoughMemory, check_fits
 from cuda_ops.prepare import Preparation, prepare, unregister
-
-DEFAULT_EXTENT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

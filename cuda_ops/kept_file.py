@@ -1,5 +1,5 @@
 """The file of a kept pool: held by one process at a time, checked before a byte of it is believed, and made anew when
-it is another one's, an older one's, or damaged.
+it is another one's, an older one's, or damaged. One that is larger or smaller than wanted is kept as far as it goes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import logging
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from cuda_ops.backing import SharedFile
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory
-from cuda_ops.pages import can_populate, populate
 from cuda_ops.pool_format import (
     FORMAT_VERSION,
     MAGIC,
@@ -58,13 +57,15 @@ class FoundPool:
     """What there was when the file was opened.
 
     `dropped` says why nothing of it is kept: None for a pool that is kept, and for a new one, which `is_new`.
-    `num_whole` slots lie in the file with all their bytes. After `other_boot` the file may have lost some silently.
+    It had `num_slots`, of which the first `num_whole` lie in the file with all their bytes, and in the pool as it is to
+    be from now on. After `other_boot` the file may have lost some silently.
     """
 
     is_new: bool
     dropped: str | None
     num_whole: int
     other_boot: bool
+    num_slots: int = 0
 
     @property
     def is_kept(self) -> bool:
@@ -92,12 +93,12 @@ def read_pool_header(file: int) -> PoolHeader:
     fingerprint = raw[POOL_HEADER.itemsize : POOL_HEADER.itemsize + min(length, POOL_HEADER_BYTES)]
     if pool_header_checksum(header, fingerprint) != int(field["checksum"]):
         raise NotAPool("checksum of the pool's header does not fit: it is damaged")
-    shape = PoolShape(
-        num_slots=int(field["num_slots"]),
-        slot_bytes=int(field["slot_bytes"]),
-        num_ranks=int(field["num_ranks"]),
-        extent_slots=int(field["extent_slots"]),
-    )
+    num_slots, max_slots, extent_slots = (int(field[name]) for name in ("num_slots", "max_slots", "extent_slots"))
+    if num_slots > max_slots or num_slots % extent_slots:
+        raise NotAPool(
+            f"num_slots is {num_slots:,}, which are no whole extents of {extent_slots:,} up to {max_slots:,}"
+        )
+    shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
     return PoolHeader(shape, json.loads(fingerprint), int(field["min_epoch"]), boot_id)
 
@@ -108,6 +109,7 @@ class KeptFile:
     def __init__(self, path: Path, shape: PoolShape, fingerprint: Mapping[str, object]) -> None:
         """Take the lock, look at what is there, and start anew where that cannot be kept.
 
+        A file that is kept has extents and a most of its own: `self.shape` is then as near to `shape` as they allow.
         Raises `PoolRefused` when another process has it or it is not ours, `NotEnoughMemory`, and `OSError`.
         """
         self.path = path
@@ -130,9 +132,8 @@ class KeptFile:
                 _log.warning("the kept pool %s is dropped and starts empty: %s", path, self.found.dropped)
             if not self.found.is_kept:
                 self._start_anew(text)
-            elif self._size() > shape.payload_offset + shape.payload_bytes:
-                self._shared.free(shape.payload_offset + shape.payload_bytes)
             self._map()
+            self.free(self.shape.payload_bytes)
         except BaseException:
             self.close()
             raise
@@ -153,15 +154,26 @@ class KeptFile:
         return max(self._size() - self.shape.payload_offset, 0)
 
     def reserve(self, num_bytes: int) -> bool:
-        """See `Backing`."""
-        return self._shared.reserve(self.shape.payload_offset + num_bytes)
+        """See `Backing`. New slots count once their headers are empty and they are there, whenever the process dies."""
+        old, new = self.num_slots, self.shape.slots_within(num_bytes)
+        if new > self.shape.max_slots:
+            raise NotEnoughMemory(
+                f"POOL_BYTES: {self.path} has room for the headers of {self.shape.max_slots:,} slots, and {new:,} are "
+                "wanted; remove the file to start with a larger one"
+            )
+        if new > old:
+            self._empty_headers(old, new)
+        added = self._shared.reserve(self.shape.payload_offset + num_bytes)
+        self._pool_header["num_slots"] = max(old, new)
+        return added
 
     def map(self, offset: int, num_bytes: int) -> mmap.mmap:
         """See `Backing`."""
         return self._shared.map(self.shape.payload_offset + offset, num_bytes)
 
     def free(self, offset: int) -> None:
-        """See `Backing`."""
+        """See `Backing`. Slots do not count any more before they go."""
+        self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
 
     def close(self) -> None:
@@ -174,9 +186,14 @@ class KeptFile:
     # ---- the headers -------------------------------------------------------------------------------------------------
 
     def headers(self, rank: int) -> Headers:
-        """The slot headers of a rank, `[num_slots]`, in place."""
+        """The slot headers of a rank, `[max_slots]`, in place; of slots that do not exist they are void."""
         start = POOL_HEADER_BYTES + rank * self.shape.rank_stride
-        return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.num_slots, offset=start)
+        return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.max_slots, offset=start)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the pool has now; those behind them do not count, whatever their headers say."""
+        return int(self._pool_header["num_slots"][0])
 
     @property
     def min_epoch(self) -> int:
@@ -213,40 +230,46 @@ class KeptFile:
             header = read_pool_header(self._shared.fileno())
         except NotAPool as error:
             return FoundPool(is_new=False, dropped=str(error), num_whole=0, other_boot=False)
+        was = header.shape
         differs = _first_difference(header, self.shape, fingerprint)
-        if differs is None and size < self.shape.payload_offset:
-            differs = f"the file has {size:,} bytes, and its slot headers end at {self.shape.payload_offset:,}"
-        num_whole = self.shape.num_slots
-        if size < self.shape.payload_offset + self.shape.payload_bytes:
-            num_whole = self.shape.count_whole(size)
-        return FoundPool(False, differs, num_whole, header.boot_id != read_boot_id())
+        if differs is None and size < was.payload_offset:
+            differs = f"the file has {size:,} bytes, and its slot headers end at {was.payload_offset:,}"
+        if differs is not None:
+            return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False)
+        num_slots = self.shape.num_slots // was.extent_slots * was.extent_slots
+        self.shape = replace(was, num_slots=num_slots)
+        num_whole = min(num_slots, was.num_slots)
+        if size < was.payload_offset + was.payload_bytes:
+            num_whole = min(num_whole, was.count_whole(size))
+        return FoundPool(False, None, num_whole, header.boot_id != read_boot_id(), was.num_slots)
 
     def _start_anew(self, fingerprint: bytes) -> None:
         """Empty the file and give it a header, whose magic comes last: a death in between leaves no pool."""
+        file = self._shared.fileno()
         self._shared.free(0)
         try:
-            self._shared.reserve(self.shape.payload_offset)
+            # The rest of the headers takes nothing before there are slots for them.
+            os.ftruncate(file, self.shape.payload_offset)
+            os.posix_fallocate(file, 0, POOL_HEADER_BYTES)
         except OSError as error:
-            raise NotEnoughMemory(
-                f"POOL_BYTES: taking {self.shape.payload_offset:,} bytes for the pool's headers failed: {error}"
-            ) from error
+            raise NotEnoughMemory(f"POOL_BYTES: taking room for the pool's headers failed: {error}") from error
         header = pool_header(self.shape, fingerprint)
         header["boot_id"] = read_boot_id().encode()
         raw = header.tobytes()
-        os.pwrite(self._shared.fileno(), raw[len(MAGIC) :] + fingerprint, len(MAGIC))
-        os.pwrite(self._shared.fileno(), MAGIC, 0)
+        os.pwrite(file, raw[len(MAGIC) :] + fingerprint, len(MAGIC))
+        os.pwrite(file, MAGIC, 0)
 
     def _map(self) -> None:
         self._headers = self._shared.map(0, self.shape.payload_offset)
-        memory = np.frombuffer(self._headers, dtype=np.uint8)
-        if self.must_touch and can_populate():
-            try:
-                populate(memory.ctypes.data, memory.nbytes)
-            except OSError as error:
-                raise NotEnoughMemory(
-                    f"POOL_BYTES: taking {memory.nbytes:,} bytes for the pool's headers failed: {error}"
-                ) from error
         self._pool_header = np.frombuffer(self._headers, dtype=POOL_HEADER, count=1)
+
+    def _empty_headers(self, start: int, end: int) -> None:
+        """Have headers for slots that are about to exist. Raises `OSError` if there is no room for them."""
+        for rank in range(self.shape.num_ranks):
+            offset = POOL_HEADER_BYTES + rank * self.shape.rank_stride
+            size = SLOT_HEADER.itemsize
+            os.posix_fallocate(self._shared.fileno(), offset + start * size, (end - start) * size)
+            self.headers(rank)[start:end] = np.zeros(1, dtype=SLOT_HEADER)
 
 
 def _take_lock(path: Path) -> int:
@@ -276,8 +299,11 @@ def _first_difference(header: PoolHeader, shape: PoolShape, fingerprint: dict[st
         old, new = header.fingerprint.get(name), fingerprint.get(name)
         if old != new:
             return f"{name} was {old!r} when it was written, and is {new!r}"
-    for name in ("slot_bytes", "num_ranks", "num_slots", "extent_slots"):
-        old, new = getattr(header.shape, name), getattr(shape, name)
+    was = header.shape
+    for name in ("slot_bytes", "num_ranks"):
+        old, new = getattr(was, name), getattr(shape, name)
         if old != new:
             return f"{name} was {old:,} when it was written, and is {new:,}"
+    if not was.extent_slots <= shape.num_slots <= was.max_slots:
+        return f"num_slots is {shape.num_slots:,}, and the file is for {was.extent_slots:,} to {was.max_slots:,}"
     return None

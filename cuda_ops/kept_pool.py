@@ -105,9 +105,10 @@ def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole
 
 def recover_slots(file: KeptFile) -> KeptSlots:
     """What an earlier process left, once the headers of all else have been emptied."""
-    ranks = [file.headers(rank) for rank in range(file.shape.num_ranks)]
+    num_slots = file.found.num_slots
+    ranks = [file.headers(rank)[:num_slots] for rank in range(file.shape.num_ranks)]
     kept = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)
-    gone = np.ones(file.shape.num_slots, dtype=np.bool_)
+    gone = np.ones(num_slots, dtype=np.bool_)
     gone[kept.slots] = False
     for headers in ranks:
         headers["state"][gone] = HeaderState.EMPTY

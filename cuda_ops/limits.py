@@ -43,6 +43,20 @@ def file_limits(folder: Path) -> list[MemoryLimit]:
     return [MemoryLimit(f"room left on the disk of {folder}", _free_bytes(folder))]
 
 
+def largest_memory_bytes(root: Path = Path("/")) -> int:
+    """What this process could have if nobody else had anything: the machine's memory, or what its cgroups allow."""
+    allowed = [_read_bytes(maximum) for maximum, _ in _cgroup_files(root)]
+    return min([psutil.virtual_memory().total, *(limit for limit in allowed if limit is not None)])
+
+
+def largest_file_bytes(folder: Path) -> int:
+    """What a file in this folder, which may not exist yet, could have if its file system were empty."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize
+
+
 def locked_memory_bytes() -> int | None:
     """What this process may lock by `RLIMIT_MEMLOCK`; None for no limit. Not every driver is bound by it."""
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

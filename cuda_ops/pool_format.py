@@ -1,7 +1,8 @@
 """What the file of a kept pool looks like, byte by byte; docs/pool-format.md says the same in words.
 
 The pool's header comes first, then for each rank an array with one header a slot, then the slots' bytes in extents.
-Every part starts on a page. Numbers are little-endian.
+Every part starts on a page. Numbers are little-endian. The arrays have room for the headers of `max_slots`, and only
+those of slots that exist take memory: so the pool grows and shrinks at its end, and no part ever moves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from core.keys import Key
 from core.transfers import Slots
 
 MAGIC = b"kvferry\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 POOL_HEADER_BYTES = 1 << 16
 MAX_KEY_BYTES = 72
 NEVER_DROPPED = 0
@@ -31,7 +32,7 @@ POOL_HEADER = np.dtype(
         ("magic", "S8"),
         ("format_version", "<u4"),
         ("slot_header_bytes", "<u4"),
-        ("num_slots", "<u8"),
+        ("max_slots", "<u8"),
         ("slot_bytes", "<u8"),
         ("num_ranks", "<u8"),
         ("extent_slots", "<u8"),
@@ -42,13 +43,15 @@ POOL_HEADER = np.dtype(
         ("checksum", "<u8"),
         ("min_epoch", "<i8"),
         ("boot_id", "S48"),
-        ("unused", "V112"),
+        ("num_slots", "<u8"),
+        ("unused", "V104"),
     ]
 )
 """The first 256 bytes; the fingerprint's JSON follows.
 
 `checksum` covers all before it, and the fingerprint. What comes after it changes while the pool is in use, by words
 each of which is right by itself: only slots of `min_epoch` count, and all are verified unless `boot_id` is this boot's.
+The pool ends at `num_slots`, which is raised once an extent is there and lowered before it goes.
 """
 
 SLOT_HEADER = np.dtype(
@@ -85,12 +88,21 @@ class HeaderState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Sizes that settle where everything lies. `slot_bytes` is one rank's part of a slot."""
+    """Sizes that settle where everything lies. `slot_bytes` is one rank's part of a slot.
+
+    `num_slots` make whole extents, and there is room for the headers of `max_slots` (0: of no more).
+    """
 
     num_slots: int
     slot_bytes: int
     num_ranks: int
     extent_slots: int
+    max_slots: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_slots", max(self.max_slots, self.num_slots))
+        if self.num_slots % self.extent_slots:
+            raise ValueError(f"{self.num_slots} slots are no whole extents of {self.extent_slots}")
 
     @property
     def row_bytes(self) -> int:
@@ -100,7 +112,7 @@ class PoolShape:
     @property
     def rank_stride(self) -> int:
         """From one rank's slot headers to the next one's."""
-        return whole_pages(self.num_slots * SLOT_HEADER.itemsize)
+        return whole_pages(self.max_slots * SLOT_HEADER.itemsize)
 
     @property
     def payload_offset(self) -> int:
@@ -108,15 +120,23 @@ class PoolShape:
         return POOL_HEADER_BYTES + self.num_ranks * self.rank_stride
 
     @property
+    def extent_stride(self) -> int:
+        """From one extent to the next one."""
+        return whole_pages(self.extent_slots * self.row_bytes)
+
+    @property
     def payload_bytes(self) -> int:
         """All extents; each starts on a page."""
-        full, rest = divmod(self.num_slots, self.extent_slots)
-        return full * whole_pages(self.extent_slots * self.row_bytes) + whole_pages(rest * self.row_bytes)
+        return self.num_slots // self.extent_slots * self.extent_stride
+
+    def slots_within(self, payload_bytes: int) -> int:
+        """How many slots the whole extents in so many bytes have."""
+        return payload_bytes // self.extent_stride * self.extent_slots
 
     def row_offsets(self, slots: Slots) -> NDArray[np.int64]:
         """Where the rows of slots start, counted from `payload_offset`."""
         extents, within = np.divmod(slots, self.extent_slots)
-        offsets: NDArray[np.int64] = extents * whole_pages(self.extent_slots * self.row_bytes)
+        offsets: NDArray[np.int64] = extents * self.extent_stride
         offsets += within * self.row_bytes
         return offsets
 
@@ -127,13 +147,13 @@ class PoolShape:
 
 
 def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:
-    """A new pool's header, one `POOL_HEADER`, without boot id."""
+    """The header of a new pool, which has no slots yet: one `POOL_HEADER`, without boot id."""
     header = np.zeros(1, dtype=POOL_HEADER)
     for name, value in {
         "magic": MAGIC,
         "format_version": FORMAT_VERSION,
         "slot_header_bytes": SLOT_HEADER.itemsize,
-        "num_slots": shape.num_slots,
+        "max_slots": shape.max_slots,
         "slot_bytes": shape.slot_bytes,
         "num_ranks": shape.num_ranks,
         "extent_slots": shape.extent_slots,

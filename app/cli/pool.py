@@ -48,6 +48,8 @@ def inspect(
     summary = {
         "slots": shape.num_slots,
         "slot_bytes": shape.slot_bytes,
+        "extent_slots": shape.extent_slots,
+        "max_slots": shape.max_slots,
         "ranks": shape.num_ranks,
         "min_epoch": header.min_epoch,
         "other_boot": pool.other_boot,
@@ -64,8 +66,9 @@ def inspect(
             table.add_row(name, words(value))
         out.print(table)
         out.print(
-            f"\n{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s); epoch "
-            f"{header.min_epoch}; written {'before' if pool.other_boot else 'since'} the machine was last started"
+            f"\n{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
+            f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "
+            f"{'before' if pool.other_boot else 'since'} the machine was last started"
         )
         dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.kept.dropped.items()))
         out.print(f"{count(len(slots))} slots would come back; not: {dropped or 'none'}")

@@ -16,7 +16,7 @@ from cuda_ops.kept_pool import KeptRecord, KeptSlots, recover_slots
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
 
-SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=5)
+SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=4, max_slots=40)
 FINGERPRINT = {"model": "m", "revision": "r", "layers": [1, 2]}
 
 
@@ -77,6 +77,7 @@ class Kept:
 def attached(path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object] | None = None) -> Iterator[Kept]:
     """A pool that is let go at the end, as if its process had died."""
     file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
+    shape = file.shape
     try:
         pool = HostPool(
             shape.num_slots,

@@ -44,7 +44,7 @@ from tests.kill.device import (
 )
 
 NUM_SLOTS = 256
-EXTENT_SLOTS = 100
+EXTENT_SLOTS = 32
 DEVICE_BLOCKS = 96
 NUM_FAMILIES = 40
 CALM_FAMILIES = 14
