@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,19 +118,22 @@ class DeviceMeasure:
 
     def __enter__(self) -> DeviceMeasure:
         driver = self._driver
-        self._stream = driver.create_stream()
-        self._events = driver.create_event(timing=True), driver.create_event(timing=True)
-        self._device, self._host = driver.allocate(_SCRATCH_BYTES), driver.allocate_host(_SCRATCH_BYTES)
+        with ExitStack() as taken:
+
+            def take(handle: int, give_back: Callable[[int], None]) -> int:
+                taken.callback(give_back, handle)
+                return handle
+
+            self._stream = take(driver.create_stream(), driver.destroy_stream)
+            self._start, self._end = (take(driver.create_event(timing=True), driver.destroy_event) for _ in range(2))
+            self._device = take(driver.allocate(_SCRATCH_BYTES), driver.free)
+            self._host = take(driver.allocate_host(_SCRATCH_BYTES), driver.free_host)
+            self._taken = taken.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        driver = self._driver
-        driver.synchronize_stream(self._stream)
-        driver.free(self._device)
-        driver.free_host(self._host)
-        for event in self._events:
-            driver.destroy_event(event)
-        driver.destroy_stream(self._stream)
+        with self._taken:
+            self._driver.synchronize_stream(self._stream)
 
     def __call__(self, mover: Mover, direction: Direction, count: int, size: int) -> float:
         """The best of a few, after one that warms up."""
@@ -138,13 +143,12 @@ class DeviceMeasure:
         )
         best_s = float("inf")
         for repeat in range(_REPEATS + 1):
-            start, end = self._events
-            self._driver.record_event(start, self._stream)
+            self._driver.record_event(self._start, self._stream)
             mover.move(direction, segments, self._stream)
-            self._driver.record_event(end, self._stream)
-            self._driver.synchronize_event(end)
+            self._driver.record_event(self._end, self._stream)
+            self._driver.synchronize_event(self._end)
             if repeat:
-                best_s = min(best_s, self._driver.elapsed_s(start, end))
+                best_s = min(best_s, self._driver.elapsed_s(self._start, self._end))
         return best_s
 
 
@@ -163,7 +167,10 @@ def kept_crossover(file: Path, device: str, measure: Callable[[], Crossover]) ->
     kept = {**(known if isinstance(known, dict) else {}), device: crossover.as_json()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(kept, indent=1))
+        # Every rank of a node may be at this, so nobody gets to read half of it.
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        part.write_text(json.dumps(kept, indent=1))
+        part.replace(file)
     except OSError as error:
         _log.warning("which copies are faster will be measured again at the next start: %s", error)
     return crossover

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from cuda_ops.ledger import JobLedger
 from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
 
 _log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.01
+_LAST_PAUSE_S = 10.0
 
 
 class CudaCopyEngine:
@@ -58,7 +62,7 @@ class CudaCopyEngine:
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
         self._driver = driver
-        self._mover = DmaMover(driver) if mover is None else mover
+        self._mover = DmaMover(driver, lambda: pool.is_pinned) if mover is None else mover
         self._current_stream = current_stream
         self._device = driver.device(device)
         self._context = driver.retain_context(self._device)
@@ -74,7 +78,9 @@ class CudaCopyEngine:
         try:
             with driver.current(self._context):
                 for direction in Direction:
-                    self._lanes[direction] = _Lane(direction, driver.create_stream(), self._issue, self._finish)
+                    self._lanes[direction] = _Lane(
+                        direction, driver.create_stream(), self._begin, self._issue, self._finish
+                    )
         except BaseException:
             self._give_back()
             raise
@@ -89,9 +95,7 @@ class CudaCopyEngine:
             if error is None:
                 ready: int | Exception
                 try:
-                    with self._driver.current(self._context):
-                        ready = self._ready_events.take()
-                        self._driver.record_event(ready, self._current_stream())
+                    ready = self._mark_compute()
                 except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
                     # Whether the device is still usable is found out where that may take time.
                     ready = failure
@@ -106,7 +110,7 @@ class CudaCopyEngine:
             if self._loaded and not self._closed and self._broken is None:
                 try:
                     self._order_behind_loads()
-                except CudaError as error:
+                except Exception as error:  # noqa: BLE001 - the results are taken, and must be told
                     # The host has seen these loads end, and a dead device shows at the next job.
                     _log.warning("the compute stream could not be ordered behind loads that have ended: %s", error)
         return results
@@ -133,6 +137,14 @@ class CudaCopyEngine:
         self._give_back()
 
     # ---- on the copy threads -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What each copy thread does first."""
+        try:
+            with self._driver.current(self._context):
+                self._driver.stand_beside_captures()
+        except CudaError as error:
+            _log.warning("capturing a CUDA graph while blocks are copied may fail: %s", error)
 
     def _issue(self, lane: _Lane, waiting: _Waiting) -> _Running | None:
         """Plan a job and queue its copies; None if the job has ended at that."""
@@ -210,12 +222,21 @@ class CudaCopyEngine:
         self._ledger.end(running.job, _describe(failure))
 
     def _settle(self, lane: _Lane) -> None:
-        """After an error: wait until nothing runs on the stream. A device that cannot say so any more runs nothing."""
-        try:
-            with self._driver.current(self._context):
-                self._driver.synchronize_stream(lane.stream)
-        except CudaError as error:
-            self._break(error)
+        """After an error: wait until nothing runs on the stream, as long as that takes. A device that is lost runs
+        nothing; one that fails to answer otherwise is asked again, since its copies may be under way."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                with self._driver.current(self._context):
+                    self._driver.synchronize_stream(lane.stream)
+                return
+            except CudaError as error:
+                if error.ends_all:
+                    self._break(error)
+                    return
+                _log.warning("whether copies run cannot be told, and is asked again in %.2f s: %s", pause_s, error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     # ---- wherever ----------------------------------------------------------------------------------------------------
 
@@ -226,13 +247,25 @@ class CudaCopyEngine:
             self._broken = f"the CUDA device is unusable: {error}"
         _log.error("the copy engine is dead, since %s; its jobs fail until the process is started again", error)
 
+    def _mark_compute(self) -> int:
+        """An event that happens when the compute queued so far has ended."""
+        with self._driver.current(self._context):
+            stream = self._current_stream()
+            ready = self._ready_events.take()
+            try:
+                self._driver.record_event(ready, stream)
+            except BaseException:
+                self._ready_events.give(ready)
+                raise
+        return ready
+
     def _order_behind_loads(self) -> None:
+        """Have the compute stream wait for loads; one that it could not be told of stays for the next time."""
         with self._driver.current(self._context):
             stream = self._current_stream()
             while self._loaded:
-                end = self._loaded.popleft()
-                self._driver.wait_event(stream, end)
-                self._timing_events.give(end)
+                self._driver.wait_event(stream, self._loaded[0])
+                self._timing_events.give(self._loaded.popleft())
 
     def _give_back(self) -> None:
         """Let go of the device. Nothing runs any more; a device that refuses is dead, and has nothing to give back."""
@@ -276,10 +309,12 @@ class _Lane:
         self,
         direction: Direction,
         stream: int,
+        begin: Callable[[], None],
         issue: Callable[[_Lane, _Waiting], _Running | None],
         finish: Callable[[_Lane, _Running], None],
     ) -> None:
         self.stream = stream
+        self._begin = begin
         self._issue = issue
         self._finish = finish
         self._changed = threading.Condition()
@@ -317,6 +352,7 @@ class _Lane:
         return self._issuer.is_alive() and self._finisher.is_alive()
 
     def _serve_waiting(self) -> None:
+        self._begin()
         while (waiting := self._take_waiting()) is not None:
             running = None
             try:
@@ -332,6 +368,7 @@ class _Lane:
             self._changed.notify_all()
 
     def _serve_running(self) -> None:
+        self._begin()
         while (running := self._take_running()) is not None:
             try:
                 self._finish(self, running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from core.transfers import Direction
@@ -21,16 +22,18 @@ class Mover(Protocol):
 
 
 class DmaMover:
-    """A `Mover` of segments of any size."""
+    """A `Mover` of segments of any size. A batch is for host memory that the device has at the host's address, which
+    `is_reachable` tells of; single copies go anywhere."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CudaDriver, is_reachable: Callable[[], bool] = lambda: True) -> None:
         self._driver = driver
+        self._is_reachable = is_reachable
 
     def move(self, direction: Direction, segments: Segments, stream: int) -> None:
         """See `Mover`."""
         device, host, sizes = segments
         targets, sources = (host, device) if direction is Direction.STORE else (device, host)
-        if self._driver.has_batches:
+        if self._driver.has_batches and self._is_reachable():
             self._driver.copy_batch(targets, sources, sizes, stream)
             return
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):

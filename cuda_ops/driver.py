@@ -30,6 +30,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (_OUT,),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (_OUT, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, c_int),
     "cuDevicePrimaryCtxRelease": (c_int,),
     "cuCtxPushCurrent": (_HANDLE,),
@@ -39,6 +40,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, c_uint),
     "cuStreamSynchronize": (_HANDLE,),
     "cuStreamDestroy": (_HANDLE,),
+    "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuEventCreate": (_OUT, c_uint),
     "cuEventRecord": (_HANDLE, _HANDLE),
     "cuEventSynchronize": (_HANDLE,),
@@ -62,6 +64,11 @@ _HOST_PORTABLE_AND_MAPPED = 1 | 2
 _SRC_ACCESS_ORDER_STREAM = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
 _NO_INDEX = 2**64 - 1
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
+_CAPTURE_MODE_RELAXED = 2
+# Not initialized, deinitialized, no such context or handle, uncorrectable memory or link, contained, and what a kernel
+# or the hardware did: every later call fails likewise.
+_NOTHING_RUNS = frozenset({3, 4, 201, 214, 220, 226, 400, 700, 702, 709, 710, *range(714, 720), 721, 810, 911, 999})
 
 
 class CudaUnavailable(ValueError):
@@ -75,6 +82,12 @@ class CudaError(RuntimeError):
         super().__init__(f"{call} failed: {name} ({code}){detail}")
         self.call = call
         self.code = code
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether it says that the context is lost, and with it whatever ran there. After any other error, what was
+        queued may go on."""
+        return self.code in _NOTHING_RUNS
 
 
 class MemcpyAttributes(ctypes.Structure):
@@ -136,6 +149,13 @@ class CudaDriver:
         self._call("cuDeviceGetPCIBusId", text, len(text), device)
         return text.value.decode()
 
+    def reaches_registered_memory(self, device: int) -> bool:
+        """Whether the device has registered host memory at the address that the host has it at. Where it has not,
+        kernels and batches that are given that address break the device; single copies are translated."""
+        found = c_int()
+        self._call("cuDeviceGetAttribute", byref(found), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEMORY, device)
+        return bool(found.value)
+
     def retain_context(self, device: int) -> int:
         """The context that torch, too, uses on this device."""
         context = c_void_p()
@@ -175,6 +195,11 @@ class CudaDriver:
     def destroy_stream(self, stream: int) -> None:
         """Of no use any more."""
         self._call("cuStreamDestroy", stream)
+
+    def stand_beside_captures(self) -> None:
+        """From now on this thread may do anything while another one captures a graph. Otherwise waiting for an event
+        fails meanwhile, and ruins the capture."""
+        self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_CAPTURE_MODE_RELAXED)))
 
     def create_event(self, *, timing: bool) -> int:
         """An event; whoever waits for it sleeps."""

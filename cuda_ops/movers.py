@@ -25,7 +25,11 @@ def choose_mover(
     """For a device as torch counts them. `below_bytes` is where the kernel ends, measured by default and then kept in
     `file`; `launch` is the kernel, Triton's by default. Raises `CudaError` where the device is not usable at all.
     """
-    dma = DmaMover(driver)
+    handle = driver.device(device)
+    if not driver.reaches_registered_memory(handle):
+        _log.warning("blocks are copied one by one, since the device has pinned memory at addresses of its own")
+        return DmaMover(driver, lambda: False)
+    dma = DmaMover(driver, lambda: pool.is_pinned)
     try:
         kernel = KernelMover(driver, triton_launch(device) if launch is None else launch)
     except ImportError as error:
@@ -33,11 +37,10 @@ def choose_mover(
         return dma
     if below_bytes is not None:
         return CrossoverMover(dma, kernel, Crossover.fixed(below_bytes), lambda: pool.is_pinned)
-    handle = driver.device(device)
     context = driver.retain_context(handle)
     try:
         with driver.current(context):
-            crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, dma, kernel))
+            crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it
         _log.warning("small blocks are copied by the DMA engines too, since the kernel does not run: %s", error)
         return dma
@@ -46,10 +49,10 @@ def choose_mover(
     return CrossoverMover(dma, kernel, crossover, lambda: pool.is_pinned)
 
 
-def _measure(driver: CudaDriver, dma: Mover, kernel: Mover) -> Crossover:
+def _measure(driver: CudaDriver, kernel: Mover) -> Crossover:
     try:
         with DeviceMeasure(driver) as measure:
-            crossover = calibrate(dma, kernel, measure)
+            crossover = calibrate(DmaMover(driver), kernel, measure)
     finally:
         kernel.close()
     _log.info("copies by kernel: %s", crossover.as_json())

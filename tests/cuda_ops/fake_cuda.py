@@ -20,10 +20,12 @@ from typing import Any
 from cuda_ops.driver import MemcpyAttributes
 
 INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
 NOT_INITIALIZED = 3
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
 ALREADY_REGISTERED = 712
+CAPTURE_UNSUPPORTED = 900
 ILLEGAL_ADDRESS = 700
 NAMES = {
     INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
@@ -42,6 +44,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (OUT_INT,),
     "cuDeviceGetName": (c_void_p, c_int, c_int),
     "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
+    "cuDeviceGetAttribute": (OUT_INT, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (OUT_POINTER, c_int),
     "cuDevicePrimaryCtxRelease": (c_int,),
     "cuCtxPushCurrent": (c_void_p,),
@@ -51,6 +54,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamDestroy": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (OUT_INT,),
     "cuEventCreate": (OUT_POINTER, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventSynchronize": (c_void_p,),
@@ -82,11 +86,15 @@ WITHOUT_CONTEXT = {
     "cuGetErrorName",
     "cuDeviceGet",
     "cuDeviceGetPCIBusId",
+    "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease",
     "cuCtxPushCurrent",
     "cuCtxPopCurrent",
 }
+# What a thread may not do while another one captures a graph, unless it said that it stands beside that.
+UNSAFE_IN_CAPTURES = {"cuEventSynchronize", "cuStreamSynchronize", "cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister"}
+CAPTURE_GLOBAL = 0
 
 
 @dataclass
@@ -119,10 +127,12 @@ def _snake(name: str) -> str:
 
 class FakeCuda:
     """A driver with batch copies or without. `batches` are those that it was given, as stream and count; `compute` is a
-    stream that exists from the start."""
+    stream that exists from the start. `reaches_pinned` is whether the device has registered memory where the host
+    has it."""
 
-    def __init__(self, seed: int = 0, *, batches: bool = True) -> None:
+    def __init__(self, seed: int = 0, *, batches: bool = True, reaches_pinned: bool = True) -> None:
         self.has_batches = batches
+        self.reaches_pinned = reaches_pinned
         self.calls: Counter[str] = Counter()
         self.batches: list[tuple[int, int]] = []
         self.attributes: list[tuple[int, int]] = []
@@ -137,6 +147,7 @@ class FakeCuda:
         self._time_ms = 0.0
         self._changed = threading.Condition(threading.RLock())
         self._held = False
+        self._capturing = False
         self._contexts = threading.local()
         self._failures: dict[str, deque[tuple[int, int]]] = {}
         self._sticky = 0
@@ -174,6 +185,17 @@ class FakeCuda:
             with self._changed:
                 self._held = False
                 self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self) -> Any:
+        """A graph is being captured meanwhile, which any thread may spoil."""
+        with self._changed:
+            self._capturing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._capturing = False
 
     def synchronize(self) -> None:
         """Run everything on the compute stream."""
@@ -260,6 +282,9 @@ class FakeCuda:
                     return self._sticky
                 if name not in WITHOUT_CONTEXT and not getattr(self._contexts, "stack", None):
                     return INVALID_CONTEXT
+                mode = getattr(self._contexts, "capture_mode", CAPTURE_GLOBAL)
+                if self._capturing and name in UNSAFE_IN_CAPTURES and mode == CAPTURE_GLOBAL:
+                    return CAPTURE_UNSUPPORTED
                 for _ in range(self._random.randrange(3)):
                     self._step()
                 failures = self._failures.get(name)
@@ -296,6 +321,19 @@ class FakeCuda:
 
     def _cu_device_get_name(self, text: int, size: int, _device: int) -> int:
         ctypes.memmove(text, b"Fake\0"[:size], 5)
+        return 0
+
+    def _cu_device_get_attribute(self, out: Any, attribute: int, _device: int) -> int:
+        if attribute != 91:
+            return INVALID_VALUE
+        out[0] = int(self.reaches_pinned)
+        return 0
+
+    def _cu_thread_exchange_stream_capture_mode(self, mode: Any) -> int:
+        if mode[0] not in (0, 1, 2):
+            return INVALID_VALUE
+        before = getattr(self._contexts, "capture_mode", CAPTURE_GLOBAL)
+        self._contexts.capture_mode, mode[0] = mode[0], before
         return 0
 
     def _cu_mem_alloc(self, out: Any, num_bytes: int) -> int:
@@ -426,8 +464,14 @@ class FakeCuda:
         if not stream or stream not in self._streams or not count or num_attributes != 1 or firsts[0] != 0:
             return INVALID_VALUE
         self.attributes.append((attributes[0].src_access_order, attributes[0].flags))
+        if not self.reaches_pinned and any(self._is_registered(targets[i], sources[i]) for i in range(count)):
+            self.poison(ILLEGAL_ADDRESS)
+            return 0
         self._batch(targets, sources, sizes, count, attributes, firsts, num_attributes, failed, stream, until=count)
         return 0
+
+    def _is_registered(self, *addresses: int) -> bool:
+        return any(at <= address < at + size for address in addresses for at, size in self.registered.items())
 
     def _batch(
         self,

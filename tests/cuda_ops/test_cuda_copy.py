@@ -19,13 +19,22 @@ from numpy.typing import NDArray
 
 from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cuda_copy import CudaCopyEngine
+from cuda_ops.dma import DmaMover
 from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
-from tests.cuda_ops.fake_cuda import ALREADY_REGISTERED, ILLEGAL_ADDRESS, INVALID_VALUE, LEAST, ORDER_STREAM, FakeCuda
+from tests.cuda_ops.fake_cuda import (
+    ALREADY_REGISTERED,
+    ILLEGAL_ADDRESS,
+    INVALID_VALUE,
+    LEAST,
+    ORDER_STREAM,
+    OUT_OF_MEMORY,
+    FakeCuda,
+)
 from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
@@ -47,8 +56,15 @@ def load(number: int, block: int) -> TransferJob:
 def engine_on(
     cuda: FakeCuda, layout: DeviceLayout, pool: HostPool, on_finished: Callable[[], object] = lambda: None
 ) -> CudaCopyEngine:
+    driver = CudaDriver(cuda.resolve)
     return CudaCopyEngine(
-        layout, pool, on_finished, driver=CudaDriver(cuda.resolve), device=0, current_stream=lambda: cuda.compute
+        layout,
+        pool,
+        on_finished,
+        driver=driver,
+        device=0,
+        current_stream=lambda: cuda.compute,
+        mover=DmaMover(driver),
     )
 
 
@@ -372,6 +388,66 @@ def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Ri
     assert rig.results_of(load(2, 1))[2].error is None
 
 
+def test_a_stream_that_cannot_be_named_when_loads_have_ended_loses_no_result() -> None:
+    cuda, broken = FakeCuda(), list[bool]()
+
+    def current_stream() -> int:
+        if broken:
+            raise LookupError(broken.pop())
+        return cuda.compute
+
+    blocks, seen = np.zeros((8, 64), dtype=np.uint8), list[int]()
+    pool = HostPool(8, 64)
+    pool.slot(1)[:] = 9
+    copies = CudaCopyEngine(
+        DeviceLayout.of_arrays([blocks]),
+        pool,
+        lambda: None,
+        driver=CudaDriver(cuda.resolve),
+        device=0,
+        current_stream=current_stream,
+    )
+    copies.submit(load(1, 1))
+    assert copies.wait([1], PATIENCE_S)
+    broken.append(True)
+    assert [(result.job_id, result.error) for result in copies.poll()] == [(1, None)]
+    before = cuda.calls["cuStreamWaitEvent"]
+    assert copies.poll() == []
+    assert cuda.calls["cuStreamWaitEvent"] == before + 1
+    cuda.launch(lambda: seen.append(int(blocks[1, 0])))
+    cuda.synchronize()
+    assert seen == [9]
+    copies.close()
+
+
+def test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = "cuMemcpyBatchAsync" if rig.cuda.has_batches else "cuMemcpyAsync"
+    rig.cuda.fail(call, INVALID_VALUE, after=0 if rig.cuda.has_batches else 2)
+    for _ in range(3):
+        rig.cuda.fail("cuStreamSynchronize", OUT_OF_MEMORY)
+    with rig.cuda.held():
+        rig.cuda.launch(lambda: rig.blocks.fill(77))
+        rig.copies.submit(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))
+        wait_until(lambda: rig.cuda.calls["cuStreamSynchronize"] > 3, "it is asked until it answers", PATIENCE_S)
+        assert not rig.copies.wait([1], 0.05)
+        assert rig.cuda.num_queued_copies() == 2
+    assert call in str(rig.ends([1])[1].error)
+    assert rig.cuda.num_queued_copies() == 0
+    assert rig.copies.is_alive()
+    assert "asked again" in caplog.text
+    assert rig.results_of(store(2, 5))[2].error is None
+
+
+def test_copies_go_on_while_a_graph_is_captured(rig: Rig) -> None:
+    rig.results_of(store(1, 0), load(2, 1))
+    with rig.cuda.capturing():
+        rig.copies.submit(store(3, 2))
+        rig.copies.submit(load(4, 3))
+        assert all(result.error is None for result in rig.ends([3, 4]).values())
+
+
 def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
     cuda = FakeCuda()
     cuda.fail("cuStreamCreateWithPriority", INVALID_VALUE, after=1)
@@ -388,7 +464,17 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
     failures=st.lists(
         st.tuples(
             st.sampled_from(
-                ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventSynchronize"]
+                [
+                    "cuEventRecord",
+                    "cuStreamWaitEvent",
+                    "cuMemcpyBatchAsync",
+                    "cuMemcpyAsync",
+                    "cuEventSynchronize",
+                    "cuStreamSynchronize",
+                    "cuCtxPushCurrent",
+                    "cuCtxPopCurrent",
+                    "cuMemHostAlloc",
+                ]
             ),
             st.integers(0, 30),
         ),
@@ -531,10 +617,19 @@ def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool
     assert cuda.registered == {}
     assert caplog.text.count("the host pool is not pinned") == 1
     assert "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)" in caplog.text
-    copies = engine_on(cuda, DeviceLayout.of_arrays([np.full((4, 4096), 3, dtype=np.uint8)]), pool)
+    copies = CudaCopyEngine(
+        DeviceLayout.of_arrays([np.full((4, 4096), 3, dtype=np.uint8)]),
+        pool,
+        lambda: None,
+        driver=CudaDriver(cuda.resolve),
+        device=0,
+        current_stream=lambda: cuda.compute,
+    )
     copies.submit(store(1, 0))
     assert copies.wait([1], PATIENCE_S)
     assert pool.slot(0).tolist() == [3] * 4096
+    # What a batch does with memory that the device does not know is not said anywhere.
+    assert cuda.batches == []
     copies.close()
     pool.close()
 

@@ -29,7 +29,7 @@ from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
 from cuda_ops.segments import Segments
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
-from tests.cuda_ops.fake_cuda import FakeCuda
+from tests.cuda_ops.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.cuda_ops.test_cuda_copy import job
 
 PATIENCE_S = 30.0
@@ -302,6 +302,39 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     assert isinstance(mover, DmaMover)
     assert "no such architecture" in caplog.text
     assert (cuda.allocated, cuda.copy_streams) == ({}, [])
+
+
+def test_where_the_device_has_pinned_memory_elsewhere_blocks_go_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """sglang#40232."""
+    cuda = FakeCuda(reaches_pinned=False)
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    blocks = np.full((8, 4096), 5, dtype=np.uint8)
+    copies = CudaCopyEngine(
+        DeviceLayout.of_arrays([blocks]),
+        pool,
+        lambda: None,
+        driver=driver,
+        device=0,
+        current_stream=lambda: cuda.compute,
+        mover=choose_mover(driver, 0, pool, tmp_path / "file", 8192, launches),
+    )
+    copies.submit(job(1, Direction.STORE, [0, 2], [1, 3]))
+    assert copies.wait([1], PATIENCE_S)
+    assert copies.poll()[0].error is None
+    assert pool.slot(3).tolist() == [5] * 4096
+    assert (cuda.batches, sum(launches.words.values())) == ([], 0)
+    assert "one by one" in caplog.text
+    copies.close()
+
+
+def test_a_device_without_room_to_measure_leaves_nothing_behind(tmp_path: Path) -> None:
+    cuda = FakeCuda()
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
+    assert isinstance(choose_mover(driver, 0, pool, tmp_path / "file", launch=launches), DmaMover)
+    assert (cuda.allocated, cuda.copy_streams, cuda.num_events) == ({}, [], 0)
 
 
 def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
