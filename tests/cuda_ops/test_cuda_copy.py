@@ -76,6 +76,9 @@ class Rig:
         self.blocks = np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 64, axis=1)
         self.pool = HostPool(8, 64)
         self.copies = engine_on(self.cuda, DeviceLayout.of_arrays([self.blocks]), self.pool)
+        # What a test has fail from here on is a job's, not what the four copy threads begin with.
+        began = "cuThreadExchangeStreamCaptureMode"
+        wait_until(lambda: self.cuda.calls[began] == 4, "the copy threads have begun", PATIENCE_S)
 
     def results_of(self, *wanted: TransferJob) -> dict[int, TransferResult]:
         for one in wanted:
