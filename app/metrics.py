@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from app.api.context import EngineInfo
     from app.store import JournalStats
     from app.warm_start import WarmStart
+    from core.histograms import Histogram
     from core.stats import Snapshot
 
 PREFIX = "kvferry_"
@@ -57,6 +66,7 @@ class SnapshotCollector(Collector):
         yield from _requests(now)
         yield from _store(now)
         yield from _load(now)
+        yield from _transfers(now)
         yield _counters("evictions", "Blocks that left the pool", "reason", now.evictions.by_reason)
         yield _counter("evictions_regretted", "Evicted blocks that were asked for again", now.evictions.regretted)
         yield from _tiers(now)
@@ -119,6 +129,22 @@ def _load(now: Snapshot) -> Iterator[Metric]:
     )
     yield _gauge("load_in_flight_blocks", "Blocks being loaded", load.in_flight)
     yield _counter("load_seconds", "Time spent in loads", load.seconds)
+
+
+def _transfers(now: Snapshot) -> Iterator[Metric]:
+    """Jobs that copied everything. A job's seconds are the device's on CUDA, and a copy thread's on CPU."""
+    for name, text, part in (
+        ("transfer_job_bytes", "Bytes that a transfer job copied, all ranks together", "bytes"),
+        ("transfer_job_seconds", "Time that the copies of a transfer job took, on the slowest rank", "seconds"),
+    ):
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["direction"])
+        for direction, jobs in now.transfers.items():
+            found: Histogram = getattr(jobs, part)
+            bounds = [*map(floatToGoString, found.bounds), "+Inf"]
+            family.add_metric(
+                [direction.value], list(zip(bounds, accumulate(found.counts), strict=True)), sum_value=found.total
+            )
+        yield family
 
 
 def _tiers(now: Snapshot) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ import numpy as np
 from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from core.events import Origin, RequestEnd
 from core.groups import GroupLayout
+from core.histograms import by_direction
 from core.jobs import JobTable
 from core.keys import Key
 from core.lazy import LazySide
@@ -120,6 +121,7 @@ class OffloadScheduler:
         self._counts = RequestCounts()
         self._prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self._missed_tokens = MissedTokens()
+        self._transfers = by_direction()
         self._num_resets = 0
         self._prefilled: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
@@ -248,7 +250,10 @@ class OffloadScheduler:
                     self._stores.end(ended, now_s)
                 else:
                     outcomes += self._loads.end(ended, now_s)
-                if ended.errors and self._may_warn(f"{ended.job.direction} failed", now_s):
+                if not ended.errors:
+                    self._transfers[ended.job.direction].bytes.observe(ended.num_bytes)
+                    self._transfers[ended.job.direction].seconds.observe(ended.seconds)
+                elif self._may_warn(f"{ended.job.direction} failed", now_s):
                     errors.append(f"{ended.job.direction} job {ended.job.job_id}: {ended.errors[0]}")
         self._log_tiers()
         for error in errors:
@@ -296,6 +301,7 @@ class OffloadScheduler:
                 evictions=self.manager.evictions.copy(),
                 missed_tokens=self._missed_tokens.copy(),
                 open_jobs=len(self._jobs),
+                transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
                 tiers={} if self._tiers is None else self._tiers.stats(),
             )
 

@@ -8,9 +8,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from core.histograms import JobHistograms
+
     # Reasons are events' business, and events carry counts.
     from core.misses import MissedTokens
     from core.tier_stats import TierStats
+    from core.transfers import Direction
 
 
 class SkipReason(StrEnum):
@@ -128,4 +131,5 @@ class Snapshot:
     evictions: EvictionCounts
     missed_tokens: MissedTokens
     open_jobs: int
+    transfers: Mapping[Direction, JobHistograms]
     tiers: Mapping[str, TierStats] = field(default_factory=dict)

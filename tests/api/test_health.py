@@ -89,6 +89,19 @@ def test_metrics_say_what_stats_say(fresh: Service) -> None:
     assert by_label[("kvferry_prompt_tokens_total", "host")] == stats["prompt_tokens"]["host_hit"] > 0
     assert by_label[("kvferry_prompt_tokens_total", "recomputed")] == stats["prompt_tokens"]["recomputed"]
     assert one["kvferry_journal_dropped_total"] == 0
+    for direction in ("store", "load"):
+        jobs = by_label[("kvferry_transfer_job_bytes_count", direction)]
+        assert by_label[("kvferry_transfer_job_seconds_count", direction)] == jobs > 0
+        assert by_label[("kvferry_transfer_job_bytes_sum", direction)] == stats[direction]["bytes"] > 0
+        assert by_label[("kvferry_transfer_job_seconds_sum", direction)] == pytest.approx(stats[direction]["seconds"])
+        buckets = {
+            float(dict(labels)["le"]): value
+            for (name, labels), value in found.items()
+            if name == "kvferry_transfer_job_bytes_bucket" and dict(labels)["direction"] == direction
+        }
+        # Blocks of 4 KiB, of which no job here has more than a hundred.
+        assert buckets[2.0**20] == buckets[float("inf")] == jobs
+        assert sorted(buckets.values()) == [buckets[bound] for bound in sorted(buckets)]
     with fresh.client() as client:
         client.post("/admin/v1/reset")
         dropped = samples(client.get("/metrics").text)[("kvferry_evictions_total", (("reason", "reset"),))]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import accumulate
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.engine import StoreMode
 from core.events import Origin
 from core.groups import GroupSpec
+from core.histograms import Histogram
 from core.keys import make_keys
 from core.manager import OffloadManager
 from core.policy import Override, Priority
 from core.scheduler import Hit, Miss
-from core.transfers import TransferResult
+from core.transfers import Direction, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
 
 
@@ -257,7 +261,32 @@ def test_a_job_takes_as_long_as_its_slowest_rank() -> None:
     engine, job_id = load_on_two_ranks()
     for rank, seconds in ((0, 1.0), (1, 3.0)):
         engine.offload.on_transfers_finished([TransferResult(job_id, rank, None, 100, seconds)], engine.now_s)
-    assert engine.offload.snapshot().load.seconds == 3.0
+    snapshot = engine.offload.snapshot()
+    assert snapshot.load.seconds == 3.0
+    jobs = snapshot.transfers[Direction.LOAD]
+    assert (jobs.bytes.total, sum(jobs.bytes.counts)) == (200, 1)
+    assert (jobs.seconds.total, sum(jobs.seconds.counts)) == (3.0, 1)
+
+
+def test_a_job_that_failed_says_nothing_of_what_copies_take() -> None:
+    engine, job_id = load_on_two_ranks()
+    before = sum(engine.offload.snapshot().transfers[Direction.LOAD].seconds.counts)
+    for rank, error in ((0, None), (1, "no")):
+        engine.offload.on_transfers_finished([TransferResult(job_id, rank, error, 100, 1.0)], engine.now_s)
+    jobs = engine.offload.snapshot().transfers[Direction.LOAD]
+    assert sum(jobs.seconds.counts) == sum(jobs.bytes.counts) == before
+
+
+@given(values=st.lists(st.floats(0, 1e6)), bounds=st.sets(st.floats(0, 1e6)).map(sorted))
+def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(
+    values: list[float], bounds: list[float]
+) -> None:
+    histogram = Histogram(tuple(bounds))
+    for value in values:
+        histogram.observe(value)
+    for bound, count in zip(bounds, accumulate(histogram.counts), strict=False):
+        assert count == sum(value <= bound for value in values)
+    assert sum(histogram.counts) == len(values)
 
 
 # --- eviction -------------------------------------------------------------------------------------------------------

@@ -126,9 +126,12 @@ def _snake(name: str) -> str:
 
 
 class FakeCuda:
-    """A driver with batch copies or without. `batches` are those that it was given, as stream and count; `compute` is a
-    stream that exists from the start. `reaches_pinned` is whether the device has registered memory where the host
-    has it."""
+    """A driver with batch copies or without.
+
+    `batches` are those that it was given, as stream and count; `compute` is a stream that exists from the start;
+    `time_ms` is what the device's clock shows. `reaches_pinned` is whether the device has registered memory where the
+    host has it.
+    """
 
     def __init__(self, seed: int = 0, *, batches: bool = True, reaches_pinned: bool = True) -> None:
         self.has_batches = batches
@@ -144,7 +147,7 @@ class FakeCuda:
         self._events: dict[int, Event] = {}
         self._next_handle = 100
         self._random = random.Random(seed)
-        self._time_ms = 0.0
+        self.time_ms = 0.0
         self._changed = threading.Condition(threading.RLock())
         self._held = False
         self._capturing = False
@@ -245,7 +248,7 @@ class FakeCuda:
         handle = self._random.choice(able)
         work = self._streams[handle].work
         head = work[0]
-        self._time_ms += self._random.uniform(0.001, 1.0)
+        self.time_ms += self._random.uniform(0.001, 1.0)
         if isinstance(head, Copies):
             target, source, size = head.left.pop(self._random.randrange(len(head.left)))
             ctypes.memmove(target, source, size)
@@ -255,7 +258,7 @@ class FakeCuda:
             work.popleft()
             if head[0] == "record":
                 event, number = head[1:]
-                event.happened, event.time_ms = number, self._time_ms
+                event.happened, event.time_ms = number, self.time_ms
         else:
             work.popleft()
             head()

@@ -244,6 +244,18 @@ def test_sources_are_read_in_the_order_of_the_stream() -> None:
     rig.copies.close()
 
 
+def test_a_job_takes_as_long_as_its_copies_and_not_as_the_compute_before_them(rig: Rig) -> None:
+    began_ms = rig.cuda.time_ms
+    with rig.cuda.held():
+        for _ in range(300):
+            rig.cuda.launch(lambda: None)
+        rig.copies.submit(store(1, 0))
+        rig.copies.submit(load(2, 1))
+    results = rig.ends([1, 2])
+    assert rig.cuda.time_ms - began_ms > 50
+    assert all(0 < result.seconds < 0.02 for result in results.values())
+
+
 def test_events_are_used_again(rig: Rig) -> None:
     for number in range(20):
         rig.results_of(store(number, 0), load(number + 100, 1))
