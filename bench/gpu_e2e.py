@@ -8,14 +8,15 @@ and once more after other prompts have taken the device's cache. Throughput is t
 turns, more of them than the device holds, with offload and without, under different salts. Answers must be the same
 token by token in float64; in bfloat16 a prompt that is cut into other chunks may round otherwise, so it is counted.
 
-What `--reduced` prints are no speeds of a GPU.
+What is found is printed and written as soon as it is found, and a part that fails takes no other with it. What
+`--reduced` prints are no speeds of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from app.engines.embedded.model import TINY
 from app.logs import start_logging
 from app.settings import Settings
 from app.wiring import Process
+from bench.parts import Parts
 from bench.report import environment, spread
 
 SETTLE_S = 120.0
@@ -100,10 +102,20 @@ def save_8b(folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
+@dataclass
+class Found:
+    """Everything that is known so far."""
+
+    where: str
+    seed: int
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    throughput: dict[str, Any] = field(default_factory=dict)
+
+
 class Bench:
-    def __init__(self, process: Process, engine: EmbeddedEngine, scale: Scale, seed: int) -> None:
-        self.process, self.engine, self.scale = process, engine, scale
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, process: Process, engine: EmbeddedEngine, scale: Scale, found: Found) -> None:
+        self.process, self.engine, self.scale, self.found = process, engine, scale, found
+        self.rng = np.random.default_rng(found.seed)
 
     def prompt(self, num_tokens: int) -> list[int]:
         tokens: list[int] = self.rng.integers(3, min(self.engine.info.vocab_size, 250), num_tokens).tolist()
@@ -137,28 +149,34 @@ class Bench:
         for _ in range(-(-held // limit)):
             asyncio.run(self.ask(self.prompt(limit), kv_transfer_params=WITHOUT))
 
-    def first_tokens(self) -> list[FirstToken]:
+    def warm_up(self) -> None:
+        """What is compiled, and what grows at first use."""
         asyncio.run(self.ask(self.prompt(self.scale.prompts[0])))
-        found = []
-        for num_tokens in self.scale.prompts:
-            figures = FirstToken(num_tokens)
-            for _ in range(self.scale.rounds):
-                prompt = self.prompt(num_tokens)
-                cold_s, cold, _ = asyncio.run(self.ask(prompt))
-                device_s, warm, _ = asyncio.run(self.ask(prompt))
-                self.settle()
-                self.flush_device()
-                before = self.process.scheduler.snapshot().prompt_tokens.host_hit
-                host_s, again, _ = asyncio.run(self.ask(prompt))
-                figures.host_tokens.append(self.process.scheduler.snapshot().prompt_tokens.host_hit - before)
-                figures.cold_s.append(cold_s)
-                figures.device_s.append(device_s)
-                figures.host_s.append(host_s)
-                figures.same.append(cold == warm == again)
-            found.append(figures)
-        return found
+        self.settle()
 
-    def throughput(self) -> dict[str, Any]:
+    def first_token(self, num_tokens: int) -> None:
+        """Rounds of one length, each told at once."""
+        figures = FirstToken(num_tokens)
+        for _ in range(self.scale.rounds):
+            prompt = self.prompt(num_tokens)
+            cold_s, cold, _ = asyncio.run(self.ask(prompt))
+            device_s, warm, _ = asyncio.run(self.ask(prompt))
+            self.settle()
+            self.flush_device()
+            before = self.process.scheduler.snapshot().prompt_tokens.host_hit
+            host_s, again, _ = asyncio.run(self.ask(prompt))
+            figures.host_tokens.append(self.process.scheduler.snapshot().prompt_tokens.host_hit - before)
+            figures.cold_s.append(cold_s)
+            figures.device_s.append(device_s)
+            figures.host_s.append(host_s)
+            figures.same.append(cold == warm == again)
+            if len(figures.same) == 1:
+                self.found.first_tokens.append(figures)
+        share = min(figures.host_tokens) / num_tokens
+        columns = " | ".join(map(spread, (figures.cold_s, figures.device_s, figures.host_s)))
+        print(f"| {num_tokens} | {columns} | {share:.2f} | {sum(figures.same)} of {len(figures.same)} |", flush=True)
+
+    def throughput(self) -> None:
         """Tokens a second, prompts and answers, of the same conversations with offload and without."""
         script = [
             [self.prompt(self.scale.turn_tokens) for _ in range(self.scale.turns)]
@@ -186,16 +204,24 @@ class Bench:
             rates[arm] = total / (time.perf_counter() - started_s)
             self.settle()
         same = sum(one == other for one, other in zip(answers["with"], answers["without"], strict=True))
-        return {"tokens_per_s": rates, "same": same, "conversations": len(script)}
+        self.found.throughput = {"tokens_per_s": rates, "same": same, "conversations": len(script)}
+        print(
+            f"\n{len(script)} conversations, tokens/s: {rates['without']:.0f} without offload, "
+            f"{rates['with']:.0f} with; same answers in {same}",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reduced", action="store_true", help="on the CPU, with the model tiny")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--json", type=Path, help="where to write all figures, as they come")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="no part begins after so many seconds")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     scale = REDUCED if options.reduced else FULL
+    found = Found("", options.seed)
+    parts = Parts(lambda: asdict(found), options.json, options.budget_s)
     with tempfile.TemporaryDirectory() as folder:
         model = TINY
         if not options.reduced:
@@ -216,34 +242,20 @@ def main() -> None:
                 engine = process.engine
                 if engine is None:
                     raise RuntimeError("the process has no engine")
-                where = f"{environment('torch', 'transformers')}, {engine.info.device}, {engine.info.dtype}"
+                found.where = f"{environment('torch', 'transformers')}, {engine.info.device}, {engine.info.dtype}"
                 if settings.device != "cpu":
-                    where += f", {torch.cuda.get_device_name()}"
-                print(f"{where}, seed {options.seed}\n", flush=True)
-                bench = Bench(process, engine, scale, options.seed)
-                firsts = bench.first_tokens()
-                flow = bench.throughput()
+                    found.where += f", {torch.cuda.get_device_name()}"
+                print(f"{found.where}, seed {options.seed}, ready with {parts.left_s:.0f} s left\n", flush=True)
+                bench = Bench(process, engine, scale, found)
+                parts.run("warming up", bench.warm_up)
+                print("| prompt tokens | cold, s | device cache, s | host pool, s | from the host | same answers |")
+                print("| --- | --- | --- | --- | --- | --- |", flush=True)
+                for num_tokens in scale.prompts:
+                    parts.run(f"{num_tokens} tokens", lambda n=num_tokens: bench.first_token(n))  # type: ignore[misc]
+                parts.run("throughput", bench.throughput)
             finally:
                 process.close()
-    print("| prompt tokens | cold, s | device cache, s | host pool, s | of the prompt from the host | same answers |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for one in firsts:
-        share = min(one.host_tokens) / one.prompt_tokens
-        columns = " | ".join(map(spread, (one.cold_s, one.device_s, one.host_s)))
-        print(f"| {one.prompt_tokens} | {columns} | {share:.2f} | {sum(one.same)} of {len(one.same)} |")
-    rates = flow["tokens_per_s"]
-    print(
-        f"\n{flow['conversations']} conversations, tokens/s: {rates['without']:.0f} without offload, "
-        f"{rates['with']:.0f} with; same answers in {flow['same']}"
-    )
-    if options.json is not None:
-        found = {
-            "where": where,
-            "seed": options.seed,
-            "first_tokens": [asdict(one) for one in firsts],
-            "throughput": flow,
-        }
-        options.json.write_text(json.dumps(found, indent=1))
+    sys.exit(parts.conclude())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
 
 _log = logging.getLogger(__name__)
 
+_JOBS_AHEAD = 8
+"""So many of a direction are with the device at a time, each with descriptors of its own in pinned memory; the others
+wait."""
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 10.0
 
@@ -320,6 +323,7 @@ class _Lane:
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._running: deque[_Running] = deque()
+        self._num_issued = 0
         self._closing = False
         self._all_issued = False
         self._issuer = threading.Thread(target=self._serve_waiting, name=f"kvferry-{direction}", daemon=True)
@@ -359,10 +363,12 @@ class _Lane:
                 running = self._issue(self, waiting)
             except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
                 _log.exception("a copy thread goes on after what should have ended it")
-            if running is not None:
-                with self._changed:
-                    self._running.append(running)
-                    self._changed.notify_all()
+            if running is None:
+                self._note_end()
+                continue
+            with self._changed:
+                self._running.append(running)
+                self._changed.notify_all()
         with self._changed:
             self._all_issued = True
             self._changed.notify_all()
@@ -374,11 +380,20 @@ class _Lane:
                 self._finish(self, running)
             except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
                 _log.exception("a copy thread goes on after what should have ended it")
+            self._note_end()
+
+    def _note_end(self) -> None:
+        with self._changed:
+            self._num_issued -= 1
+            self._changed.notify_all()
 
     def _take_waiting(self) -> _Waiting | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            return self._waiting.popleft() if self._waiting else None
+            self._changed.wait_for(lambda: self._closing or (self._waiting and self._num_issued < _JOBS_AHEAD))
+            if not self._waiting:
+                return None
+            self._num_issued += 1
+            return self._waiting.popleft()
 
     def _take_running(self) -> _Running | None:
         with self._changed:

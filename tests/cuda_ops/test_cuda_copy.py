@@ -256,6 +256,17 @@ def test_a_job_takes_as_long_as_its_copies_and_not_as_the_compute_before_them(ri
     assert all(0 < result.seconds < 0.02 for result in results.values())
 
 
+def test_a_heap_of_jobs_takes_no_heap_of_pinned_memory(rig: Rig) -> None:
+    with rig.cuda.held():
+        rig.cuda.launch(lambda: None)
+        for number in range(200):
+            rig.copies.submit(store(number, number % 8))
+        wait_until(lambda: rig.cuda.num_queued_copies() >= 8, "copies are queued ahead", PATIENCE_S)
+        assert not rig.copies.wait([0], 0.1)
+    assert all(result.error is None for result in rig.ends(list(range(200))).values())
+    assert len(rig.cuda.allocated) <= 8
+
+
 def test_events_are_used_again(rig: Rig) -> None:
     for number in range(20):
         rig.results_of(store(number, 0), load(number + 100, 1))

@@ -2,40 +2,120 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from bench import gpu as bench_gpu
+from bench.parts import DeviceLost, Parts
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, file: Path) -> tuple[str, dict[str, Any]]:
+def run(module: str, file: Path, *options: str) -> tuple[str, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", module, "--reduced", "--json", str(file)],
+        [sys.executable, "-m", module, "--reduced", "--json", str(file), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads(file.read_text())
 
 
 def test_copies_are_measured_by_size_count_direction_and_engine(tmp_path: Path) -> None:
     said, found = run("bench.gpu", tmp_path / "found.json")
     places = {(cell["size"], cell["count"], cell["direction"], cell["engine"]) for cell in found["cells"]}
-    assert len(places) == len(found["cells"]) == 2 * 2 * 3 * 3
+    assert len(places) == len(found["cells"]) == 2 * 2 * 3 * 4
     assert all(rate > 0 for cell in found["cells"] for rate in cell["gbps"])
     assert {cell["verdict"] for cell in found["cells"]} == {"-"}
-    assert found["left_out"] == []
+    assert (found["failed"], found["left_out"]) == ({}, [])
+    assert set(found["ceiling_gbps"]) == {"store", "load", "both"}
+    assert found["calibration"]["below_bytes"]
+    assert len(found["calibration"]["of_best"]) == 2 * 2 * 3
+    assert [one["engine"] for one in found["slowed"]] == ["dma", "kernel"]
+    assert len(found["descriptors_us"]) == 4
     assert "no speeds" in said
+
+
+def test_bytes_alone_can_be_checked_as_under_a_sanitizer(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--reduced", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (done.returncode, "every engine's bytes are right" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("skew", ["two targets are swapped", "the end of each is left out"])
+def test_wrong_bytes_are_noticed(skew: str, tmp_path: Path) -> None:
+    machine = bench_gpu.no_gpu()
+    launch = machine.launch
+
+    def broken(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
+        # The table is on its way to the device.
+        machine.driver.synchronize_stream(stream)
+        if skew == "two targets are swapped":
+            column(targets, count)[:2] = column(targets, count)[1::-1].copy()
+        else:
+            column(sizes, count)[:] -= 8
+        launch(targets, sources, sizes, count, word_bytes, stream)
+
+    machine.launch = broken
+    found, parts = bench_gpu.Found("here", 1), Parts(dict, None, 100.0)
+    bench = bench_gpu.Bench(machine, bench_gpu.REDUCED, found, parts, tmp_path)
+    parts.run("cell", lambda: bench.cell(4096, 16))
+    assert "copied" in parts.failed["16 segments of 4 KiB, kernel"]
+    assert {cell.engine for cell in found.cells} >= {"dma", "one by one"}
+
+
+def column(address: int, count: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+
+def test_a_part_that_fails_takes_no_other_with_it_and_a_lost_device_takes_the_rest(tmp_path: Path) -> None:
+    known: dict[str, object] = {}
+    parts = Parts(lambda: known, tmp_path / "found.json", 100.0)
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    parts.run("one", lambda: fail(ValueError("no")))
+    parts.run("two", lambda: known.update(two=2))
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "two": 2,
+        "failed": {"one": "ValueError: no"},
+        "left_out": [],
+    }
+    parts.run("three", lambda: fail(DeviceLost("gone")))
+    parts.run("four", lambda: known.update(four=4))
+    assert parts.conclude() == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["two"], found["left_out"], set(found["failed"])) == (2, ["four"], {"one", "three"})
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+    said, found = run("bench.gpu", tmp_path / "found.json", "--budget-s", "0")
+    assert len(found["left_out"]) == 4 + 2 + 2 * 2
+    assert "no time" in said
+    assert found["cells"] == []
 
 
 def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path: Path) -> None:
     said, found = run("bench.gpu_e2e", tmp_path / "found.json")
+    assert (found["failed"], found["left_out"]) == ({}, [])
+    assert [one["prompt_tokens"] for one in found["first_tokens"]] == [64, 200]
     for one in found["first_tokens"]:
         assert min(one["host_tokens"]) >= one["prompt_tokens"] - 16
         assert all(one["same"])

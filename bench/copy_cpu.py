@@ -1,6 +1,6 @@
 """What copying blocks costs on CPU: the copy engine beside one memcpy of as many bytes, NumPy indexing and torch's.
 
-Run: OMP_NUM_THREADS=1 python -m bench.copies [--threads 1 2] [--rounds 9] [--only-engine]
+Run: OMP_NUM_THREADS=1 python -m bench.copy_cpu [--threads 1 2] [--rounds 9] [--only-engine]
 
 Blocks and slots are random rows of two large tables, so that nothing comes from a cache. All contenders move as many
 bytes, in turns and at new places each time; the memcpy moves one stretch a thread. Times are from submitting a job
