@@ -5,6 +5,8 @@ Offers are counted, not look-ups, since a look-up stops at its first miss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,8 @@ MAX_THRESHOLD = int(_COUNT)
 _ROWS = 2
 _CELLS_PER_SLOT = 8
 _MIN_BITS = 12
+_RESIZED_CELLS = 1 << 16
+"""Cells that are copied at once, so that no other thread waits long for the interpreter."""
 _SECOND_SPREAD = np.uint64(0xC2B2AE3D27D4EB4F)
 _HALF_BITS = np.uint64(32)
 
@@ -41,6 +45,19 @@ class Admission:
         if threshold > 1 and self._filter is None:
             self._filter = AdmissionFilter(self._num_slots)
         self._threshold = threshold
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `OffloadManager.plan_size`. Offers that come meanwhile are not counted."""
+        old = self._filter
+        resized = None if old is None else old.resized(num_slots)
+
+        def put_in_force() -> object:
+            self._num_slots = num_slots
+            if self._filter is old:
+                self._filter = resized
+            return old
+
+        return put_in_force
 
     def admits(self, marks: Marks) -> NDArray[np.bool_]:
         """Which of these keys are stored if they are offered now."""
@@ -73,6 +90,28 @@ class AdmissionFilter:
         self._stamp = np.uint8(0)
         self._num_offers = 0
         self._num_cleared = 0
+
+    def resized(self, num_slots: int) -> AdmissionFilter:
+        """A filter for another number of slots that knows what this one does, in time proportional to both."""
+        other = AdmissionFilter(num_slots)
+        grows = other._num_cells >= self._num_cells
+        few, many = (self, other) if grows else (other, self)
+        ratio = many._num_cells // few._num_cells
+        # A mark's cell is its high bits: one cell is several in a larger filter, which lie side by side.
+        for start in range(0, few._num_cells, _RESIZED_CELLS):
+            end = min(start + _RESIZED_CELLS, few._num_cells)
+            one, several = few._rows[:, start:end, None], many._rows[:, start * ratio : end * ratio]
+            several = several.reshape(_ROWS, end - start, ratio)
+            if grows:
+                several[:] = one
+            else:
+                # The largest count wins, so that none is ever too small.
+                best = self._live(several).argmax(axis=2)[:, :, None]
+                one[:] = np.take_along_axis(several, best, axis=2)
+        other._stamp = self._stamp
+        other._num_offers = self._num_offers * num_slots // self._num_slots
+        other._num_cleared = other._num_cells * other._num_offers // num_slots
+        return other
 
     def counts(self, marks: Marks) -> NDArray[np.uint8]:
         """How often each of these keys was offered."""

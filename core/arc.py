@@ -8,11 +8,12 @@ offered one by one, it is their algorithm. Beyond that:
 - Keys that are offered together are decided in their order, before any of them is stored: none makes room for another,
   and the ghosts among them are not forgotten meanwhile.
 - Lower priority classes go first; the choice between T1 and T2 is made within a class.
+- When the pool changes its size, the ghosts are forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import floor
 
@@ -124,6 +125,17 @@ class ArcPolicy:
                 if len(queue):
                     return queue.peek_oldest(count)
         return NO_SLOTS
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `EvictionPolicy`."""
+        ghosts = ArcGhosts(num_slots)
+
+        def put_in_force() -> object:
+            old, self._ghosts = self._ghosts, ghosts
+            self.target = min(self.target, float(num_slots))
+            return old
+
+        return put_in_force
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""

@@ -30,8 +30,7 @@ class CascadeSide:
         self._manager = manager
         self._links = links
         self._new_number = new_number
-        self._max_held = max(manager.num_slots // _SLOTS_SHARE, 1)
-        self._holds = np.zeros(manager.num_slots, dtype=np.int32)
+        self._holds = np.zeros(manager.table.max_slots, dtype=np.int32)
 
     def stored(self, state: RequestState, slots: Slots, now_s: float) -> None:
         """These slots of a request were just published: every tier that is allowed gets them."""
@@ -76,7 +75,9 @@ class CascadeSide:
         unverified = self._manager.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
-        slots = slots[np.cumsum(self._holds[slots] == 0) <= self._max_held - self.num_held]
+        slots = slots[
+            np.cumsum(self._holds[slots] == 0) <= max(self._manager.num_slots // _SLOTS_SHARE, 1) - self.num_held
+        ]
         link.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return

@@ -22,6 +22,7 @@ class EvictionReason(StrEnum):
     OPERATOR = "operator"
     LOAD_FAILED = "load_failed"
     FAILED_VERIFICATION = "failed_verification"
+    SHRINK = "shrink"
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,13 @@ class EvictionPolicy(Protocol):
     def peek_victims(self, count: int) -> Slots:
         """Some of the `count` slots that go next, the first to go in front, of one priority class. They stay."""
 
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """Allocate what another number of slots takes, also while the policy is not in force. Called without the lock.
+
+        What is returned puts it in force, in O(1), and returns what is to be freed behind the lock. The table has room
+        for all the slots there can be, and its queues with it.
+        """
+
     def clear(self) -> None:
         """Forget every slot, in O(1)."""
 

@@ -23,6 +23,10 @@ class Expiries(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._until_s
 
+    def keys(self) -> list[K]:
+        """Every key that has a time."""
+        return list(self._until_s)
+
     def until_s(self, key: K) -> float | None:
         """When a key's time is over, or None if it has none."""
         return self._until_s.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -23,6 +23,8 @@ _TOLD = 1 << (_CODE_BITS - 1)
 _EPOCH_BITS = 8
 _NOTE_BITS = _CODE_BITS + _EPOCH_BITS
 _NOTE = np.uint64((1 << _NOTE_BITS) - 1)
+_MOVED = 1 << 16
+"""Entries that move into a table of another size at once, so that no other thread waits long for the interpreter."""
 
 
 R = TypeVar("R", bound=Enum)
@@ -44,7 +46,7 @@ class Ghosts(Generic[R]):
             raise ValueError(f"{len(members)} reasons do not fit: there are codes for {_TOLD - 1}")
         self._reasons: list[R | None] = [None, *members]
         self._codes = {reason: code for code, reason in enumerate(members, start=1)}
-        bits = max(num_keys.bit_length() - 1, _MIN_BITS)
+        bits = _bits_for(num_keys)
         self._shift = np.uint64(64 - bits)
         self._table = np.zeros(1 << bits, dtype=np.uint64)
         self._epoch = 0
@@ -59,6 +61,25 @@ class Ghosts(Generic[R]):
         self._pending += keys
         if len(self._pending) >= _FLUSH_KEYS:
             self._flush()
+
+    def plan_size(self, num_keys: int) -> Callable[[], object]:
+        """See `OffloadManager.plan_size`. Ghosts that come meanwhile are forgotten."""
+        bits = _bits_for(num_keys)
+        shift, old = np.uint64(64 - bits), self._table
+        if len(old) == 1 << bits:
+            return lambda: None
+        # An entry has the high bits of its mark, which are its place in a table of any size.
+        table = np.zeros(1 << bits, dtype=np.uint64)
+        for start in range(0, len(old), _MOVED):
+            entries = old[start : start + _MOVED]
+            entries = entries[entries != 0]
+            table[(entries >> shift).view(np.int64)] = entries
+
+        def put_in_force() -> object:
+            self._shift, self._table = shift, table
+            return old
+
+        return put_in_force
 
     def begin_epoch(self) -> None:
         """Forget every ghost, in O(1)."""
@@ -97,3 +118,7 @@ class Ghosts(Generic[R]):
 
     def _entries(self, marks: Marks, code: int) -> Marks:
         return (marks & ~_NOTE) | np.uint64(self._epoch << _CODE_BITS | code)
+
+
+def _bits_for(num_keys: int) -> int:
+    return max(num_keys.bit_length() - 1, _MIN_BITS)

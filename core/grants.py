@@ -63,3 +63,4 @@ class PinOutcome(Enum):
     PINNED = "pinned"
     NOT_FOUND = "not_found"
     LIMIT = "limit"
+    LEAVING = "leaving"

@@ -33,7 +33,7 @@ class Inventory:
         chosen: list[Slots] = []
         missing = limit
         start = start_slot
-        while missing > 0 and start < self._table.num_slots:
+        while missing > 0 and start < self._table.end_slot:
             with self._lock:
                 states = self._table.current_states(start, start + _BATCH_SLOTS)
             ready = (states == _READY).nonzero()[0][:missing] + start
@@ -46,10 +46,11 @@ class Inventory:
 
     def slot_states(self) -> NDArray[np.uint8]:
         """The state of every slot, a `SlotState` a byte. Not one moment's, since it is read in batches."""
-        states = np.empty(self._table.num_slots, dtype=np.uint8)
+        states = np.empty(self._table.end_slot, dtype=np.uint8)
         for start in range(0, len(states), _BATCH_SLOTS):
             with self._lock:
-                states[start : start + _BATCH_SLOTS] = self._table.current_states(start, start + _BATCH_SLOTS)
+                end = min(start + _BATCH_SLOTS, len(states))
+                states[start:end] = self._table.current_states(start, end)
         return states
 
     def dirty_rows(self, limit: int) -> SlotRows | None:
@@ -63,11 +64,12 @@ class Inventory:
 
     def mark_all_dirty(self) -> None:
         """Have every row told again, for a store that lost its own."""
-        self._table.dirty[:] = True
+        self._table.dirty[: self._table.last_end_slot] = True
 
     def _next_dirty(self, limit: int) -> Slots:
         """Look once round the dirty bits from where the last look ended. Bits set meanwhile are found next time."""
-        num_slots = self._table.num_slots
+        # Rows of slots that are no more have to go, too.
+        num_slots = self._table.last_end_slot
         looked = 0
         while looked < num_slots:
             start = self._dirty_cursor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -75,6 +75,10 @@ class LruPolicy:
     def peek_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
         return next((queue.peek_oldest(count) for queue in self._order if len(queue)), NO_SLOTS)
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `EvictionPolicy`."""
+        return lambda: None
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""

@@ -35,6 +35,9 @@ from core.transfers import NO_SLOTS, SlotLabels, Slots
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
+_ROOM_ROUNDS = 4
+"""How often an offer asks for room while the pool shrinks, when what it gets is leaving."""
+
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 
 
@@ -51,22 +54,27 @@ class OffloadManager:
         store_threshold: int = 1,
         record: PoolRecord | None = None,
         epoch: int = 0,
+        max_slots: int = 0,
     ) -> None:
         """`num_slots` slots of `slot_bytes` each; operators may pin at most `max_pinned_fraction` of them.
+
+        `max_slots` is how many there may come to be, by a resize (0: no more).
 
         A block is stored from its offer number `store_threshold` on. A pool that outlives its process has a `record`,
         and begins with the `epoch` that its last process had come to.
         """
         self.lock = threading.RLock()
-        self.table = SlotTable(num_slots, slot_bytes, epoch)
+        self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
         self.inventory = Inventory(self.table, self.lock)
-        self.index = KeyIndex(num_slots)
+        self.index = KeyIndex(self.table.max_slots)
         self.room = Room(self.table, eviction_policy)
         self.admission = Admission(num_slots, store_threshold)
         self.max_pinned_fraction = max_pinned_fraction
         self.evictions = EvictionCounts()
         self.space_version = 0
         """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
+        self.wanted_slots = num_slots
+        """Slots that the pool is to have, once a resize is done."""
         self._sink = sink if sink is not None else NullSink()
         self._record = record
         self._ghosts = Ghosts(2 * num_slots, EvictionReason)
@@ -137,12 +145,19 @@ class OffloadManager:
                 wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
                 wanted = [keys[i] for i in wanted_at.tolist()]
             slots = table.take_free(len(wanted))
-            victims = self.room.make(
-                wanted, slots, len(own) + len(prefix), lambda: np.concatenate((own, _slots_in(self.index.find(prefix))))
-            )
-            if len(victims):
-                self._forget(victims, EvictionReason.CAPACITY, origin.request_id, now_s)
-                slots = np.concatenate((slots, victims)) if len(slots) else victims
+            for _ in range(_ROOM_ROUNDS if table.is_shrinking else 1):
+                victims = self.room.make(
+                    wanted,
+                    slots,
+                    len(own) + len(prefix),
+                    lambda: np.concatenate((own, _slots_in(self.index.find(prefix)))),
+                )
+                staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
+                if len(staying):
+                    self._forget(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
+                    slots = np.concatenate((slots, staying)) if len(slots) else staying
+                if len(staying) == len(victims):
+                    break
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
@@ -362,14 +377,14 @@ class OffloadManager:
 
     def drop_matching(self, matches: Callable[[Origin], bool], start_slot: int, now_s: float) -> tuple[int, int | None]:
         """Drop the blocks of one batch of slots whose origin matches: how many, and where to go on, None at the end."""
-        end = min(start_slot + BATCH_SLOTS, self.table.num_slots)
+        end = min(start_slot + BATCH_SLOTS, self.table.end_slot)
         with self.lock:
             slots = np.flatnonzero(self.table.current_states(start_slot, end) == SlotState.READY) + start_slot
             origins = self.table.origins[slots].tolist()
             verdicts = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
             matching = np.array([verdicts[id(origin)] for origin in origins], dtype=np.bool_)
             dropped = self.drop(slots[matching], EvictionReason.RESET, now_s) if matching.any() else 0
-        return dropped, end if end < self.table.num_slots else None
+        return dropped, end if end < self.table.end_slot else None
 
     # --- reset --------------------------------------------------------------------------------------------------
 
@@ -390,7 +405,7 @@ class OffloadManager:
             for pin in (*self._loading.values(), *self._cascading.values()):
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
-            self.index = KeyIndex(self.num_slots)
+            self.index = KeyIndex(self.table.max_slots)
             self.room.policy.clear()
             self._ghosts.begin_epoch()
             self._kept_out.begin_epoch()
@@ -429,7 +444,8 @@ class OffloadManager:
         with self.lock:
             table = self.table
             return PoolCounts(
-                slots=table.num_slots,
+                slots=table.num_present,
+                wanted_slots=self.wanted_slots,
                 slot_bytes=table.slot_bytes,
                 free=table.num_free,
                 ready=table.num_ready,
@@ -437,7 +453,7 @@ class OffloadManager:
                 loading=int(np.count_nonzero(table.is_ready(self._loading_slots()))),
                 pinned=table.num_ready - len(self.room.policy),
                 unverified=table.num_unverified,
-                bytes=table.num_slots * table.slot_bytes,
+                bytes=table.num_present * table.slot_bytes,
                 eviction_policy=self.room.policy.name,
             )
 
@@ -473,6 +489,8 @@ class OffloadManager:
             if slot is None:
                 return PinOutcome.NOT_FOUND
             if key not in self._operator_pins:
+                if slot >= self.table.num_slots:
+                    return PinOutcome.LEAVING
                 if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
                     return PinOutcome.LIMIT
                 self._pin(np.array([slot]))
@@ -506,7 +524,61 @@ class OffloadManager:
         with self.lock:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
+    # --- growing and shrinking ----------------------------------------------------------------------------------
+
+    def plan_size(self, num_slots: int) -> Callable[[], list[object]]:
+        """Allocate what another number of slots takes, off the lock.
+
+        What is returned puts it in force, under the lock and in O(1), and returns what is to be freed behind the lock.
+        """
+        plans = [
+            self.room.plan_size(num_slots),
+            self.admission.plan_size(num_slots),
+            self._ghosts.plan_size(2 * num_slots),
+            self._kept_out.plan_size(num_slots),
+        ]
+        return lambda: [put_in_force() for put_in_force in plans]
+
+    def grow(self, end_slot: int) -> None:
+        """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""
+        with self.lock:
+            self.table.grow(end_slot)
+            self.space_version += 1
+
+    def empty_slots(self, start: int, end: int, now_s: float, *, in_use: bool) -> Slots:
+        """Retire those of a batch of leaving slots that nobody uses, and say which are left.
+
+        With `in_use` those that are pinned are dropped, too: they can be found no more, and are left until the last
+        pin or transfer on them ends. No byte of a slot that is read or written is touched in any case.
+        """
+        with self.lock:
+            table = self.table
+            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
+            self.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
+            return table.retire(start, end)
+
+    def pinned_by_operators(self, start_slot: int) -> list[Key]:
+        """The keys of blocks in slots from `start_slot` on that operators keep from eviction."""
+        with self.lock:
+            keys = self._operator_pins.keys()
+        found: list[Key] = []
+        for start in range(0, len(keys), BATCH_SLOTS):
+            some = keys[start : start + BATCH_SLOTS]
+            with self.lock:
+                slots = self.index.find(some)
+            found += [key for key, slot in zip(some, slots, strict=True) if slot is not None and slot >= start_slot]
+        return found
+
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _let_leave(self, victims: Slots, now_s: float) -> Slots:
+        """Those of the slots that were taken for new blocks that stay in the pool; the others go for good."""
+        leaving = victims >= self.table.num_slots
+        gone = victims[leaving]
+        if len(gone):
+            self._forget(gone, EvictionReason.SHRINK, None, now_s)
+            self._free(gone)
+        return victims[~leaving]
 
     def _end_reading(self, pin: Pin) -> bool:
         """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""

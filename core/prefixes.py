@@ -25,7 +25,7 @@ class PrefixFinder:
     @property
     def elsewhere(self) -> int:
         """What stands for the slot of a block that is not in the pool, but would be brought into it."""
-        return self._manager.num_slots
+        return self._manager.table.max_slots
 
     def keys(self, state: RequestState, group: Group, first: int, end: int) -> Sequence[Key]:
         """The keys of a request's slots `first` to `end` of a group, as far as they are hashed."""

@@ -15,7 +15,7 @@ from core.slots import SlotTable
 from core.transfers import NO_SLOTS, Slots
 
 _LARGE_POOL = 8
-"""A pool that holds a request so many times over does not come to evict it while it runs."""
+"""Where so many times a request may be evicted, its own slots are not among those that go while it runs."""
 _RESIDENCY_LOOK = 4
 """How many candidates for eviction are asked after on the device, for each that is wanted."""
 _LEAST_LOOK = 16
@@ -42,13 +42,17 @@ class Room:
         if not num_own:
             return self._make(wanted, free, NO_SLOTS, 0)
         missing = len(wanted) - len(free)
-        if num_own * _LARGE_POOL > self._table.num_slots:
+        size = self._table.num_slots if missing <= 0 else min(self._table.num_slots, len(self.policy))
+        if num_own * _LARGE_POOL > size:
             return self._make(wanted, free, self._candidates(find_own()), 0)
         # In a large pool the request's own slots are among the latest used, and safe without looking for them.
         victims = self._make(wanted, free, NO_SLOTS, num_own)
         if missing > len(victims):
             rest = wanted[len(free) + len(victims) :]
-            victims = np.concatenate((victims, self._make(rest, NO_SLOTS, self._candidates(find_own()), 0)))
+            own = self._candidates(find_own())
+            # Not all candidates need have been used since, and what was taken is no candidate any more.
+            own = own[~np.isin(own, victims)]
+            victims = np.concatenate((victims, self._make(rest, NO_SLOTS, own, 0)))
         return victims
 
     def exchange_policy(self, name: str, limit: int) -> bool:
@@ -69,6 +73,16 @@ class Room:
             empty, full = policy.hand_over()
             self.policy = self._start(name, full, empty)
         return False
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `OffloadManager.plan_size`."""
+        plans = {name: policy.plan_size(num_slots) for name, policy in list(self._known.items())}
+
+        def put_in_force() -> object:
+            # One that was first used meanwhile is made for the old size.
+            return [(plans.get(name) or policy.plan_size(num_slots))() for name, policy in self._known.items()]
+
+        return put_in_force
 
     def _start(self, name: str, full: Segment, empty: Segment) -> EvictionPolicy:
         """A policy is kept once it was used: to free the memory of one for a large pool takes too long for any lock."""

@@ -3,6 +3,9 @@
 A slot is free, being stored, ready (its key can be found and loaded), or held: disowned by a reset while a transfer
 still touches its bytes. Columns of a slot from an older epoch mean nothing, unless it is held; that is what makes a
 reset O(1).
+
+A pool changes its size at its end. Slots from `num_slots` up to `end_slot` are leaving: none of them is given out, and
+one that is free for good is retired. The columns have room for `max_slots`, which takes memory once it is used.
 """
 
 from __future__ import annotations
@@ -47,10 +50,11 @@ class SlotState(IntEnum):
     STORING = 1
     READY = 2
     HELD = 3
+    RETIRED = 4
 
 
 # Plain numbers: the columns are compared with them on the hot path, and looking up a member of an enum costs as much.
-_FREE, _STORING, _READY, _HELD = (int(state) for state in SlotState)
+_FREE, _STORING, _READY, _HELD, _RETIRED = (int(state) for state in SlotState)
 
 
 class PriorityClasses:
@@ -78,11 +82,16 @@ class PriorityClasses:
 class SlotTable:
     """Columns over all slots, and the free ones: a stack of those given back, then those never given out this epoch."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0) -> None:
         self.num_slots = num_slots
+        self.end_slot = num_slots
+        self.num_retired = 0
+        self.max_slots = max(max_slots, num_slots)
+        self.last_end_slot = num_slots
+        """The most that `end_slot` ever was."""
         self.slot_bytes = slot_bytes
         self.epoch = epoch
-        records = zeros_on_lines(num_slots, _RECORD)
+        records = zeros_on_lines(self.max_slots, _RECORD)
         self.states = records["state"]
         self.epochs = records["epoch"]
         self.generations = records["generation"]
@@ -94,12 +103,13 @@ class SlotTable:
         self.stored_s = records["stored_s"]
         self.hit_s = records["hit_s"]
         self.hits = records["hits"]
-        self.keys = np.empty(num_slots, dtype=object)
-        self.origins = np.empty(num_slots, dtype=object)
+        self.keys = np.empty(self.max_slots, dtype=object)
+        self.origins = np.empty(self.max_slots, dtype=object)
         # Looked through as a whole, so it is by itself.
-        self.dirty = np.zeros(num_slots, dtype=np.bool_)
-        self._returned = np.empty(num_slots, dtype=np.int64)
+        self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
+        self._returned = np.empty(self.max_slots, dtype=np.int64)
         self._num_returned = 0
+        self._num_sifted = 0
         self._frontier = 0
         self._lendings = 0
         self.num_free = num_slots
@@ -108,9 +118,19 @@ class SlotTable:
         self._unverified = np.zeros(0, dtype=np.bool_)
 
     @property
+    def num_present(self) -> int:
+        """Slots that there are: those that are leaving count until they are retired."""
+        return self.end_slot - self.num_retired
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether some slots are leaving."""
+        return self.end_slot > self.num_slots
+
+    @property
     def num_storing(self) -> int:
         """Slots that are neither free nor loadable: being stored, or held."""
-        return self.num_slots - self.num_free - self.num_ready
+        return self.num_present - self.num_free - self.num_ready
 
     def take_free(self, count: int) -> Slots:
         """Up to `count` free slots, no longer free; their columns are stale."""
@@ -119,11 +139,14 @@ class SlotTable:
         returned = min(count, self._num_returned)
         self._num_returned -= returned
         slots = self._returned[self._num_returned : self._num_returned + returned][::-1].copy()
+        if self.end_slot > self.num_slots:
+            # They are forgotten here, and retired when it is their turn.
+            slots = slots[slots < self.num_slots]
         while len(slots) < count and self._frontier < self.num_slots:
             start = self._frontier
             wanted = count - len(slots)
             end = min(start + max(wanted, _FRONTIER_CHUNK), self.num_slots)
-            fresh = (self.states[start:end] != _HELD).nonzero()[0][:wanted] + start
+            fresh = (self.current_states(start, end) == _FREE).nonzero()[0][:wanted] + start
             self._frontier = int(fresh[-1]) + 1 if len(fresh) == wanted else end
             # Pins of an older epoch are void; within an epoch they are zero before a slot is given back.
             self.pins[fresh] = 0
@@ -136,9 +159,69 @@ class SlotTable:
         self.states[slots] = _FREE
         self.num_free += len(slots)
         # Beyond the frontier a slot is found by its state; pushing it as well would give it out twice.
-        passed = slots[slots < self._frontier] if self._frontier < self.num_slots else slots
+        passed = slots[slots < self._frontier] if self._frontier < self.end_slot else slots
         self._returned[self._num_returned : self._num_returned + len(passed)] = passed
         self._num_returned += len(passed)
+
+    # --- growing and shrinking ----------------------------------------------------------------------------------
+
+    def grow(self, end_slot: int) -> None:
+        """Give out slots up to this one, in time proportional to them. What had been retired of them comes back.
+
+        To be called once `sift` is done.
+        """
+        start = self.num_slots
+        old_end = min(end_slot, self.end_slot)
+        retired = (self.states[start:old_end] == _RETIRED).nonzero()[0] + start
+        self.states[retired] = _FREE
+        self.states[old_end:end_slot] = _FREE
+        self.num_retired -= len(retired)
+        self.num_free += len(retired) + end_slot - old_end
+        self.num_slots = end_slot
+        self.end_slot = max(self.end_slot, end_slot)
+        self.last_end_slot = max(self.last_end_slot, self.end_slot)
+
+    def shrink(self, num_slots: int) -> None:
+        """Give out no slot from this one on, in O(1). Those that are free are still counted until they are retired."""
+        self.num_slots = num_slots
+        # Behind it a slot is found by its state, should the pool grow again.
+        self._frontier = min(self._frontier, num_slots)
+        self._num_sifted = 0
+
+    def sift(self, limit: int) -> bool:
+        """Take slots that are leaving out of those given back, looking at `limit`; True while there is more to look at.
+
+        A slot that came back to the pool with an entry left from before would be given out twice.
+        """
+        start = min(self._num_sifted, self._num_returned)
+        end = min(start + limit, self._num_returned)
+        staying = self._returned[start:end]
+        staying = staying[staying < self.num_slots]
+        num_gone = end - start - len(staying)
+        # What stands last takes the place of what goes.
+        moved = self._returned[max(self._num_returned - num_gone, end) : self._num_returned]
+        kept = np.concatenate((staying, moved))
+        self._returned[start : start + len(kept)] = kept
+        self._num_returned -= num_gone
+        self._num_sifted = start + len(staying)
+        return self._num_sifted < self._num_returned
+
+    def retire(self, start: int, end: int) -> Slots:
+        """Retire the free ones of these slots, all of which are leaving; those that are still in use."""
+        states = self.current_states(start, end)
+        free = (states == _FREE).nonzero()[0] + start
+        self.states[free] = _RETIRED
+        self.num_free -= len(free)
+        self.num_retired += len(free)
+        in_use: Slots = ((states != _FREE) & (states != _RETIRED)).nonzero()[0] + start
+        return in_use
+
+    def cut(self, end_slot: int) -> None:
+        """Slots from this one on, all of them retired, are no more."""
+        self.num_retired -= self.end_slot - end_slot
+        self.end_slot = end_slot
+
+    # --- what slots hold ----------------------------------------------------------------------------------------
 
     def begin_storing(
         self,
@@ -184,7 +267,7 @@ class SlotTable:
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
         self.classes.assign(slots, priority_class)
         self._lendings = int(blocks.generations.max(initial=0))
-        self._unverified = np.zeros(self.num_slots, dtype=np.bool_)
+        self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
         self.num_unverified = self.num_ready = len(slots)
         free = np.ones(self.num_slots, dtype=np.bool_)
@@ -200,7 +283,8 @@ class SlotTable:
 
     def unverified_from(self, start: int, limit: int) -> Slots:
         """Up to `limit` slots to be verified, from `start` on."""
-        found: Slots = self._unverified[start:].nonzero()[0][:limit] + start if self.num_unverified else NO_SLOTS
+        unverified = self._unverified[start : self.end_slot]
+        found: Slots = unverified.nonzero()[0][:limit] + start if self.num_unverified else NO_SLOTS
         return found
 
     def end_unverified(self, slots: Slots) -> None:
@@ -227,14 +311,14 @@ class SlotTable:
         self.num_unverified = 0
         self.states[held] = _HELD
         self.pins[held] = 0
-        self.num_free = self.num_slots - len(held)
+        self.num_free = self.num_present - len(held)
         self._num_returned = 0
         self._frontier = 0
 
     def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
         """A copy of the states of the slots in a range, with those left over from older epochs shown as free."""
         states = self.states[start:end].copy()
-        states[(self.epochs[start:end] != self.epoch) & (states != _HELD)] = _FREE
+        states[(self.epochs[start:end] != self.epoch) & (states < _HELD)] = _FREE
         return states
 
     def is_ready(self, slots: Slots) -> NDArray[np.bool_]:

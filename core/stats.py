@@ -104,9 +104,13 @@ class EvictionCounts:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`."""
+    """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`.
+
+    While the pool changes its size `slots` is on its way to `wanted_slots`.
+    """
 
     slots: int
+    wanted_slots: int
     slot_bytes: int
     free: int
     ready: int

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.sim.picks import DrawnPicks, SeededPicks
 from tests.sim.world import MOVES, World
 
-OFTEN = ("arrive", "step_engine", "step_engine", "get_on_with_transfers")
+OFTEN = ("arrive", "step_engine", "step_engine", "get_on_with_transfers", "get_on_with_resize")
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -77,19 +77,25 @@ def _check_slots(engine: ToyEngine) -> None:
     """Every slot is in one place: free, under one kind of transfer, or ready, and a candidate unless pinned."""
     manager, offload = engine.manager, engine.offload
     table = manager.table
-    states = table.current_states(0, table.num_slots)
+    states = table.current_states(0, table.end_slot)
+    pins = table.pins[: table.end_slot]
     ready = states == SlotState.READY
     assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
-    assert len(manager.room.policy) == np.count_nonzero(ready & (table.pins == 0))
-    loads_on = np.zeros_like(table.pins)
+    assert len(manager.room.policy) == np.count_nonzero(ready & (pins == 0))
+    loads_on = np.zeros_like(pins)
     for pin in manager._loading.values():
         loads_on[pin.slots] += 1
-    assert (loads_on <= table.pins).all(), "a slot under a load may be given out"
+    assert (loads_on <= pins).all(), "a slot under a load may be given out"
     assert manager._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
     free = set(table._returned[: table._num_returned].tolist())
     assert len(free) == table._num_returned, "a slot is free twice"
-    free.update((np.flatnonzero(states[table._frontier :] != SlotState.HELD) + table._frontier).tolist())
+    assert table._frontier <= table.num_slots
+    free.difference_update(range(table.num_slots, table.max_slots if table.is_shrinking else table.num_slots))
+    beyond = (np.flatnonzero(states[table._frontier :] == SlotState.FREE) + table._frontier).tolist()
+    assert free.isdisjoint(beyond), "a slot that was given back is found again behind the frontier"
+    free.update(beyond)
     assert len(free) == table.num_free, "a slot was lost, or is free twice"
+    _check_size(engine, np.flatnonzero(states == SlotState.RETIRED).tolist(), max(free, default=-1))
     assert not free.intersection(np.flatnonzero(ready).tolist()), "a ready slot is free"
     stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
     stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
@@ -105,10 +111,26 @@ def _check_slots(engine: ToyEngine) -> None:
     assert under_stores.isdisjoint(cascading), "a slot is filled while a tier reads it"
 
 
+def _check_size(engine: ToyEngine, retired: list[int], last_free: int) -> None:
+    """What is retired holds nothing, no slot is used for which a rank has no memory, and what leaves is not given."""
+    manager, table = engine.manager, engine.manager.table
+    assert len(retired) == table.num_retired
+    assert all(slot >= table.num_slots for slot in retired), "a slot that stays was retired"
+    assert last_free < table.end_slot, "a slot is free that is not there"
+    assert not table.pins[retired].any(), "a slot was retired under a pin"
+    used = [slots for job in engine.offload._jobs for slots in [job.slots]]
+    used += [*engine.offload._stores.touched_slots(), *promoting_slots(engine)]
+    used += [pin.slots for pin in manager._cascading.values()]
+    named = {slot for slots in used for slot in slots.tolist()}
+    assert named.isdisjoint(retired), "a slot was retired under a transfer"
+    assert max(named, default=-1) < table.end_slot, "a transfer touches a slot that is not there"
+    assert all(len(rows) >= table.end_slot for rows in engine.copies.host), "a rank has no memory for a slot"
+
+
 def _check_pins(engine: ToyEngine) -> None:
     """No pin without an owner, and no owner without its pin."""
     manager, epoch = engine.manager, engine.manager.epoch
-    owned = [0] * manager.num_slots
+    owned = [0] * manager.table.end_slot
     num_hit = 0
     pins = [record.state.pin for record in engine.ledger.live.values() if record.state.pin is not None]
     num_hit = sum(map(len, pins))
@@ -122,11 +144,13 @@ def _check_pins(engine: ToyEngine) -> None:
         slot = manager.index.get(key)
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
-    ready = manager.table.is_ready(np.arange(manager.num_slots))
+    ready = manager.table.is_ready(np.arange(manager.table.end_slot))
     if manager._lingering:
         ready[list(manager._lingering)] = True
     assert not np.array(owned)[~ready].any(), "a slot is pinned that holds no block"
-    assert (manager.table.pins[ready] == np.array(owned)[ready]).all(), "a pin without an owner, or the reverse"
+    assert (manager.table.pins[: len(ready)][ready] == np.array(owned)[ready]).all(), (
+        "a pin without an owner, or the reverse"
+    )
 
 
 def _check_holds(engine: ToyEngine) -> None:
@@ -173,7 +197,9 @@ def _check_tiers(engine: ToyEngine) -> None:
     if side is None:
         return
     held = {slot for pin in engine.manager._cascading.values() for slot in pin.slots.tolist()}
-    assert side.cascades.num_held == len(held) <= max(engine.manager.num_slots // 4, 1), "cascades hold too much"
+    assert side.cascades.num_held == len(held) <= max(engine.manager.table.last_end_slot // 4, 1), (
+        "cascades hold too much"
+    )
     looks = [record.state.look for record in engine.ledger.live.values()]
     assert all(look is None or min(look.waits_for.values(), default=1) > 0 for look in looks)
     for link in side.links:
@@ -219,4 +245,6 @@ def check_idle(engine: ToyEngine) -> None:
         if not engine.ledger.was_lazy:
             assert not engine.offload._tiers._sessions, "a request has ended, and its tiers were not told"
     table = engine.manager.table
-    assert not table.pins[table.is_ready(np.arange(table.num_slots))].any()
+    assert not table.pins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].any()
+    assert not engine.resize.is_open
+    assert (table.num_slots, table.num_retired) == (engine.manager.wanted_slots, 0)

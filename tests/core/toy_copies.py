@@ -33,15 +33,26 @@ class OpenCopy:
 
 
 class ToyCopies:
-    """`host[rank][slot]` holds the values of a slot's blocks. What ranks reported is summed up, to compare it."""
+    """`host[rank][slot]` holds the values of a slot's blocks. What ranks reported is summed up, to compare it.
+
+    A rank has memory for `len(host[rank])` slots, and whoever touches another one finds nothing there.
+    """
 
     def __init__(self, device: ToyDevice, groups: tuple[Group, ...], num_slots: int, num_ranks: int) -> None:
         self._device = device
         self._groups = groups
-        size = max(group.slot_blocks for group in groups)
-        self.host = [[[0] * size for _ in range(num_slots)] for _ in range(num_ranks)]
+        self._slot_blocks = max(group.slot_blocks for group in groups)
+        self.host: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+        for rank in range(num_ranks):
+            self.set_memory(rank, num_slots)
         self.num_ranks = num_ranks
         self.open: dict[int, OpenCopy] = {}
+
+    def set_memory(self, rank: int, num_slots: int) -> None:
+        """A rank adds memory at the end, or frees some."""
+        rows = self.host[rank]
+        del rows[num_slots:]
+        rows += [[self._device.junk.next()] * self._slot_blocks for _ in range(num_slots - len(rows))]
 
     def submit(self, job: TransferJob) -> OpenCopy:
         """Take a job; every rank may copy it from now on."""

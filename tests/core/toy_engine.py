@@ -7,7 +7,7 @@ hypothesis machine and the simulator all use this one engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from core.engine import StepProgress, StoreMode
@@ -16,6 +16,7 @@ from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import Override, PolicyBook, RequestPolicy
 from core.rates import LoadOrCompute
+from core.resize import PoolResize, Todo
 from core.rules import Rule
 from core.scheduler import OffloadScheduler, ResetTicket
 from core.transfers import LoadOutcome, StepPlan, TransferResult
@@ -54,12 +55,17 @@ class ToyEngine(ToySchedule):
         store_mode: StoreMode = StoreMode.EAGER,
         watermark_blocks: int = 64,
         tiers: Sequence[str] = (),
+        extent_slots: int = 1,
+        max_slots: int = 0,
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
         self.layout = GroupLayout(specs, blocks_per_slot, hash_block_size)
         self.groups = self.layout.groups
-        self.manager = OffloadManager(num_slots, self.layout.slot_bytes, eviction_policy, sink=sink)
+        self.manager = OffloadManager(
+            num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, max_slots=max_slots
+        )
+        self.resize = PoolResize(self.manager, extent_slots, num_workers)
         self.policies = PolicyBook(settings or RequestPolicy(), {})
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
@@ -257,6 +263,25 @@ class ToyEngine(ToySchedule):
         """What a process does every second beside its engine."""
         self.offload.expire(self.now_s)
         self.ledger.expired()
+
+    def drive_resize(self, may_acknowledge: Callable[[int], bool] = lambda rank: True) -> Todo:
+        """Take a step of a resize; ranks that have to add memory, or to free some, do it now if they may."""
+        todo = self.resize.step(self.now_s)
+        if todo is Todo.MEMORY:
+            for rank in range(self.num_workers):
+                if may_acknowledge(rank):
+                    self.copies.set_memory(rank, self.resize.memory_slots)
+                    self.resize.acknowledge(self.resize.memory_slots, rank)
+        return todo
+
+    def finish_resize(self, max_steps: int = 1000) -> None:
+        """Let the pool come to the size that is wanted."""
+        for _ in range(max_steps):
+            if not self.resize.is_open:
+                return
+            if self.drive_resize() is Todo.LATER:
+                self.now_s += 1.0
+        raise AssertionError(f"the pool has {self.manager.counts().slots} slots after {max_steps} steps")
 
     def set_override(self, override: Override) -> None:
         """Set a request's policy."""

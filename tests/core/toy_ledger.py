@@ -362,7 +362,7 @@ class Ledger:
 
     def _ready_origins(self) -> list:
         table = self._engine.manager.table
-        return table.origins[table.is_ready(np.arange(table.num_slots))].tolist()
+        return table.origins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].tolist()
 
 
 def _add(store: StoreCounts, prompt: PromptTokens, state: RequestState) -> None:

@@ -80,8 +80,12 @@ def draw_swarm(picks: Picks, moves: Mapping[str, float]) -> Swarm:
     longest = longest_prompt + longest_answer + 4
     num_needed = sum(-(-longest // spec.block_size) for spec in specs)
     num_blocks = 1 + num_needed + picks.choice((0, num_needed // 2, num_needed, 3 * num_needed))
+    num_slots = picks.choice((1, 3, 6, 12, 20, 32, 32, 60, 100))
+    extent_slots = max(num_slots // picks.choice((1, 3, 4, 10)), 1)
     engine = ToyEngine(
-        num_slots=picks.choice((1, 3, 6, 12, 20, 32, 32, 60, 100)),
+        num_slots=num_slots // extent_slots * extent_slots,
+        extent_slots=extent_slots,
+        max_slots=num_slots // extent_slots * extent_slots * picks.choice((1, 2, 4)),
         num_blocks=num_blocks,
         specs=specs,
         settings=RequestPolicy(offload_prompt_only=picks.chance(0.5)),

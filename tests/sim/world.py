@@ -12,6 +12,7 @@ from core.engine import StoreMode
 from core.eviction import EVICTION_POLICIES
 from core.origins import OriginMatch
 from core.policy import Level, Override
+from core.resize import Todo
 from core.rules import Rule, RuleMatch, Span
 from core.tiers import HOST, TIER_METHODS
 from core.transfers import TransferResult
@@ -98,6 +99,7 @@ class World:
         if picks.chance(self.swarm.arrival_rate):
             self.arrive()
         self.get_on_with_transfers()
+        self.get_on_with_resize()
         self.step_engine()
         self.engine.check()
 
@@ -124,6 +126,7 @@ class World:
         self.engine.now_s += 10_000.0
         self.engine.step(32)
         self._run_dry()
+        self.engine.finish_resize()
         self.engine.check()
         self.engine.check_idle()
         for tier in self.engine.offload.snapshot().tiers.values():
@@ -389,6 +392,31 @@ class World:
         """Store blocks from another offer on."""
         self.engine.manager.admission.threshold = self.picks.choice((1, 2, 2, 3))
 
+    def resize(self) -> None:
+        """The pool is to be larger or smaller, whatever was wanted before."""
+        resize, manager = self.engine.resize, self.engine.manager
+        num_extents = self.picks.integer(1, manager.table.max_slots // resize.extent_slots)
+        num_slots = num_extents * resize.extent_slots
+        kind = "grow" if num_slots > manager.num_slots else "shrink"
+        if num_slots != manager.num_slots:
+            self.engine.events[f"asked to {kind}"] += 1
+            self.engine.events["another size was wanted before that one came"] += resize.is_open
+            self.engine.events["asked to grow again while shrinking"] += manager.table.is_shrinking and kind == "grow"
+        resize.want(num_slots)
+
+    def get_on_with_resize(self) -> None:
+        """Whoever drives a resize takes some steps; ranks add memory, or free it, at their own pace, or cannot."""
+        engine, picks = self.engine, self.picks
+        if not engine.resize.is_open:
+            return
+        for _ in range(picks.integer(0, 6)):
+            todo = engine.drive_resize(lambda rank: picks.chance(0.7))
+            engine.events["a resize waited for slots in use"] += todo is Todo.LATER
+            if todo is Todo.MEMORY and picks.chance(0.05):
+                engine.events["memory could not be had"] += 1
+                engine.resize.fail()
+            engine.check()
+
     def pin_block(self) -> None:
         """Keep a block from eviction for a time, or let it go."""
         key = self._some_key()
@@ -461,6 +489,7 @@ MOVES: dict[str, float] = {
         (World.set_store_threshold, 0.2),
         (World.pin_block, 0.5),
         (World.drop_block, 0.5),
+        (World.resize, 0.5),
         (World.look, 0.5),
         (World.jump, 0.3),
         (World.change_pace, 0.3),

@@ -1,0 +1,181 @@
+"""Resizing the pool while it is used: a few states, driven in short steps by whoever does work beside the engine.
+
+Names only. Whoever drives it asks `step` what is to be done, and has the workers add or let go of memory:
+
+    grow:    memory is added -> all workers have acknowledged -> the slots are given out, a batch at a time
+    shrink:  the last slots are given out no more -> they are emptied, a batch at a time, those in use when they are
+             free -> all workers have let go of the extents at the end -> their memory is freed
+
+Another size may be asked for at any moment. Nothing that is in memory moves, and what is elsewhere stays.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from core.keys import Key
+from core.manager import BATCH_SLOTS, OffloadManager
+
+PATIENCE_S = 5.0
+"""How long slots that are pinned are waited for. After that their blocks can be found no more, so that it comes to an
+end: whoever is about to load one computes it instead."""
+
+
+class Todo(Enum):
+    """What a resize needs next."""
+
+    NOTHING = "nothing"
+    AGAIN = "again"
+    """`step` at once."""
+    LATER = "later"
+    """`step` in a while: slots are in use."""
+    MEMORY = "memory"
+    """Every worker has to have memory for `memory_slots`, no more and no less, and to acknowledge it."""
+
+
+class PoolResize:
+    """How many slots a manager's pool is to have. `want` may come from any thread; one thread calls the rest."""
+
+    def __init__(self, manager: OffloadManager, extent_slots: int, num_workers: int = 1) -> None:
+        """The pool is as the manager has it, and every worker has memory for it, in extents of `extent_slots`."""
+        self.extent_slots = extent_slots
+        self._manager = manager
+        self._num_workers = num_workers
+        self._memory_slots = manager.num_slots
+        self._waiting_for: set[int] = set()
+        self._planned = manager.num_slots
+        self._since_s: float | None = None
+        self._look_from = 0
+        self._look_to = 0
+        self._last_in_use = -1
+        self._first_in_use = -1
+
+    @property
+    def memory_slots(self) -> int:
+        """Slots that the workers have memory for, or are asked to have."""
+        return self._memory_slots
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to do, or to wait for."""
+        manager, table = self._manager, self._manager.table
+        with manager.lock:
+            sizes = {manager.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
+            return len(sizes) > 1 or bool(self._waiting_for)
+
+    def want(self, num_slots: int) -> None:
+        """The pool is to have so many slots, in whole extents. Takes the place of what was wanted before.
+
+        Raises `ValueError` for fewer than an extent, or more than the manager has room for.
+        """
+        most = self._manager.table.max_slots
+        if not self.extent_slots <= num_slots <= most or num_slots % self.extent_slots:
+            raise ValueError(f"{num_slots:,} slots are no whole extents of {self.extent_slots:,}, up to {most:,}")
+        with self._manager.lock:
+            self._manager.wanted_slots = num_slots
+
+    def pinned_by_operators(self, num_slots: int) -> list[Key]:
+        """The blocks that operators keep from eviction, and that a pool of so many slots would lose."""
+        return self._manager.pinned_by_operators(num_slots)
+
+    def step(self, now_s: float) -> Todo:
+        """Do some, a batch of slots at most under the lock, and say what is to be done next."""
+        manager, table = self._manager, self._manager.table
+        wanted = manager.wanted_slots
+        if self._waiting_for:
+            return Todo.MEMORY
+        if wanted > table.num_slots:
+            return self._grow(wanted)
+        if wanted < table.num_slots:
+            self._begin_to_shrink(wanted, now_s)
+            return Todo.AGAIN
+        if table.is_shrinking:
+            return self._empty(now_s)
+        if self._memory_slots != table.end_slot:
+            return self._ask_for(table.end_slot)
+        return Todo.NOTHING
+
+    def acknowledge(self, num_slots: int, worker: int = 0) -> None:
+        """A worker has memory for exactly so many slots now."""
+        if num_slots == self._memory_slots:
+            self._waiting_for.discard(worker)
+
+    def fail(self) -> None:
+        """Memory could not be had: the pool stays as large as it is, and whoever has more lets go of it."""
+        manager = self._manager
+        with manager.lock:
+            manager.wanted_slots = min(manager.wanted_slots, manager.table.end_slot)
+            self._ask_for(manager.table.end_slot)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _ask_for(self, num_slots: int) -> Todo:
+        self._memory_slots = num_slots
+        self._waiting_for = set(range(self._num_workers))
+        return Todo.MEMORY
+
+    def _grow(self, wanted: int) -> Todo:
+        manager, table = self._manager, self._manager.table
+        self._since_s = None
+        with manager.lock:
+            if table.sift(BATCH_SLOTS):
+                return Todo.AGAIN
+        end = min(wanted, self._memory_slots)
+        if end == table.num_slots:
+            return self._ask_for(wanted)
+        if self._planned < end:
+            self._resize_columns(wanted)
+        manager.grow(min(end, table.num_slots + BATCH_SLOTS))
+        return Todo.AGAIN
+
+    def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
+        manager, table = self._manager, self._manager.table
+        plan = manager.plan_size(wanted)
+        with manager.lock:
+            replaced = plan()
+            table.shrink(wanted)
+        del replaced
+        self._planned = wanted
+        self._since_s = now_s
+        self._look_again(wanted, table.end_slot)
+
+    def _empty(self, now_s: float) -> Todo:
+        """Empty a batch of what is leaving; at the end of a round cut off what is empty at the end of the pool."""
+        manager, table = self._manager, self._manager.table
+        if self._since_s is None:
+            # It has grown since, and less is leaving than was.
+            self._since_s = now_s
+            self._look_again(table.num_slots, table.end_slot)
+        with manager.lock:
+            if table.sift(BATCH_SLOTS):
+                return Todo.AGAIN
+        if self._look_from < self._look_to:
+            start, end = self._look_from, min(self._look_from + BATCH_SLOTS, self._look_to)
+            in_use = now_s - self._since_s > PATIENCE_S
+            left = manager.empty_slots(start, end, now_s, in_use=in_use)
+            if len(left):
+                self._first_in_use = int(left[0]) if self._first_in_use < 0 else self._first_in_use
+                self._last_in_use = int(left[-1])
+            self._look_from = end
+            return Todo.AGAIN
+        first, last = self._first_in_use, self._last_in_use
+        end = table.num_slots if first < 0 else (last // self.extent_slots + 1) * self.extent_slots
+        if first >= 0:
+            self._look_again(first, last + 1)
+        if end < table.end_slot:
+            with manager.lock:
+                table.cut(end)
+            return self._ask_for(end)
+        return Todo.LATER
+
+    def _look_again(self, start: int, end: int) -> None:
+        self._look_from, self._look_to = start, end
+        self._first_in_use = self._last_in_use = -1
+
+    def _resize_columns(self, num_slots: int) -> None:
+        """Whatever remembers in proportion to the slots does so from now on for another number of them."""
+        plan = self._manager.plan_size(num_slots)
+        with self._manager.lock:
+            replaced = plan()
+        del replaced
+        self._planned = num_slots

@@ -1,0 +1,348 @@
+"""Resizing a pool under traffic: what stays is untouched, what leaves is not given out, nothing goes under a copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.eviction import EVICTION_POLICIES
+from core.grants import PinOutcome
+from core.manager import BATCH_SLOTS, OffloadManager
+from core.origins import OriginMatch
+from core.resize import PATIENCE_S, PoolResize, Todo
+from core.slots import SlotState
+from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of
+from tests.core.toy_tokens import BLOCK_SIZE
+
+ORIGIN = Origin("r")
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big") + b"\0"
+
+
+class Evictions(NullSink):
+    """Remembers what left, by reason."""
+
+    def __init__(self) -> None:
+        self.gone: list[tuple[bytes, EvictionReason]] = []
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        self.gone += [(each, batch.reason) for each in batch.rows.keys]
+
+
+class Pool:
+    """A manager with a resize, whose one worker does at once what it is asked."""
+
+    def __init__(self, num_slots: int, max_slots: int, extent_slots: int = 4, policy: str = "lru") -> None:
+        self.sink = Evictions()
+        self.manager = OffloadManager(num_slots, 64, policy, self.sink, max_slots=max_slots)
+        self.resize = PoolResize(self.manager, extent_slots)
+        self.memory: list[int] = []
+
+    def store(self, numbers: range, now_s: float = 1.0) -> np.ndarray:
+        """Store what these numbers stand for; the slots that they got."""
+        keys = [key(number) for number in numbers]
+        slots = self.manager.offer(keys, ORIGIN, np.arange(len(keys)), 1, now_s).slots
+        self.manager.publish(slots, now_s)
+        return slots
+
+    def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
+        """Step until there is nothing to do, or only something to wait for."""
+        for _ in range(max_steps):
+            todo = self.resize.step(now_s)
+            if todo is Todo.MEMORY:
+                self.memory.append(self.resize.memory_slots)
+                self.resize.acknowledge(self.resize.memory_slots)
+            elif todo is not Todo.AGAIN:
+                return todo
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def to(self, num_slots: int, now_s: float = 1.0) -> Todo:
+        self.resize.want(num_slots)
+        return self.drive(now_s)
+
+    def has(self, numbers: range) -> list[int]:
+        return [number for number in numbers if self.manager.find_block(key(number)) is not None]
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_a_pool_that_grows_keeps_what_it_has_and_gives_each_new_slot_out_once(policy: str) -> None:
+    pool = Pool(8, 40, policy=policy)
+    first = pool.store(range(8))
+    assert pool.to(40) is Todo.NOTHING
+    assert pool.memory == [40]
+    counts = pool.manager.counts()
+    assert (counts.slots, counts.wanted_slots, counts.free, counts.ready) == (40, 40, 32, 8)
+    assert sorted([*first, *pool.store(range(8, 40))]) == list(range(40))
+    assert pool.has(range(40)) == list(range(40))
+    assert pool.sink.gone == []
+    pool.store(range(40, 44))
+    assert len(pool.sink.gone) == 4, "it is full now, and evicts"
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy: str) -> None:
+    pool = Pool(40, 40, policy=policy)
+    slots = pool.store(range(40))
+    lost = {key(number) for number, slot in enumerate(slots.tolist()) if slot >= 12}
+    assert pool.to(12) is Todo.NOTHING
+    assert {each for each, _ in pool.sink.gone} == lost
+    assert {reason for _, reason in pool.sink.gone} == {EvictionReason.SHRINK}
+    counts = pool.manager.counts()
+    assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
+    assert pool.manager.evictions.by_reason == {"shrink": 28}
+    assert pool.memory[-1] == 12
+    assert set(pool.manager.note_misses(sorted(lost), 1.0)) == {EvictionReason.SHRINK}
+    assert max(pool.store(range(100, 120)).tolist()) < 12
+
+
+def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> None:
+    """An entry of the free stack that a shrink left behind would give its slot to two blocks."""
+    pool = Pool(40, 40)
+    for number in range(40):
+        pool.store(range(number, number + 1))
+    for number in range(40):
+        pool.manager.drop_block(key(number), 1.0)
+    for size in (8, 40, 4, 24, 40):
+        pool.to(size)
+        assert pool.manager.counts().free == size
+    assert sorted(pool.store(range(100, 140)).tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
+    pool = Pool(40, 40)
+    slots = pool.store(range(30))
+    for number in range(0, 30, 3):
+        pool.manager.drop_block(key(number), 1.0)
+    pool.resize.want(8)
+    for _ in range(num_steps):
+        if pool.resize.step(1.0) is Todo.MEMORY:
+            pool.resize.acknowledge(pool.resize.memory_slots)
+    pool.resize.want(36)
+    assert pool.drive() is Todo.NOTHING
+    counts = pool.manager.counts()
+    assert counts.slots == 36 == counts.free + counts.ready
+    kept = pool.has(range(30))
+    assert {number for number in range(30) if number % 3 and slots[number] < 8} <= set(kept)
+    fresh = pool.store(range(100, 100 + counts.free))
+    held = [slot for number, slot in enumerate(slots.tolist()) if number in kept]
+    assert sorted([*fresh.tolist(), *held]) == list(range(36)), "each slot is one block's"
+
+
+def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leave() -> None:
+    pool = Pool(40, 40)
+    slots = pool.manager.offer([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
+    for i in range(20):
+        pool.manager.publish(slots[i : i + 1], 1.0)
+        pool.manager.publish(slots[39 - i : 40 - i], 1.0)
+    pool.resize.want(8)
+    assert pool.resize.step(1.0) is Todo.AGAIN
+    # Every other of what is oldest leaves: it goes, and others make room.
+    answer = pool.manager.offer([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
+    assert answer.num_answered == 4
+    assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
+    assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
+    pool.manager.publish(answer.slots, 2.0)
+    assert pool.drive() is Todo.NOTHING
+    assert pool.has(range(100, 104)) == list(range(100, 104))
+
+
+def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
+    pool = Pool(40, 40)
+    slots = pool.store(range(40))
+    pin = pool.manager.pin(np.array([20]))
+    assert pool.manager.begin_load(pin, 1.0)
+    assert pool.to(8) is Todo.LATER
+    assert min(pool.memory) == 24, "the extents behind it went, and that of the load stays"
+    assert pool.manager.counts().slots == 9
+    assert pool.manager.counts().loading == 1
+    assert pool.manager.end_load(pin), "nobody touched it"
+    assert pool.drive() is Todo.NOTHING
+    assert pool.memory[-1] == 8
+    assert len(slots) == 40
+
+
+def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go() -> None:
+    pool = Pool(40, 40)
+    pool.store(range(40))
+    (kept,) = [number for number in range(40) if pool.manager.find_block(key(number)).slots[0] == 20]
+    pin = pool.manager.pin(np.array([20]))
+    assert pool.to(8, now_s=10.0) is Todo.LATER
+    assert pool.has(range(kept, kept + 1))
+    assert pool.drive(now_s=10.0 + PATIENCE_S) is Todo.LATER
+    assert pool.has(range(kept, kept + 1))
+    assert pool.drive(now_s=10.1 + PATIENCE_S) is Todo.LATER
+    assert not pool.has(range(kept, kept + 1))
+    assert min(pool.memory) == 24
+    assert not pool.manager.begin_load(pin, 20.0), "whoever wanted to load it computes it"
+    pool.manager.release(pin)
+    assert pool.drive(now_s=20.0) is Todo.NOTHING
+    assert pool.memory[-1] == 8
+
+
+def test_memory_is_there_on_every_worker_before_a_slot_of_it_is_given_out() -> None:
+    manager = OffloadManager(4, 64, max_slots=12)
+    resize = PoolResize(manager, 4, num_workers=2)
+    resize.want(12)
+    for _ in range(3):
+        assert resize.step(1.0) is Todo.MEMORY
+    resize.acknowledge(12, worker=1)
+    resize.acknowledge(8, worker=0)
+    assert resize.step(1.0) is Todo.MEMORY
+    assert manager.num_slots == 4
+    resize.acknowledge(12, worker=0)
+    assert resize.step(1.0) is Todo.AGAIN
+    assert resize.step(1.0) is Todo.NOTHING
+    assert manager.num_slots == 12
+
+
+def test_memory_that_is_being_freed_is_not_given_out_when_another_size_is_wanted() -> None:
+    pool = Pool(12, 12)
+    pool.resize.want(4)
+    while pool.resize.step(1.0) is not Todo.MEMORY:
+        pass
+    pool.resize.want(12)
+    assert pool.resize.step(1.0) is Todo.MEMORY
+    assert pool.resize.memory_slots == pool.manager.num_slots == 4
+    pool.resize.acknowledge(4)
+    assert pool.resize.step(1.0) is Todo.MEMORY
+    assert pool.resize.memory_slots == 12
+    assert pool.drive() is Todo.NOTHING
+    assert pool.manager.num_slots == 12
+
+
+def test_a_pool_whose_memory_cannot_be_had_stays_as_it_is() -> None:
+    pool = Pool(8, 40)
+    pool.store(range(8))
+    pool.resize.want(40)
+    assert pool.resize.step(1.0) is Todo.MEMORY
+    pool.resize.fail()
+    assert (pool.resize.step(1.0), pool.resize.memory_slots) == (Todo.MEMORY, 8)
+    assert pool.drive() is Todo.NOTHING
+    assert pool.manager.counts().wanted_slots == pool.manager.counts().slots == 8
+    assert pool.has(range(8)) == list(range(8))
+    assert pool.to(16) is Todo.NOTHING, "less may fit"
+
+
+@pytest.mark.parametrize("num_slots", [0, 3, 5, 44])
+def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
+    with pytest.raises(ValueError, match="whole extents of 4, up to 40"):
+        Pool(8, 40).resize.want(num_slots)
+
+
+def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> None:
+    pool = Pool(12, 12)
+    pool.store(range(12))
+    by_slot = {int(pool.manager.find_block(key(number)).slots[0]): number for number in range(12)}
+    assert pool.manager.pin_block(key(by_slot[2]), 100.0, 1.0) is PinOutcome.PINNED
+    assert pool.manager.pin_block(key(by_slot[9]), 100.0, 1.0) is PinOutcome.PINNED
+    assert pool.resize.pinned_by_operators(8) == [key(by_slot[9])]
+    pool.resize.want(8)
+    pool.resize.step(1.0)
+    assert pool.manager.pin_block(key(by_slot[10]), 100.0, 1.0) is PinOutcome.LEAVING
+    assert pool.manager.pin_block(key(by_slot[9]), 200.0, 1.0) is PinOutcome.PINNED, "it was pinned before"
+    assert pool.drive(2.0) is Todo.LATER
+    assert pool.drive(20.0) is Todo.NOTHING
+    assert not pool.manager.unpin_block(key(by_slot[9]))
+    assert pool.manager.unpin_block(key(by_slot[2]))
+
+
+def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> None:
+    pool = Pool(40, 40)
+    pool.store(range(40))
+    pin = pool.manager.pin(np.array([20]))
+    assert pool.manager.begin_load(pin, 1.0)
+    assert pool.to(8) is Todo.LATER
+    assert pool.manager.reset(np.array([20]), 2.0) == 9
+    counts = pool.manager.counts()
+    assert (counts.slots, counts.free, counts.storing) == (9, 8, 1)
+    assert max(pool.store(range(100, 120)).tolist()) < 8
+    pool.manager.end_load(pin)
+    assert pool.drive() is Todo.NOTHING
+    assert pool.manager.counts().slots == 8
+
+
+def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
+    pool = Pool(40, 40)
+    pool.store(range(40))
+    pool.resize.want(8)
+    pool.resize.step(1.0)
+    dropped, after = 0, 0
+    while after is not None:
+        count, after = pool.manager.drop_matching(OriginMatch(request="r").matches, after, 1.0)
+        dropped += count
+    assert dropped == 40
+    assert pool.drive() is Todo.NOTHING
+
+
+def test_listings_and_rows_know_the_slots_that_there_are() -> None:
+    pool = Pool(40, 40)
+    pool.store(range(40))
+    while pool.manager.inventory.dirty_rows(1000) is not None:
+        pass
+    pool.to(8)
+    assert len(pool.manager.inventory.slot_states()) == 8
+    assert len(pool.manager.inventory.list_blocks(0, 100).slots) == 8
+    rows = pool.manager.inventory.dirty_rows(1000)
+    assert rows is not None
+    assert rows.slots.tolist() == list(range(8, 40)), "rows of what is no more are told, so that they go"
+    assert not rows.live.any()
+    pool.to(16)
+    assert pool.manager.inventory.slot_states()[8:].tolist() == [SlotState.FREE] * 8
+
+
+def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
+    count = 10 * BATCH_SLOTS
+    pool = Pool(count, 2 * count, extent_slots=BATCH_SLOTS)
+    for start in range(0, count, BATCH_SLOTS):
+        pool.store(range(start, start + BATCH_SLOTS))
+    for start in range(0, count, 2):
+        pool.manager.drop_block(key(start), 1.0)
+    pool.resize.want(BATCH_SLOTS)
+    for wanted in (BATCH_SLOTS, 2 * count):
+        pool.resize.want(wanted)
+        before = pool.manager.counts()
+        while (todo := pool.resize.step(1.0)) is not Todo.NOTHING:
+            if todo is Todo.MEMORY:
+                pool.resize.acknowledge(pool.resize.memory_slots)
+            now = pool.manager.counts()
+            assert abs(now.slots - before.slots) <= BATCH_SLOTS
+            assert abs(now.ready - before.ready) <= BATCH_SLOTS
+            before = now
+    assert pool.manager.counts().slots == 2 * count
+
+
+def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
+    engine = ToyEngine(32, 64, extent_slots=4)
+    tokens = list(range(20 * BLOCK_SIZE))
+    engine.add(ToyRequest("first", tokens, len(tokens), 1))
+    engine.run()
+    engine.device.forget_all()
+    engine.add(ToyRequest("second", tokens, len(tokens), 1))
+    (load,) = engine.step().loads
+    engine.resize.want(4)
+    while engine.drive_resize() is not Todo.LATER:
+        engine.check()
+    assert all(len(rows) > max(slots_of(load)) for rows in engine.copies.host)
+    engine.run()
+    engine.finish_resize()
+    engine.check()
+    assert engine.offload.snapshot().load.blocks == len(slots_of(load))
+    assert engine.manager.counts().slots == 4
+
+
+def test_keys_of_a_request_whose_blocks_are_the_oldest_are_evicted_once() -> None:
+    """Most of the pool is pinned, and what is left is the request's own: it finds less room, and nothing breaks."""
+    manager = OffloadManager(16, 64)
+    pool_keys = [key(number) for number in range(16)]
+    slots = manager.offer(pool_keys, ORIGIN, np.arange(16), 1, 1.0).slots
+    manager.publish(slots, 1.0)
+    own = pool_keys[-2:]
+    pin = manager.pin(slots[:-4])
+    answer = manager.offer([key(number) for number in range(50, 54)], ORIGIN, np.arange(4), 1, 2.0, prefix=own)
+    assert answer.num_answered == len(answer.slots) == 2
+    assert [manager.find_block(each) is not None for each in own] == [True, True]
+    manager.release(pin)
