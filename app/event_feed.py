@@ -28,7 +28,7 @@ RESUME_S = 60.0
 
 
 class EventType(StrEnum):
-    """What happened. The last five are what operators did."""
+    """What happened. The last six are what operators did, and how it ended."""
 
     STORED = "stored"
     EVICTED = "evicted"
@@ -39,6 +39,7 @@ class EventType(StrEnum):
     OVERRIDE = "override"
     RULE = "rule"
     CONFIG = "config"
+    RESIZED = "resized"
 
 
 class Regret(NamedTuple):

@@ -87,6 +87,7 @@ def _pool(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("pool_pinned_slots", "Ready slots that may not be evicted", pool.pinned)
     yield _gauge("pool_unverified_slots", "Recovered slots not yet verified", pool.unverified)
     yield _gauge("pool_slot_bytes", "Size of a slot", pool.slot_bytes)
+    yield _gauge("pool_wanted_slots", "Slots that the pool will have once a resize is done", pool.wanted_slots)
     yield _gauge("pool_bytes", "Size of the pool", pool.bytes)
     yield InfoMetricFamily(
         PREFIX + "eviction_policy", "The eviction policy in use", value={"policy": pool.eviction_policy}

@@ -10,16 +10,17 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
-from app.event_feed import EventFeed
+from app.event_feed import EventFeed, EventType
 from app.logs import LogPipe
 from app.policies import KeptPolicies
+from app.pool_size import PoolSize
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
@@ -31,6 +32,7 @@ from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
+from core.resize import PoolResize
 from core.scheduler import OffloadScheduler
 from core.tiers import Tier
 from cuda_ops.copy_engine import CopyEngine
@@ -101,7 +103,7 @@ class Process:
 
     def __init__(self, settings: Settings, logs: LogPipe) -> None:
         """Load the model, map the pool, open the store. Raises `StartRefused`."""
-        self.settings = LiveSettings(settings, self._apply)
+        self.settings = LiveSettings(settings, self._apply, check=self._check_change)
         self._logs = logs
         self._closers: list[Callable[[], object]] = []
         self._stopping = threading.Event()
@@ -134,6 +136,7 @@ class Process:
         self.store.start(self.manager.inventory)
         if self.engine is not None:
             self.engine.start()
+        self._pool_size.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
         supervisor.start()
 
@@ -270,6 +273,7 @@ class Process:
             store_threshold=settings.store_threshold,
             record=None if file is None else KeptRecord(file),
             epoch=0 if file is None else file.min_epoch,
+            max_slots=plan.max_slots,
         )
         self.scheduler = OffloadScheduler(
             self.manager,
@@ -286,6 +290,15 @@ class Process:
         self.policies = KeptPolicies(self.store, self.scheduler, self.feed)
         if self.engine is not None:
             self._attach(settings, pool)
+        self._pool_size = PoolSize(
+            PoolResize(self.manager, plan.extent_slots),
+            pool,
+            plan,
+            settle=self._settle,
+            wake=self.wake,
+            tell=lambda what: self.feed.changed(EventType.RESIZED, what, time.time()),
+        )
+        self._closers.append(self._pool_size.close)
 
     def _attach(self, settings: Settings, pool: HostPool) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
@@ -365,6 +378,16 @@ class Process:
             # In short turns, between which the engine has the lock.
             continue
         self.store.set_limits(_history_limits(settings))
+        self._pool_size.begin()
+
+    def _check_change(self, settings: Settings, names: Collection[str]) -> None:
+        """Refuse what validates and cannot be: raises `BadSettings` or `PinnedBlocks`."""
+        if "pool_bytes" in names:
+            self._pool_size.check(settings.pool_bytes)
+
+    def _settle(self, timeout_s: float) -> bool:
+        """Wait until nobody looks at slots that have left the pool."""
+        return self.copies.settle(timeout_s) if isinstance(self.copies, KeptCopies) else True
 
     def _supervise(self) -> None:
         """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
@@ -373,6 +396,7 @@ class Process:
                 if not self.store.journal.is_alive():
                     _log.error("the journal's thread died and is started again")
                     self.store.start(self.manager.inventory)
+                self._pool_size.start()
                 self.scheduler.expire(time.time())
                 while self.manager.bury() and not self._stopping.is_set():
                     continue

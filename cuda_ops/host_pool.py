@@ -150,10 +150,7 @@ class HostPool:
         """Map so many more, in extents of their own; on failure nothing has changed. Raises `NotEnoughMemory`."""
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
-        end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
-        end_offset += _whole_pages(rest * self.row_bytes)
-        missing_bytes = end_offset - max(self._backing.reserved_bytes(), table.end_offset)
-        check_fits("POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
+        end_offset = self._check_fits(num_slots)
         added = self._reserve(end_offset)
         try:
             extents: list[_Extent] = []
@@ -169,6 +166,11 @@ class HostPool:
                 self._backing.free(table.end_offset)
             raise
         self._table = _Table((*table.extents, *extents))
+
+    def check_room(self, num_slots: int) -> None:
+        """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
+        if num_slots > self.num_slots:
+            self._check_fits(num_slots - self.num_slots)
 
     def remove_extents(self, count: int, *, free: bool = True) -> None:
         """Unmap the last extents. `free` gives a shared file's memory back too, and is for the last process to do."""
@@ -186,6 +188,16 @@ class HostPool:
         self._unregister(self._table.extents)
         self._table = _Table(())
         self._backing.close()
+
+    def _check_fits(self, num_slots: int) -> int:
+        """Where the pool would end with so many more slots, for which there is room."""
+        table = self._table
+        full, rest = divmod(num_slots, self.slots_per_extent)
+        end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
+        end_offset += _whole_pages(rest * self.row_bytes)
+        missing_bytes = end_offset - max(self._backing.reserved_bytes(), table.end_offset)
+        check_fits("POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
+        return end_offset
 
     def _reserve(self, num_bytes: int) -> bool:
         try:

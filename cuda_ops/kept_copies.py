@@ -40,6 +40,7 @@ class KeptCopies:
         self._verified: deque[tuple[TransferJob, tuple[int, ...], str | None]] = deque()
         self._early: list[TransferResult] = []
         self._to_seal: deque[SlotLabels] = deque()
+        self._num_sealed = 0
         self._changed = threading.Condition()
         self._closing = False
         self._give_up_s: float | None = None
@@ -95,6 +96,15 @@ class KeptCopies:
                 return self._copies.wait(job_ids, max(left_s, 0.0))
             if left_s <= 0:
                 return False
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that has been stored by now is sealed; whether that came true in time. Any thread.
+
+        Slots that have left the pool are looked at until then, and their memory must not be freed before.
+        """
+        with self._changed:
+            wanted = self._num_sealed + len(self._to_seal)
+            return self._changed.wait_for(lambda: self._num_sealed >= wanted, timeout_s)
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
@@ -169,3 +179,5 @@ class KeptCopies:
             _log.exception("slots could not be sealed")
         with self._changed:
             self._to_seal.popleft()
+            self._num_sealed += 1
+            self._changed.notify_all()

@@ -178,6 +178,13 @@ def blocks_router(context: AdminContext) -> APIRouter:
         outcome = manager.pin_block(_key_of(block_hash), expires_s, now_s)
         if outcome is PinOutcome.NOT_FOUND:
             raise _unknown(block_hash)
+        if outcome is PinOutcome.LEAVING:
+            raise Problem(
+                409,
+                "the block lies in a part of the pool that is being removed, and is about to be evicted",
+                slug="leaving",
+                title="The block is leaving",
+            )
         if outcome is PinOutcome.LIMIT:
             share = f"{manager.max_pinned_fraction:.0%} of the pool (MAX_PINNED_FRACTION)"
             detail = f"operators may pin {share}, and that is reached: unpin a block first"

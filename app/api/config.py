@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -12,6 +13,7 @@ from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
 from app.api.problems import BODY_FIELD, FieldError, Problem, invalid_fields
 from app.event_feed import EventType
+from app.pool_size import PinnedBlocks
 from app.settings import BadSettings, NeedsRestart, Settings
 
 
@@ -30,7 +32,7 @@ class SettingModel(BaseModel):
     description: str
 
 
-def _view(settings: Settings) -> dict[str, SettingModel]:
+def _view(settings: Settings, mutable: Collection[str]) -> dict[str, SettingModel]:
     return {
         view.name: SettingModel(
             value=view.value,
@@ -38,7 +40,7 @@ def _view(settings: Settings) -> dict[str, SettingModel]:
             place=view.place,
             default=view.default,
             variable=view.variable,
-            mutable=view.mutable,
+            mutable=view.name in mutable,
             secret=view.secret,
             description=view.description,
         )
@@ -57,7 +59,7 @@ def config_router(context: AdminContext) -> APIRouter:
     @router.get("", summary="Every setting, its value and where it came from")
     async def get_config() -> dict[str, SettingModel]:
         """By name, in lower case. Secrets, and passwords in URLs, are masked."""
-        return _view(live.current)
+        return _view(live.current, live.mutable)
 
     @router.patch("", summary="Change settings while running", dependencies=[WRITE_AHEAD])
     def patch_config(
@@ -66,6 +68,11 @@ def config_router(context: AdminContext) -> APIRouter:
         """Null gives a setting its value at start back. All of it is applied or nothing; forgotten at the next start.
 
         A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
+
+        `pool_bytes` is rounded down to whole extents, and the pool is on its way to that size when this answers: stats
+        show how far (`slots`, `wanted_slots`). A size for which there is no memory, or no room on the disk, is a 422
+        with both numbers. What lies in a part that goes is evicted (`shrink`), slots in use when they are free; while
+        pinned blocks lie there, it is a 409 that names them.
         """
         try:
             changed = live.change(patch)
@@ -82,7 +89,15 @@ def config_router(context: AdminContext) -> APIRouter:
                 title="Needs a restart",
                 extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
             ) from None
+        except PinnedBlocks as exc:
+            raise Problem(
+                409,
+                str(exc),
+                slug="pinned-blocks",
+                title="Pinned blocks are in the way",
+                extras={"pinned": exc.shown, "count": exc.count},
+            ) from None
         context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
-        return _view(changed)
+        return _view(changed, live.mutable)
 
     return router

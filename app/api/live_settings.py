@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from app.settings import Settings
 
 
+def _all_good(_: Settings, __: Collection[str]) -> None:
+    """Whatever validated will do."""
+
+
 class LiveSettings:
     """Frozen settings that can be exchanged while running. Thread-safe.
 
-    `apply` is called with the new settings before they are in force, and carries them to whoever holds a copy; it must
-    not raise for values that validated. The caller of `change` waits for it. Changes are forgotten at the next start.
+    `check` is called with the new settings and the names that were given, and raises what they are refused with; then
+    `apply`, before they are in force, carries them to whoever holds a copy; it must not raise for values that
+    validated. The caller of `change` waits for both. Changes are forgotten at the next start.
     """
 
-    def __init__(self, at_start: Settings, apply: Callable[[Settings], None]) -> None:
+    def __init__(
+        self,
+        at_start: Settings,
+        apply: Callable[[Settings], None],
+        *,
+        check: Callable[[Settings, Collection[str]], None] = _all_good,
+        fixed: Collection[str] = (),
+    ) -> None:
+        """`fixed` are settings that may change elsewhere, but not in this process."""
         self._at_start = at_start
         self._apply = apply
+        self._check = check
+        self.mutable = tuple(name for name in Settings.mutable_names() if name not in fixed)
         self._changes: dict[str, Any] = {}
         self._current = at_start
         self._lock = threading.Lock()
@@ -31,14 +46,15 @@ class LiveSettings:
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None gives one its value at start back.
 
-        Raises `BadSettings` for unknown names and bad values, `NeedsRestart` for settings that are fixed while running.
+        Raises `BadSettings` for unknown names and bad values, `NeedsRestart` for settings that are fixed while running,
+        and what `check` raises.
         """
-        mutable = set(Settings.mutable_names())
         with self._lock:
-            taken_back = {name for name, value in patch.items() if value is None and name in mutable}
+            taken_back = {name for name, value in patch.items() if value is None and name in self.mutable}
             given = {name: value for name, value in patch.items() if name not in taken_back}
             changes = {name: value for name, value in self._changes.items() if name not in taken_back} | given
-            settings = self._at_start.change(changes)
+            settings = self._at_start.change(changes, self.mutable)
+            self._check(settings, patch)
             self._apply(settings)
             self._changes = changes
             self._current = settings

@@ -21,6 +21,7 @@ class PoolStats(BaseModel):
 
     kind: str = Field(examples=["pinned"])
     slots: int
+    wanted_slots: int = Field(description="what `slots` will be: another number while the pool changes its size")
     slot_bytes: int
     free: int
     ready: int

@@ -92,8 +92,10 @@ class Settings(BaseSettings):
         default=2048, description="Token budget of one engine step."
     )
     max_running: Annotated[int, _read(values.whole(1))] = Field(default=8, description="Requests that run at once.")
-    pool_bytes: Annotated[int, _read(values.size)] = Field(
-        default=1 << 30, description="Size of the host pool: the total of this engine, all ranks together."
+    pool_bytes: Annotated[int, _read(values.size), MUTABLE] = Field(
+        default=1 << 30,
+        description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
+        "extents: an eighth of the pool as it started, but at most 1 GiB. Inside vLLM it is fixed.",
     )
     pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
         default=PoolKind.PINNED,
@@ -263,18 +265,19 @@ class Settings(BaseSettings):
             for name, field in type(self).model_fields.items()
         ]
 
-    def change(self, patch: Mapping[str, object]) -> Self:
-        """These settings with some changed while running.
+    def change(self, patch: Mapping[str, object], mutable: Sequence[str] | None = None) -> Self:
+        """These settings with some changed while running, all that may change or those of them that are `mutable`.
 
         Raises `BadSettings` for unknown names and bad values, else `NeedsRestart` for settings that cannot change now.
         """
         names = self.names()
-        fixed = [name for name in patch if name in names.settings and name not in self.mutable_names()]
+        mutable = self.mutable_names() if mutable is None else mutable
+        fixed = [name for name in patch if name in names.settings and name not in mutable]
         changed = {name: Given(value, RUNTIME, name) for name, value in patch.items() if name not in fixed}
         kept = {name: Given(getattr(self, name), given.place, given.spelled) for name, given in self._given.items()}
         settings = type(self)(_layers=[changed, kept])
         if fixed:
-            raise NeedsRestart(fixed, self.mutable_names())
+            raise NeedsRestart(fixed, mutable)
         settings._notices = self._notices
         return settings
 

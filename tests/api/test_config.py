@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.settings import Settings
+from app.api.live_settings import LiveSettings
+from app.settings import NeedsRestart, Settings
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, READ, Service, start_service
@@ -26,7 +27,7 @@ def test_every_setting_is_shown_with_its_source(fresh: Service) -> None:
     assert config["port"]["variable"] == "KVFERRY_PORT"
     assert config["max_offload_tokens"]["value"] == "unlimited"
     assert config["log_level"]["mutable"] is True
-    assert config["pool_bytes"]["mutable"] is False
+    assert config["pool_kind"]["mutable"] is False
     assert all(setting["description"] for setting in config.values())
 
 
@@ -104,14 +105,27 @@ def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
 
 def test_what_needs_a_restart_is_named_and_nothing_changes(api: httpx.Client) -> None:
     before = api.get(CONFIG).json()
-    answer = api.patch(CONFIG, json={"pool_bytes": "8GiB", "port": 1, "eviction_history_days": 5})
+    answer = api.patch(CONFIG, json={"pool_kind": "shm", "port": 1, "eviction_history_days": 5})
     assert answer.status_code == 409
     assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.json()["settings"] == ["pool_bytes", "port"]
-    assert "pool_bytes" in answer.json()["detail"]
+    assert answer.json()["settings"] == ["pool_kind", "port"]
+    assert "pool_kind" in answer.json()["detail"]
     assert "restart" in answer.json()["detail"]
-    assert api.patch(CONFIG, json={"pool_bytes": None}).status_code == 409
+    assert api.patch(CONFIG, json={"pool_kind": None}).status_code == 409
     assert api.get(CONFIG).json() == before
+
+
+def test_a_setting_that_may_change_elsewhere_may_be_fixed_in_a_process() -> None:
+    """Inside another engine the pool's size is: its workers map it when they start."""
+    settings = Settings(_env_file=None)
+    applied: list[Settings] = []
+    live = LiveSettings(settings, applied.append, fixed={"pool_bytes"})
+    for patch in ({"pool_bytes": 1 << 20}, {"pool_bytes": None}, {"pool_bytes": 1 << 20, "log_level": "debug"}):
+        with pytest.raises(NeedsRestart, match="pool_bytes can only change with a restart") as caught:
+            live.change(patch)
+        assert "pool_bytes" not in caught.value.mutable
+    assert applied == []
+    assert live.current is settings
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,19 @@ SHAPE: dict[str, Any] = {
     "pool": {
         "kind": str,
         **dict.fromkeys(
-            ("slots", "slot_bytes", "free", "ready", "storing", "loading", "pinned", "unverified", "bytes"), int
+            (
+                "slots",
+                "wanted_slots",
+                "slot_bytes",
+                "free",
+                "ready",
+                "storing",
+                "loading",
+                "pinned",
+                "unverified",
+                "bytes",
+            ),
+            int,
         ),
         "eviction_policy": str,
     },

@@ -89,8 +89,8 @@ def test_a_refusal_carries_the_problem(client: KVFerryClient) -> None:
     assert caught.value.status == 422
     assert {error["field"] for error in caught.value.problem["errors"]} == {"store", "colour"}
     with pytest.raises(Refused, match="409") as caught:
-        client.patch_config({"pool_bytes": 1})
-    assert caught.value.problem["settings"] == ["pool_bytes"]
+        client.patch_config({"device_blocks": 1})
+    assert caught.value.problem["settings"] == ["device_blocks"]
     with pytest.raises(Refused) as caught:
         client.request("never heard of")
     assert caught.value.status == 404

@@ -12,6 +12,7 @@ from app.settings.kinds import LogLevel
 
 MUTABLE = {
     "log_level",
+    "pool_bytes",
     "load_decision",
     "store_mode",
     "eviction_policy",
@@ -44,9 +45,9 @@ def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch
 
 
 def test_others_need_a_restart_and_are_named() -> None:
-    with pytest.raises(NeedsRestart, match="pool_bytes, port can only change with a restart") as caught:
-        Settings().change({"pool_bytes": 5, "log_level": "debug", "port": 1})
-    assert caught.value.names == ("pool_bytes", "port")
+    with pytest.raises(NeedsRestart, match="pool_kind, port can only change with a restart") as caught:
+        Settings().change({"pool_kind": "shm", "log_level": "debug", "port": 1})
+    assert caught.value.names == ("pool_kind", "port")
     assert set(caught.value.mutable) == MUTABLE
 
 

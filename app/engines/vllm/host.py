@@ -53,7 +53,7 @@ class EngineCoreHost:
         wrap_sink: Callable[[EventSink], EventSink] = lambda sink: sink,
     ) -> None:
         """Open the store and make core. Raises `ConnectorRefused`. `wrap_sink` may listen to what the cache does."""
-        self.settings = LiveSettings(settings, self._apply)
+        self.settings = LiveSettings(settings, self._apply, fixed={"pool_bytes"})
         self._logs = logs
         self._stopping = threading.Event()
         self._started_s = time.time()
