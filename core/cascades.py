@@ -75,9 +75,8 @@ class CascadeSide:
         unverified = self._manager.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
-        slots = slots[
-            np.cumsum(self._holds[slots] == 0) <= max(self._manager.num_slots // _SLOTS_SHARE, 1) - self.num_held
-        ]
+        most_held = max(self._manager.num_slots // _SLOTS_SHARE, 1)
+        slots = slots[np.cumsum(self._holds[slots] == 0) <= most_held - self.num_held]
         link.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return
