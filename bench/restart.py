@@ -1,21 +1,26 @@
-"""How long a restart takes until the pool is there again, and what keeping it costs: `python -m bench.restart`.
+"""How long a restart takes until the pool is there again, and what keeping it costs.
 
-Recovery: a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
-handed to an empty manager, each time in a new process. The slots are small, since recovery reads no slot's bytes.
+Run: OMP_NUM_THREADS=1 python -m bench.restart [--only recovery|sealing|deciding|serving|first-hit] [--pairs 24]
 
-Cost, in turns: blocks stored through the CPU copy engine without and with headers and seals, and what core does for a
-store into a full pool without and with a record of what left.
+recovery   a pool of so many slots, every one valid and with a row in SQLite, attached, read, joined with its rows and
+           handed to an empty manager, each time in a new process; the slots are small, since their bytes are not read
+sealing    blocks stored through the CPU copy engine without and with headers and seals, in turns
+deciding   what core does for a store into a full pool without and with a record of what left, in turns
+serving    what the journal and the checksums cost an engine's traffic (see bench/keeping.py)
+first-hit  how soon a restart serves from its pool, against a cold start (see bench/first_hit.py)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -201,25 +206,63 @@ def store_through(manager: OffloadManager, fresh: bytes, origin: Origin, positio
     manager.publish(slots, 1.0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slots", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--recover", type=Path)
-    args = parser.parse_args()
-    if args.recover is not None:
-        recover(args.recover, args.slots[0])
-        return
-    print(environment("numpy", "sqlalchemy", "xxhash"))
+def measure_all_recoveries(args: argparse.Namespace) -> None:
     print("\n| slots | with rows, s | of the processor's | without, s | of the processor's |")
     print("| ---: | --- | --- | --- | --- |")
     for num_slots in args.slots:
         measure_recovery(num_slots, args.rounds)
+
+
+def measure_sealing(args: argparse.Namespace) -> None:
     print("\n| 64 slots of 64 KiB | engine's thread, us a slot | until stored, us a slot |\n| --- | ---: | ---: |")
     measure_cost(40 * args.rounds)
+
+
+def measure_all_deciding(args: argparse.Namespace) -> None:
     print("\n| slots | deciding without, us a slot | with a record and labels | ratio |\n| ---: | --- | --- | ---: |")
     for num_slots in (50_000, 1_000_000):
         measure_deciding(num_slots, 2 * args.rounds)
+
+
+def measure_serving(args: argparse.Namespace) -> None:
+    # Here, since it brings torch with it, which the processes that recover a pool have no use for.
+    from bench.keeping import measure_keeping
+
+    measure_keeping(args.pairs, args.round_s, args.hidden)
+
+
+def measure_first_hits(args: argparse.Namespace) -> None:
+    from bench.first_hit import measure_first_hit
+
+    measure_first_hit(args.rounds, args.requests)
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "recovery": measure_all_recoveries,
+    "sealing": measure_sealing,
+    "deciding": measure_all_deciding,
+    "serving": measure_serving,
+    "first-hit": measure_first_hits,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MEASURES, action="append")
+    parser.add_argument("--rounds", type=int, default=5, help="of all but `serving`")
+    parser.add_argument("--slots", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--pairs", type=int, default=24, help="rounds of `serving`")
+    parser.add_argument("--round-s", type=float, default=3.0, help="about how long a round of `serving` takes an arm")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[0, 512], help="models of `serving`; 0 is tiny")
+    parser.add_argument("--requests", type=int, default=60, help="of `first-hit`")
+    parser.add_argument("--recover", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.recover is not None:
+        recover(args.recover, args.slots[0])
+        return
+    print(environment("numpy", "sqlalchemy", "xxhash", "torch"), f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
+    for name in args.only or MEASURES:
+        MEASURES[name](args)
 
 
 if __name__ == "__main__":

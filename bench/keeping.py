@@ -1,0 +1,196 @@
+"""What the journal and the checksums cost the serving path: the same traffic through engines with them and without.
+
+All engines are in this process, and asked in turns, in an order that changes: `bare`, which has the same pool in shared
+memory but neither journal, headers nor checksums; the same once more, as a control of what is noise; one with the
+journal alone; and one with all that a service with a kept pool has. The traffic is the hardest there is for them: no
+prompt has anything in common with another and the pool is full, so that each block is stored and another leaves for it.
+
+Besides the wall time until the last token, the CPU time of the engine's thread is compared, which others on the machine
+disturb less, and that of the process until all is stored, sealed and written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
+from app.engines.embedded.model import TINY
+from app.store import Store
+from bench.polling import save_llama
+from bench.report import median_interval, spread, verdict
+from core.groups import GroupLayout, GroupSpec
+from core.manager import OffloadManager
+from core.policy import PolicyBook, RequestPolicy
+from core.rates import LoadDecision, LoadOrCompute
+from core.scheduler import OffloadScheduler
+from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.copy_engine import CopyEngine
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.pool_format import PoolShape
+from cuda_ops.slot_headers import SlotHeaders
+from tests.waiting import wait_until
+
+GOAL = 1.01
+BLOCK_TOKENS = 16
+STREAMS = 8
+PROMPT_TOKENS = 256
+OUTPUT_TOKENS = 32
+POOL_SLOTS = 256
+DEVICE_BLOCKS = 256
+SETTLE_S = 120.0
+SEED = 11
+
+BARE, AGAIN, JOURNAL, ALL = "bare", "bare again", "journal", "journal and checksums"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one round of an arm."""
+
+    wall_s: float
+    engine_cpu_s: float
+    process_cpu_s: float
+
+
+class Arm:
+    """An engine with its pool. It is at rest but between `begin` and `settle`."""
+
+    def __init__(self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack) -> None:
+        engine = EmbeddedEngine(EngineConfig(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
+        block_bytes = engine.info.block_bytes
+        shape = PoolShape(POOL_SLOTS, block_bytes, 1, POOL_SLOTS)
+        file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})
+        pool = HostPool(POOL_SLOTS, block_bytes, POOL_SLOTS * block_bytes, backing=file)
+        self.store = Store(f"sqlite:///{folder / name}.db", "bench", "shm") if name in (JOURNAL, ALL) else None
+        self.manager = OffloadManager(
+            POOL_SLOTS,
+            block_bytes,
+            sink=None if self.store is None else self.store.journal,
+            record=KeptRecord(file) if name == ALL else None,
+        )
+        self.scheduler = OffloadScheduler(
+            self.manager,
+            PolicyBook(RequestPolicy(), {}),
+            engine.pool,
+            GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
+            choice=LoadOrCompute(LoadDecision.ALWAYS),
+        )
+        copies: CopyEngine = CpuCopyEngine(DeviceLayout.of_tensors([[engine.cache.block_bytes]]), pool, engine.wake)
+        self._kept: KeptCopies | None = None
+        if name == ALL:
+            copies = self._kept = KeptCopies(copies, SlotHeaders(file.headers(0), pool), engine.wake)
+        self.engine = engine
+        engine.attach(self.scheduler, copies)
+        engine.start()
+        for close in (file.close, pool.close, copies.close, engine.close):
+            closers.callback(close)
+        if self.store is not None:
+            closers.callback(self.store.close, SETTLE_S)
+
+    def timed(self, prompts: Sequence[Sequence[int]]) -> Taken:
+        """Answer all, so many at a time, until everything about them is stored and written."""
+        if self.store is not None:
+            self.store.start(self.manager.inventory)
+        process_s, engine_s, started_s = time.process_time(), self.engine.thread_cpu_s, time.perf_counter()
+        asyncio.run(self._answer(prompts))
+        wall_s = time.perf_counter() - started_s
+        wait_until(self._is_settled, "all stored and sealed", SETTLE_S)
+        # Its thread ends here, or it would go on to look for work at the cost of the other arms.
+        if self.store is not None and not self.store.journal.close(SETTLE_S):
+            raise SystemExit("the journal did not write all")
+        return Taken(wall_s, self.engine.thread_cpu_s - engine_s, time.process_time() - process_s)
+
+    async def _answer(self, prompts: Sequence[Sequence[int]]) -> None:
+        turns = asyncio.Semaphore(STREAMS)
+        sampling = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+
+        async def one(prompt: Sequence[int]) -> None:
+            async with turns:
+                async for _ in self.engine.submit(prompt, sampling):
+                    pass
+
+        await asyncio.gather(*map(one, prompts))
+
+    def _is_settled(self) -> bool:
+        snapshot = self.scheduler.snapshot()
+        unsealed = 0 if self._kept is None else self._kept.num_unsealed
+        return not (snapshot.requests.running or snapshot.open_jobs or unsealed or self.scheduler.has_open_work())
+
+
+def measure_keeping(pairs: int, round_s: float, widths: Sequence[int]) -> None:
+    """Compare all arms, in rounds of about `round_s` seconds, under random Llamas of these hidden sizes.
+
+    0 is `tiny`, whose steps are all interpreter, and so the hardest.
+    """
+    for hidden in widths:
+        with ExitStack() as closers:
+            memory = Path(closers.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
+            folder = Path(closers.enter_context(tempfile.TemporaryDirectory()))
+            model = TINY
+            if hidden:
+                model = str(folder / "model")
+                save_llama(Path(model), hidden)
+            arms = {name: Arm(model, name, memory, folder, closers) for name in (BARE, AGAIN, JOURNAL, ALL)}
+            _compare(f"Llama, 8 layers of {hidden}" if hidden else TINY, arms, pairs, round_s)
+
+
+def _compare(model: str, arms: Mapping[str, Arm], pairs: int, round_s: float) -> None:
+    rng = random.Random(SEED)
+
+    def fresh(count: int) -> list[list[int]]:
+        return [[rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+    filling = fresh(2 * POOL_SLOTS * BLOCK_TOKENS // PROMPT_TOKENS)
+    for arm in arms.values():
+        arm.timed(filling)
+    per_prompt_s = arms[BARE].timed(filling).wall_s / len(filling)
+    num_prompts = max(STREAMS, round(round_s / per_prompt_s / STREAMS) * STREAMS)
+    before = arms[ALL].scheduler.snapshot()
+    times: dict[str, list[Taken]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(pairs):
+        prompts = fresh(num_prompts)
+        at = number % len(names)
+        for name in (*names[at:], *names[:at]):
+            times[name].append(arms[name].timed(prompts))
+    after = arms[ALL].scheduler.snapshot()
+    stored = (after.store.stored - before.store.stored) / pairs
+    evicted = (after.evictions.total - before.evictions.total) / pairs
+    print(
+        f"\n{model}: {pairs} rounds of {num_prompts} prompts of {PROMPT_TOKENS} tokens, {STREAMS} at a time, "
+        f"{OUTPUT_TOKENS} tokens each; {stored:.0f} blocks stored and {evicted:.0f} evicted a round"
+    )
+    _show(times)
+
+
+def _show(times: Mapping[str, Sequence[Taken]]) -> None:
+    columns: tuple[tuple[str, Callable[[Taken], float], bool], ...] = (
+        ("wall", lambda taken: taken.wall_s, True),
+        ("engine's thread, CPU", lambda taken: taken.engine_cpu_s, True),
+        # What other threads do is no goal, as long as it takes nothing from the two above.
+        ("process, CPU", lambda taken: taken.process_cpu_s, False),
+    )
+    print(f"| arm | time | s | ratio to {BARE} | 95% interval | at most {GOAL} |")
+    print("| --- | --- | --- | ---: | --- | --- |")
+    for name, taken in times.items():
+        for what, of, is_judged in columns:
+            cells = [name, what, spread(list(map(of, taken))), "", "", ""]
+            if name != BARE:
+                ratios = [of(mine) / of(bare) for mine, bare in zip(taken, times[BARE], strict=True)]
+                low, high = median_interval(ratios)
+                judged = verdict(ratios, GOAL) if is_judged else ""
+                cells[3:] = [f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}", judged]
+            print(f"| {' | '.join(cells)} |", flush=True)
