@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from core.transfers import Slots
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.extents import PoolPlan
 from cuda_ops.kept_file import KeptFile, PoolRefused
-from cuda_ops.kept_pool import KeptSlots, recover_slots
+from cuda_ops.kept_pool import DropReason, KeptSlots, recover_slots
 from cuda_ops.limits import largest_file_bytes, largest_memory_bytes
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
@@ -34,13 +35,21 @@ _log = logging.getLogger(__name__)
 _NOBODY = Origin("")
 
 
+def _nothing(stage: str) -> None:
+    """Nobody asks."""
+
+
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a restart began with. `known` of the `recovered` slots had a row; the others enter coldest."""
+    """What a restart began with. `known` of the `recovered` slots had a row; the others enter coldest.
+
+    `foreign` says in which field a pool that was dropped as a whole was not the one wanted, and None if it was.
+    """
 
     recovered: int
     known: int
     dropped: dict[str, int]
+    foreign: str | None
     seconds: float
 
     def __str__(self) -> str:
@@ -91,19 +100,31 @@ def pool_file(settings: Settings, name: str) -> Path | None:
     return None
 
 
-def warm_start(file: KeptFile, store: Store, manager: OffloadManager) -> WarmStart:
-    """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied."""
+def warm_start(
+    file: KeptFile, store: Store, manager: OffloadManager, note: Callable[[str], object] = _nothing
+) -> WarmStart:
+    """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied.
+
+    `note` is told what is being done.
+    """
     started_s = time.monotonic()
+    note(f"recovering the pool: reading {file.shape.num_slots:,} headers")
     kept = recover_slots(file)
+    note(f"recovering the pool: reading the rows of {len(kept.slots):,} slots")
     try:
         rows = store.kept_rows() if len(kept.slots) else KeptRows.none()
     except StoreUnavailable as error:
         _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
         rows = KeptRows.none()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots)
+    note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
     manager.adopt(blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
-    return WarmStart(len(kept.slots), num_known, dropped, time.monotonic() - started_s)
+    foreign_keys = file.take_foreign_keys()
+    if foreign_keys:
+        manager.note_foreign(foreign_keys)
+        dropped[DropReason.FOREIGN.value] = len(foreign_keys)
+    return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
 
 
 def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, Slots, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,17 @@ _MOVED = 1 << 16
 R = TypeVar("R", bound=Enum)
 
 
+class Regretted(NamedTuple, Generic[R]):
+    """Why keys are missing, which of them are told for the first time, and between when and when the known ones left.
+
+    Unix seconds, whole; None where no key is known, or ghosts are not dated.
+    """
+
+    reasons: list[R | None]
+    is_first: NDArray[np.bool_]
+    between_s: tuple[float, float] | None
+
+
 class Ghosts(Generic[R]):
     """The latest keys that are missing, in one flat array, each with one of a few reasons.
 
@@ -39,8 +50,11 @@ class Ghosts(Generic[R]):
     2**-51.
     """
 
-    def __init__(self, num_keys: int, reasons: type[R]) -> None:
-        """Room for about `num_keys`, and never for fewer than 65,536. Raises `ValueError` for more than 15 reasons."""
+    def __init__(self, num_keys: int, reasons: type[R], *, is_dated: bool = False) -> None:
+        """Room for about `num_keys`, and never for fewer than 65,536. Raises `ValueError` for more than 15 reasons.
+
+        With `is_dated` ghosts know when they became such, to the second.
+        """
         members = list(reasons)
         if len(members) >= _TOLD:
             raise ValueError(f"{len(members)} reasons do not fit: there are codes for {_TOLD - 1}")
@@ -49,16 +63,21 @@ class Ghosts(Generic[R]):
         bits = _bits_for(num_keys)
         self._shift = np.uint64(64 - bits)
         self._table = np.zeros(1 << bits, dtype=np.uint64)
+        self._seconds = np.zeros(1 << bits, dtype=np.uint32) if is_dated else None
         self._epoch = 0
         self._pending: list[Key] = []
+        self._pending_counts: list[int] = []
+        self._pending_s: list[float] = []
         self._pending_reason = members[0]
 
-    def add(self, keys: Sequence[Key], reason: R) -> None:
+    def add(self, keys: Sequence[Key], reason: R, now_s: float = 0.0) -> None:
         """Remember keys that are missing. They are entered in larger batches, which costs a third as much."""
         if reason is not self._pending_reason:
             self._flush()
             self._pending_reason = reason
         self._pending += keys
+        self._pending_counts.append(len(keys))
+        self._pending_s.append(now_s)
         if len(self._pending) >= _FLUSH_KEYS:
             self._flush()
 
@@ -83,7 +102,7 @@ class Ghosts(Generic[R]):
 
     def begin_epoch(self) -> None:
         """Forget every ghost, in O(1)."""
-        self._pending.clear()
+        self._forget_pending()
         self._epoch = (self._epoch + 1) % (1 << _EPOCH_BITS)
 
     def reasons(self, keys: Sequence[Key]) -> list[R | None]:
@@ -91,12 +110,17 @@ class Ghosts(Generic[R]):
         _, codes = self._look_up(keys)
         return self._named(codes)
 
-    def regret(self, keys: Sequence[Key]) -> tuple[list[R | None], NDArray[np.bool_]]:
-        """`reasons`, and which of the keys that are known are told for the first time."""
+    def regret(self, keys: Sequence[Key]) -> Regretted[R]:
+        """`reasons`, and more about those of the keys that are known."""
         places, codes = self._look_up(keys)
         first: NDArray[np.bool_] = (codes > 0) & (codes < _TOLD)
         self._table[places[first]] |= np.uint64(_TOLD)
-        return self._named(codes), first
+        known = places[codes > 0]
+        between_s = None
+        if self._seconds is not None and len(known):
+            seconds = self._seconds[known]
+            between_s = float(seconds.min()), float(seconds.max())
+        return Regretted(self._named(codes), first, between_s)
 
     def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
         return [self._reasons[code] for code in (codes & (_TOLD - 1)).tolist()]
@@ -113,8 +137,16 @@ class Ghosts(Generic[R]):
     def _flush(self) -> None:
         if self._pending:
             marks = marks_of(self._pending)
-            self._table[(marks >> self._shift).view(np.int64)] = self._entries(marks, self._codes[self._pending_reason])
-            self._pending.clear()
+            places = (marks >> self._shift).view(np.int64)
+            self._table[places] = self._entries(marks, self._codes[self._pending_reason])
+            if self._seconds is not None:
+                self._seconds[places] = np.repeat(np.array(self._pending_s, dtype=np.uint32), self._pending_counts)
+            self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        self._pending.clear()
+        self._pending_counts.clear()
+        self._pending_s.clear()
 
     def _entries(self, marks: Marks, code: int) -> Marks:
         return (marks & ~_NOTE) | np.uint64(self._epoch << _CODE_BITS | code)

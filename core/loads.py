@@ -214,12 +214,13 @@ class LoadSide:
                 first = end_token // group.slot_tokens
                 end = (state.request.num_tokens - 1) // group.slot_tokens
                 keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
-                causes = self._manager.note_misses(keys, state.now_s)
+                causes, evicted_between_s = self._manager.note_misses(keys, state.now_s)
                 if not state.misses.runs:
                     # The first such group has the say: a hit needs them all, and they are stored together.
                     causes += [MissCause.UNEXAMINED] * (end - first - len(keys))
                     causes = [in_pool if cause is MissCause.GAP else cause for cause in causes]
                     state.misses.extend(causes, first * group.slot_tokens, group.slot_tokens)
+                    state.misses.evicted_between_s = evicted_between_s
         whole = (state.request.num_tokens - 1) // self._layout.alignment_tokens * self._layout.alignment_tokens
         if not state.misses.runs and whole > end_token:
             state.misses.extend([MissCause.UNEXAMINED], end_token, whole - end_token)

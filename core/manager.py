@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
-from core.misses import MissCause, MissReason, NotStored
+from core.misses import FoundMisses, MissCause, NotStored
 from core.policy import PRIORITY_CLASS, Priority
 from core.room import Room
 from core.slots import SlotState, SlotTable
@@ -77,8 +78,9 @@ class OffloadManager:
         """Slots that the pool is to have, once a resize is done."""
         self._sink = sink if sink is not None else NullSink()
         self._record = record
-        self._ghosts = Ghosts(2 * num_slots, EvictionReason)
+        self._ghosts = Ghosts(2 * num_slots, EvictionReason, is_dated=True)
         self._kept_out = Ghosts(num_slots, NotStored)
+        self._foreign: Ghosts[MissCause] | None = None
         self._loading: dict[int, Pin] = {}
         self._cascading: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
@@ -277,30 +279,39 @@ class OffloadManager:
                 self._pin(slots)
             return Pin(slots, self.table.epoch)
 
-    def note_misses(self, keys: Sequence[Key], now_s: float) -> list[MissReason]:
+    def note_misses(self, keys: Sequence[Key], now_s: float) -> FoundMisses:
         """Why each of these keys, behind a hit, cannot be loaded: why it left the pool, or else why it did not come in.
 
         A whole reset makes all that was before it forgotten, and a forgotten key is new. What was evicted is a regret,
         and counted once each time that it was.
         """
         if not keys:
-            return []
+            return FoundMisses([], None)
         with self.lock:
             found = self.index.find(keys)
             missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
-            left, regretted = self._ghosts.regret(missing)
-            count = int(np.count_nonzero(regretted))
+            left = self._ghosts.regret(missing)
+            count = int(np.count_nonzero(left.is_first))
             if count:
                 self.evictions.regretted += count
-                self._sink.regretted([missing[i] for i in regretted.nonzero()[0].tolist()], now_s)
+                self._sink.regretted([missing[i] for i in left.is_first.nonzero()[0].tolist()], now_s)
             kept_out = self._kept_out.reasons(missing)
-            reasons = iter([one or other or MissCause.NEW for one, other in zip(left, kept_out, strict=True)])
-            return [MissCause.GAP if slot is not None else next(reasons) for slot in found]
+            foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
+            known = zip(left.reasons, kept_out, foreign, strict=False)
+            reasons = iter([gone or never or other or MissCause.NEW for gone, never, other in known])
+            causes = [MissCause.GAP if slot is not None else next(reasons) for slot in found]
+            return FoundMisses(causes, left.between_s)
 
     def note_kept_out(self, keys: Sequence[Key], reason: NotStored) -> None:
         """Remember why these keys were not stored, in bounded memory."""
         with self.lock:
             self._kept_out.add(keys, reason)
+
+    def note_foreign(self, keys: Sequence[Key]) -> None:
+        """Remember that an earlier process had these keys with bytes that mean something else here."""
+        with self.lock:
+            self._foreign = Ghosts(len(keys), MissCause)
+            self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
 
     def release(self, pin: Pin) -> None:
         """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
@@ -409,6 +420,7 @@ class OffloadManager:
             self.room.policy.clear()
             self._ghosts.begin_epoch()
             self._kept_out.begin_epoch()
+            self._foreign = None
             self._operator_pins.clear()
             self.space_version += 1
             self.evictions.total += dropped
@@ -641,7 +653,7 @@ class OffloadManager:
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         self.index.remove(rows.keys)
-        self._ghosts.add(rows.keys, reason)
+        self._ghosts.add(rows.keys, reason, now_s)
         table.dirty[slots] = True
         table.end_unverified(slots)
         self.void(slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from core.events import EvictionReason
 
@@ -14,6 +15,8 @@ class MissCause(StrEnum):
 
     NEW = "new"
     """Nobody has offered it here, as far as that is remembered."""
+    OTHER_FINGERPRINT = "other_fingerprint"
+    """An earlier process had it, made by another model or in another layout, so that it was dropped at start."""
     GAP = "gap"
     """It is in the pool, and cannot be used without another block that is not."""
     PIN_LIMIT = "pin_limit"
@@ -42,6 +45,13 @@ class NotStored(StrEnum):
 
 
 MissReason = MissCause | EvictionReason | NotStored
+
+
+class FoundMisses(NamedTuple):
+    """Why each of some keys cannot be loaded, and between which Unix seconds those that were evicted left the pool."""
+
+    causes: list[MissReason]
+    evicted_between_s: tuple[float, float] | None
 
 
 @dataclass(slots=True)
@@ -86,10 +96,14 @@ class MissRun:
 
 @dataclass(slots=True)
 class Misses:
-    """What the first look-up of a request found: its hit, which ends at `hit_end`, and runs of causes from there on."""
+    """What the first look-up of a request found: its hit, which ends at `hit_end`, and runs of causes from there on.
+
+    What was evicted left the pool between these Unix seconds; None where nothing was.
+    """
 
     hit_end: int
     runs: list[MissRun] = field(default_factory=list)
+    evicted_between_s: tuple[float, float] | None = None
 
     def extend(self, causes: Iterable[MissReason], first_token: int, tokens_each: int) -> None:
         """Add the causes of slots of so many tokens each, the first of which begins at `first_token`."""

@@ -120,6 +120,7 @@ class RequestState:
     prefill_counted: bool = False
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     missed_tokens: MissedTokens = field(default_factory=MissedTokens)
+    evicted_between_s: tuple[float, float] | None = None
     store: StoreCounts = field(default_factory=StoreCounts)
 
     def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
@@ -177,6 +178,7 @@ class RequestState:
             policy=self.policy,
             prompt_tokens=self.prompt_tokens.copy(),
             missed_tokens=self.missed_tokens.copy(),
+            evicted_between_s=self.evicted_between_s,
             store=self.store.copy(),
         )
 
@@ -196,6 +198,7 @@ class RequestView:
     policy: EffectivePolicy
     prompt_tokens: PromptTokens
     missed_tokens: MissedTokens
+    evicted_between_s: tuple[float, float] | None
     store: StoreCounts
 
 

@@ -561,6 +561,7 @@ class OffloadScheduler:
         misses = state.misses or Misses(0)
         served = device_hit + loaded
         misses.count(served, total, state.why_hit_lost(), (self._missed_tokens, state.missed_tokens))
+        state.evicted_between_s = misses.evicted_between_s
 
     def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """By tier, how many of these loaded tokens it brought into the pool for this very request."""

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from core.keys import Key
 from cuda_ops.backing import SharedFile
+from cuda_ops.kept_pool import read_slots
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory
 from cuda_ops.pool_format import (
     FORMAT_VERSION,
@@ -114,6 +116,7 @@ class KeptFile:
         """
         self.path = path
         self.shape = shape
+        self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
             raise PoolRefused(
@@ -204,6 +207,11 @@ class KeptFile:
     def min_epoch(self, epoch: int) -> None:
         self._pool_header["min_epoch"] = epoch
 
+    def take_foreign_keys(self) -> list[Key]:
+        """What a pool that was dropped for its fingerprint or sizes held, as its headers said; to be had once."""
+        keys, self._foreign_keys = self._foreign_keys, []
+        return keys
+
     def note_boot(self) -> None:
         """All that is there has been verified since this boot."""
         self._pool_header["boot_id"] = read_boot_id().encode()
@@ -231,10 +239,11 @@ class KeptFile:
         except NotAPool as error:
             return FoundPool(is_new=False, dropped=str(error), num_whole=0, other_boot=False)
         was = header.shape
-        differs = _first_difference(header, self.shape, fingerprint)
+        differs = _differences(header, self.shape, fingerprint)
         if differs is None and size < was.payload_offset:
             differs = f"the file has {size:,} bytes, and its slot headers end at {was.payload_offset:,}"
         if differs is not None:
+            self._foreign_keys = self._read_keys(header, size)
             return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False)
         num_slots = self.shape.num_slots // was.extent_slots * was.extent_slots
         self.shape = replace(was, num_slots=num_slots)
@@ -242,6 +251,16 @@ class KeptFile:
         if size < was.payload_offset + was.payload_bytes:
             num_whole = min(num_whole, was.count_whole(size))
         return FoundPool(False, None, num_whole, header.boot_id != read_boot_id(), was.num_slots)
+
+    def _read_keys(self, header: PoolHeader, size: int) -> list[Key]:
+        """What a pool of another fingerprint or size would bring back."""
+        shape = header.shape
+        if size < shape.payload_offset:
+            return []
+        num_bytes = shape.num_slots * SLOT_HEADER.itemsize
+        starts = [POOL_HEADER_BYTES + rank * shape.rank_stride for rank in range(shape.num_ranks)]
+        ranks = [np.frombuffer(os.pread(self._shared.fileno(), num_bytes, start), SLOT_HEADER) for start in starts]
+        return read_slots(ranks, shape, header.min_epoch, shape.count_whole(size)).keys
 
     def _start_anew(self, fingerprint: bytes) -> None:
         """Empty the file and give it a header, whose magic comes last: a death in between leaves no pool."""
@@ -293,12 +312,13 @@ def _take_lock(path: Path) -> int:
     return lock
 
 
-def _first_difference(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, object]) -> str | None:
-    """The first field in which what was kept is not what is wanted."""
-    for name in sorted(header.fingerprint.keys() | fingerprint.keys()):
-        old, new = header.fingerprint.get(name), fingerprint.get(name)
-        if old != new:
-            return f"{name} was {old!r} when it was written, and is {new!r}"
+def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, object]) -> str | None:
+    """The fields in which what was kept is not what is wanted: all of a fingerprint, else the first of the sizes."""
+    names = sorted(header.fingerprint.keys() | fingerprint.keys())
+    pairs = [(name, header.fingerprint.get(name), fingerprint.get(name)) for name in names]
+    differing = [f"{name} was {old!r} when it was written, and is {new!r}" for name, old, new in pairs if old != new]
+    if differing:
+        return "; ".join(differing)
     was = header.shape
     for name in ("slot_bytes", "num_ranks"):
         old, new = getattr(was, name), getattr(shape, name)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
 from core.transfers import Slots
-from cuda_ops.kept_file import KeptFile
 from cuda_ops.pool_format import (
     SLOT_HEADER,
     Headers,
@@ -23,6 +23,9 @@ from cuda_ops.pool_format import (
     are_sound,
     keys_of,
 )
+
+if TYPE_CHECKING:
+    from cuda_ops.kept_file import KeptFile
 
 
 class DropReason(StrEnum):
@@ -35,6 +38,8 @@ class DropReason(StrEnum):
     LEFT = "left"
     RANKS_DIFFER = "ranks_differ"
     DUPLICATE = "duplicate"
+    FOREIGN = "foreign"
+    """All of a pool that is another one's: its fingerprint, or a size, differs."""
 
 
 @dataclass(frozen=True, slots=True)

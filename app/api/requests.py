@@ -45,6 +45,9 @@ class RequestModel(BaseModel):
     override: OverrideState | None
     prompt_tokens: PromptTokenStats = Field(description="as in stats, for this request; zero until its prefill is done")
     missed_tokens: MissedTokenStats = Field(description="as in stats, for this request")
+    evicted_between: tuple[str, str] | None = Field(
+        description="when the first and the last of what it missed by eviction had left the pool; null if nothing had"
+    )
     store: StoreStats = Field(description="as in stats, for this request")
 
 
@@ -84,6 +87,7 @@ def _show(view: RequestView, override: Override | None) -> dict[str, Any]:
         "override": show_override(override),
         "prompt_tokens": asdict(view.prompt_tokens),
         "missed_tokens": asdict(view.missed_tokens),
+        "evicted_between": view.evicted_between_s and tuple(map(rfc3339, view.evicted_between_s)),
         "store": asdict(view.store),
     }
 
@@ -102,6 +106,7 @@ def _show_expected(context: AdminContext, override: Override, now_s: float) -> d
         "override": show_override(override),
         "prompt_tokens": asdict(PromptTokens()),
         "missed_tokens": asdict(MissedTokens()),
+        "evicted_between": None,
         "store": asdict(StoreCounts()),
     }
 

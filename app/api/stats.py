@@ -46,6 +46,7 @@ def stats_json(context: AdminContext, now_s: float) -> str:
             "evictions": _fields(snapshot.evictions),
             "tiers": {name: {**_fields(tier.counts), **_fields(tier.use)} for name, tier in snapshot.tiers.items()},
             "journal": _fields(context.store.journal_stats()),
+            "recovery": None if context.warm_start is None else _fields(context.warm_start),
         },
         separators=(",", ":"),
     )

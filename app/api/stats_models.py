@@ -57,9 +57,11 @@ class MissedTokenStats(BaseModel):
     """Prompt tokens that had to be computed, by why they were not in the pool: together `prompt_tokens.recomputed`."""
 
     causes: dict[str, int] = Field(
-        description="`new`: never offered; `tail`: too little for a block, or the last token; `gap`: in the pool, and "
-        "of no use without a block that is not; `load_failed`; `declined`: computing was quicker; `load_disabled`: by "
-        "the request's policy; `pin_limit`: waiting requests hold too much; `unexamined`: too many to look at",
+        description="`new`: never offered; `other_fingerprint`: held by an earlier process whose pool was dropped at "
+        "start, since its model, layout or sizes were others; `tail`: too little for a block, or the last token; "
+        "`gap`: in the pool, and of no use without a block that is not; `load_failed`; `declined`: computing was "
+        "quicker; `load_disabled`: by the request's policy; `pin_limit`: waiting requests hold too much; "
+        "`unexamined`: too many to look at",
         examples=[{"new": 0, "tail": 0}],
     )
     evicted: dict[str, int] = Field(description="by the reason of the eviction", examples=[{"capacity": 0}])
@@ -129,6 +131,18 @@ class TierStats(BaseModel):
     open_jobs: int
 
 
+class RecoveryStats(BaseModel):
+    """What this process found of the one before it. `known` of the `recovered` slots had a row in the database."""
+
+    recovered: int
+    known: int
+    dropped: dict[str, int] = Field(description="slots that did not come back, by reason", examples=[{"unsealed": 0}])
+    foreign: str | None = Field(
+        description="in which field a pool that was dropped as a whole was not the one wanted; null if it was kept"
+    )
+    seconds: float
+
+
 class JournalStats(BaseModel):
     """How far history is behind, in rows and seconds; `dropped` rows were never written."""
 
@@ -154,3 +168,4 @@ class Stats(BaseModel):
     evictions: EvictionStats
     tiers: dict[str, TierStats]
     journal: JournalStats
+    recovery: RecoveryStats | None = Field(description="null where the pool does not outlive its process")

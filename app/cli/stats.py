@@ -138,6 +138,10 @@ def _flows(snapshot: Json) -> Table:
     grid.add_row(
         "journal", _listed(journal, "queued", "written", "dropped") + f", {duration(journal.get('lag_s', 0))} behind"
     )
+    recovery = snapshot.get("recovery")
+    if recovery is not None:
+        text = f"{_listed(recovery, 'recovered', 'known')} in {duration(recovery.get('seconds', 0))}"
+        grid.add_row("restart", "; not: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])]))
     return grid
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.scheduler import Hit, Later, OffloadScheduler
-from core.transfers import TransferJob, TransferResult
+from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
@@ -69,16 +69,23 @@ class GatedCopies:
         self._inner = inner
         self._lock = threading.Lock()
         self._held: list[TransferJob] | None = None
+        self._directions: dict[int, Direction] = {}
+        self.failing: Direction | None = None
+        """Transfers that way fail."""
 
     def submit(self, job: TransferJob) -> None:
         with self._lock:
+            self._directions[job.job_id] = job.direction
             if self._held is not None:
                 self._held.append(job)
                 return
         self._inner.submit(job)
 
     def poll(self) -> list[TransferResult]:
-        return self._inner.poll()
+        return [
+            replace(result, error="the test's") if self._directions.pop(result.job_id) is self.failing else result
+            for result in self._inner.poll()
+        ]
 
     def shut(self) -> None:
         """Keep what is submitted from now on in flight."""

@@ -66,6 +66,7 @@ SHAPE: dict[str, Any] = {
     "evictions": {"total": int, "by_reason": {}, "regretted": int},
     "tiers": {},
     "journal": {"queued": int, "written": int, "dropped": int, "lag_s": float},
+    "recovery": type(None),
 }
 
 

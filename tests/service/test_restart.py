@@ -177,6 +177,27 @@ def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) ->
         assert "is dropped and starts empty: block_bytes was" in served.log()
 
 
+def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_it(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        warm_up(served)
+        ready = served.stats()["pool"]["ready"]
+        assert served.stats()["recovery"] == {
+            "recovered": 0, "known": 0, "dropped": {}, "foreign": None, "seconds": served.stats()["recovery"]["seconds"]
+        }  # fmt: skip
+        assert served.stop() == 0
+    with kept(tmp_path, dtype="float32") as served:
+        recovery = served.stats()["recovery"]
+        assert (recovery["recovered"], recovery["dropped"]) == (0, {"foreign": ready})
+        assert "dtype was 'float64' when it was written, and is 'float32'" in recovery["foreign"]
+        served.complete(PROMPTS[0], "missed", max_tokens=1)
+        causes = served.get("/admin/v1/requests/missed")["missed_tokens"]["causes"]
+        assert (causes["other_fingerprint"], causes["new"]) == (BLOCKS * 16, 0)
+        served.complete([9, *PROMPTS[0]], "unheard-of", max_tokens=1)
+        causes = served.get("/admin/v1/requests/unheard-of")["missed_tokens"]["causes"]
+        assert (causes["other_fingerprint"], causes["new"]) == (0, (BLOCKS + 1) * 16)
+        assert served.stats()["missed_tokens"]["causes"]["other_fingerprint"] == BLOCKS * 16
+
+
 def test_without_the_database_the_pool_is_recovered_and_without_the_pool_the_rows_go(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
