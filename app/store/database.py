@@ -58,7 +58,12 @@ class Database:
                     # Known until it was opened: a first attempt may fail, and the file be known to the second.
                     self._replaced = True
                     self._watch.remove_orphaned_log()
-            other = self._connect(self.busy_timeout_s).before is None or self._replaced
+            try:
+                other = self._connect(self.busy_timeout_s).before is None or self._replaced
+            except StoreError:
+                # What cannot be written may still be read.
+                self._reader = self._make_engine(Access.READ)
+                raise
             self._replaced = False
             return other
 
@@ -132,8 +137,12 @@ class Database:
         return upgrade
 
     def _make_engines(self) -> None:
-        self._writer = make_engine(self._url, Access.WRITE, self.busy_timeout_s, self._max_bytes, self.check)
-        self._reader = make_engine(self._url, Access.READ, self.busy_timeout_s, None, self.check)
+        self._writer = self._make_engine(Access.WRITE)
+        self._reader = self._make_engine(Access.READ)
+
+    def _make_engine(self, access: Access) -> Engine:
+        max_bytes = self._max_bytes if access is Access.WRITE else None
+        return make_engine(self._url, access, self.busy_timeout_s, max_bytes, self.check)
 
     def _disconnect(self) -> None:
         writer, reader = self._writer, self._reader

@@ -1,4 +1,4 @@
-"""What works, and what says 503, while the database is locked by somebody else or its file is gone."""
+"""What works, and what says 503, while the database is locked by somebody else, can only be read, or is gone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.store.helpers import read_only
 
 from .loop_engine import LoopRequest
 from .service import Service
@@ -40,6 +42,13 @@ def moved_away(service: Service) -> Iterator[None]:
         away.rename(service.database)
 
 
+@contextmanager
+def only_read(service: Service) -> Iterator[None]:
+    """Have the file refuse every write."""
+    with read_only():
+        yield
+
+
 NEEDS_NO_DATABASE = (
     "/healthz",
     "/metrics",
@@ -55,7 +64,7 @@ NEEDS_NO_DATABASE = (
 Trouble = Callable[[Service], Any]
 
 
-@pytest.mark.parametrize("trouble", [locked, moved_away])
+@pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
 def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> None:
     with fresh.client() as client:
         client.put("/admin/v1/requests/kept/policy", json={"store": False})
@@ -83,7 +92,7 @@ def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> 
             assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
 
 
-@pytest.mark.parametrize("trouble", [locked, moved_away])
+@pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
 def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, caplog: pytest.LogCaptureFixture) -> None:
     first, second, *_ = fill(fresh, LoopRequest("one", 160, seed=1))
     with fresh.client() as client, trouble(fresh), caplog.at_level(logging.WARNING, logger="app.api.audit_trail"):
@@ -99,7 +108,7 @@ def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, capl
         assert "200 applied" in lines[3]
 
 
-@pytest.mark.parametrize("trouble", [locked, moved_away])
+@pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
 def test_what_needs_no_database_goes_on(fresh: Service, trouble: Trouble) -> None:
     with fresh.client() as client, trouble(fresh):
         fresh.engine.run(LoopRequest("one", 160, seed=1))

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import psycopg
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from app.store import Store
 from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
@@ -155,6 +157,20 @@ def held_exclusively(path: Path) -> Iterator[None]:
         connection.execute("BEGIN EXCLUSIVE")
         yield
         connection.execute("ROLLBACK")
+
+
+@contextmanager
+def read_only() -> Iterator[None]:
+    """No connection of this process writes any more, as on a disk that was mounted anew for reading."""
+
+    def refuse(connection: Any, record: Any, proxy: Any) -> None:
+        connection.execute("PRAGMA query_only=ON")
+
+    event.listen(Pool, "checkout", refuse)
+    try:
+        yield
+    finally:
+        event.remove(Pool, "checkout", refuse)
 
 
 def within_deadline(call: Callable[[], None], deadline_s: float = 5.0) -> None:

@@ -23,6 +23,7 @@ from .helpers import (
     in_file,
     in_memory,
     open_store,
+    read_only,
     running,
     shell,
     wait_until,
@@ -110,6 +111,40 @@ def test_a_full_database_is_told_and_recovers(path: Path) -> None:
         stats = store.journal_stats()
         assert stats.written + stats.dropped == 59 * 50
         assert count(path, "evictions") == stats.written
+
+
+def test_a_database_that_turns_read_only_is_told_still_read_and_recovers(path: Path) -> None:
+    with running(path, 50, max_queued_rows=1000) as (store, manager):
+        fill(manager, range(50))
+        fill(manager, range(100, 150), START_S + 1)
+        assert store.journal.flush(DEADLINE_S)
+        with read_only():
+
+            def traffic() -> None:
+                for step in range(2, 42):
+                    fill(manager, range(step * 100, step * 100 + 50), START_S + step)
+
+            within_deadline(traffic)
+            wait_until(lambda: told(store, "READONLY"), "health says that it cannot be written")
+            failures = store.journal.failures
+            wait_until(lambda: store.journal.failures > failures + 1, "it was tried again and again")
+            assert len(store.reader.evictions().items) == 50, "history can still be asked"
+            for call in (
+                lambda: store.intents.save_override("r", {"store": False}, START_S, START_S + 60),
+                lambda: store.intents.begin_audit(ENTRY),
+            ):
+                with pytest.raises(StoreUnavailable):
+                    call()
+            stats = store.journal_stats()
+            assert (stats.written, stats.queued + stats.dropped) == (50, 40 * 50)
+            assert 1000 <= stats.dropped < 40 * 50
+        wait_until(lambda: store.health() == [], "health is well again")
+        assert store.journal.flush(DEADLINE_S)
+        assert in_file(path) == in_memory(manager) != {}
+        after = store.journal_stats()
+        assert (after.queued, after.dropped, count(path, "evictions")) == (0, stats.dropped, after.written)
+        assert after.written == 41 * 50 - stats.dropped
+        store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
 
 
 _FILE_SIZE_LIMIT = """

@@ -1,0 +1,87 @@
+"""The database fails under a service that works: answers go on and stay right, and history catches up by itself."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.service.process import Served, check_identities, serving, wait_until
+from tests.tiers.mounts import tmpfs
+
+PROMPTS = [[(number * 31 + i) % 240 + 3 for i in range(200)] for number in range(6)]
+DISK_BYTES = 8 << 20
+FILE_LIMIT_BYTES = 64 << 10
+
+Trouble = Callable[[Served, Path], AbstractContextManager[None]]
+
+
+@contextmanager
+def locked(served: Served, database: Path) -> Iterator[None]:
+    """By another process, as a shell left open would."""
+    with closing(sqlite3.connect(database, isolation_level=None)) as locker:
+        locker.execute("BEGIN EXCLUSIVE")
+        yield
+        locker.execute("ROLLBACK")
+
+
+@contextmanager
+def disk_full(served: Served, database: Path) -> Iterator[None]:
+    """By a file of somebody else's."""
+    ballast = database.with_name("ballast")
+    free = os.statvfs(database.parent)
+    ballast.write_bytes(b"x" * (free.f_bavail * free.f_frsize))
+    yield
+    ballast.unlink()
+
+
+@contextmanager
+def files_limited(served: Served, database: Path) -> Iterator[None]:
+    """No file of the process may grow beyond so many bytes."""
+    soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, hard))
+    yield
+    resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"), [(locked, "locked"), (disk_full, "is full"), (files_limited, "cannot grow")]
+)
+def test_serving_goes_on_readyz_says_why_and_history_catches_up(tmp_path: Path, trouble: Trouble, words: str) -> None:
+    with (
+        tmpfs(tmp_path / "disk", DISK_BYTES) as disk,
+        serving(
+            tmp_path,
+            dtype="float64",
+            device_blocks=64,
+            pool_bytes=65536 * 20,
+            database_url=f"sqlite:///{disk}/kvferry.db",
+        ) as served,
+    ):
+        database = disk / "kvferry.db"
+        expected = [served.tokens(prompt, max_tokens=2) for prompt in PROMPTS]
+        evicted = served.settle()["evictions"]["total"]
+        with trouble(served, database):
+            assert [served.tokens(prompt, max_tokens=2) for prompt in PROMPTS] == expected
+            assert served.settle()["evictions"]["total"] > evicted > 0
+            wait_until(lambda: served.http.get("/readyz").status_code == 503, "not ready")
+            assert words in str(served.http.get("/readyz").json()["reasons"])
+            assert served.http.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 503
+            assert served.http.get("/admin/v1/requests/r").status_code == 404
+            assert [served.tokens(prompt, max_tokens=2) for prompt in PROMPTS] == expected
+        wait_until(lambda: served.http.get("/readyz").status_code == 200, "ready again")
+        stats = served.settle()
+        check_identities(stats)
+        wait_until(lambda: served.stats()["journal"]["queued"] == 0, "history is written")
+        page = served.get("/admin/v1/evictions?limit=1000")
+        assert len(page["items"]) + stats["journal"]["dropped"] == stats["evictions"]["total"] < 1000
+        assert served.stop() == 0
+        with closing(sqlite3.connect(database)) as rows:
+            assert rows.execute("select count(*) from slots").fetchone() == (stats["pool"]["ready"],)
+            assert rows.execute("pragma integrity_check").fetchone() == ("ok",)
+        assert "Traceback" not in served.log()
