@@ -15,6 +15,7 @@ from app.api.app import create_app
 from app.api.context import AdminContext
 from app.logs import start_logging
 from app.settings import Settings
+from app.starting import StartProgress, answering
 from app.wiring import Process, StartRefused
 
 _log = logging.getLogger(__name__)
@@ -59,14 +60,18 @@ def run(settings: Settings) -> int:
     with start_logging(settings) as logs:
         listener = listen(settings.host, settings.port)
         with listener:
-            process = Process(settings, logs)
+            progress = StartProgress()
+            process: Process | None = None
             try:
-                process.start()
-                server = make_server(process)
+                with answering(listener, progress):
+                    process = Process(settings, logs, progress)
+                    process.start()
+                    server = make_server(process)
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
                 server.run(sockets=[listener])
             finally:
-                process.close()
+                if process is not None:
+                    process.close()
             _log.info("stopped")
     return 0
 

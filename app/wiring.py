@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.api.auth import Tokens
@@ -23,6 +23,7 @@ from app.policies import KeptPolicies
 from app.pool_size import PoolSize
 from app.settings import Settings
 from app.settings.kinds import Engine
+from app.starting import StartProgress
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
 from app.tiers.opening import CLOSE_S as TIER_CLOSE_S
 from app.tiers.opening import open_tiers
@@ -42,6 +43,7 @@ from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
 from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.limits import NotEnoughMemory
+from cuda_ops.prepare import Preparation
 from cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
@@ -101,8 +103,9 @@ class _Host:
 class Process:
     """One kvferry in one process. Made, then started; `close` may follow at any time and undoes what was done."""
 
-    def __init__(self, settings: Settings, logs: LogPipe) -> None:
-        """Load the model, map the pool, open the store. Raises `StartRefused`."""
+    def __init__(self, settings: Settings, logs: LogPipe, progress: StartProgress | None = None) -> None:
+        """Load the model, map the pool, open the store. Raises `StartRefused`. `progress` is told how far that is."""
+        self._progress = StartProgress() if progress is None else progress
         self.settings = LiveSettings(settings, self._apply, check=self._check_change)
         self._logs = logs
         self._closers: list[Callable[[], object]] = []
@@ -122,6 +125,7 @@ class Process:
 
     def start(self) -> None:
         """Read what is kept, then start the threads: history, then the engine."""
+        self._progress.note("reading overrides and rules")
         # Before the journal, which in another database would write what memory knows over it.
         try:
             kept = self.policies.load(time.time())
@@ -142,7 +146,7 @@ class Process:
 
     def _start_warm(self, file: KeptFile) -> None:
         """Take over what the last process left, and after another boot have it verified beside the engine."""
-        self._warm_start = warm_start(file, self.store, self.manager)
+        self._warm_start = warm_start(file, self.store, self.manager, self._progress.note)
         _log.info("%s: %s", file.path, self._warm_start)
         if file.found.other_boot:
             verification = BootVerification(file, SlotHeaders(file.headers(0), self._pool), self.manager)
@@ -218,6 +222,7 @@ class Process:
         if settings.engine is Engine.EMBEDDED:
             from app.engines.embedded import EmbeddedEngine, EngineConfig
 
+            self._progress.note(f"loading the model {settings.model}")
             self.engine = EmbeddedEngine(
                 EngineConfig(
                     model=settings.model,
@@ -247,11 +252,13 @@ class Process:
 
             self._cuda = CudaSide(self.engine.model.device)
             self._closers.append(self._cuda.close)
-        preparation = None if self._cuda is None else self._cuda.preparation()
+        preparation = Preparation() if self._cuda is None else self._cuda.preparation()
+        preparation = replace(preparation, progress=self._progress.note_pool)
         pool = HostPool(num_slots, slot_bytes, plan.extent_slots * slot_bytes, backing=file, preparation=preparation)
         self._closers.append(pool.close)
         self._pool = pool
         self._kept_file = file
+        self._progress.note("opening the database")
         self.store = Store(
             settings.resolved_database_url(),
             name,

@@ -1,15 +1,20 @@
-"""A bad start is refused with one clear message and exit code 2; a good one survives its database."""
+"""A bad start is refused with one clear message and exit code 2."""
 
 from __future__ import annotations
 
 import re
+import socket
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 
+from app.store import upgrade
 from tests.service.process import environment, serving, wait_until
 
 
@@ -62,27 +67,42 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(tmp_path: Pa
         assert "device blocks" not in said
 
 
-def test_serving_goes_on_while_the_database_is_locked_and_readyz_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path, device_blocks=64, pool_bytes=32768 * 20) as served:
-        locker = sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)
-        locker.execute("BEGIN EXCLUSIVE")
-        for number in range(6):
-            served.complete([(number * 31 + i) % 240 + 3 for i in range(200)], max_tokens=2)
-        wait_until(lambda: served.http.get("/readyz").status_code == 503, "not ready")
-        assert "locked" in str(served.http.get("/readyz").json()["reasons"])
-        put = served.http.put("/admin/v1/requests/r/policy", json={"store": False})
-        assert put.status_code == 503
-        assert served.http.get("/admin/v1/requests/r").status_code == 404
+def test_who_asks_too_early_is_told_how_far_the_start_is(tmp_path: Path) -> None:
+    """A probe that hangs while a model is loaded or a pool recovered would have the service killed for it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    database = tmp_path / "kvferry.db"
+    upgrade(f"sqlite:///{database}")
+    heard: set[str] = set()
+
+    def ask(http: httpx.Client) -> bool:
+        try:
+            answer = http.get("/readyz")
+            if answer.status_code == 503:
+                heard.update(answer.json()["reasons"])
+                assert http.get("/healthz").json() == {"status": "ok"}
+                early = http.get("/admin/v1/stats")
+                assert (early.status_code, early.json()["type"]) == (503, "urn:kvferry:problem:starting")
+                assert early.headers["Retry-After"]
+        except httpx.TransportError:
+            return False
+        return "starting: opening the database" in heard
+
+    def watch(locker: sqlite3.Connection) -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+            wait_until(lambda: ask(http), "told that the database is being opened")
         locker.execute("ROLLBACK")
-        locker.close()
-        wait_until(lambda: served.http.get("/readyz").status_code == 200, "ready again")
-        stats = served.settle()
-        assert stats["evictions"]["total"] > 0
-        wait_until(lambda: served.stats()["journal"]["queued"] == 0, "history is written")
-        page = served.get("/admin/v1/evictions?limit=1000")
-        assert len(page["items"]) + stats["journal"]["dropped"] == stats["evictions"]["total"]
-        rows = sqlite3.connect(tmp_path / "kvferry.db").execute("select count(*) from slots").fetchone()[0]
-        assert rows == stats["pool"]["ready"]
+
+    with (
+        closing(sqlite3.connect(database, isolation_level=None, check_same_thread=False)) as locker,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        # Until the start was seen to wait for it, which it does for a while before it gives up.
+        locker.execute("BEGIN EXCLUSIVE")
+        watching = threads.submit(watch, locker)
+        with serving(tmp_path, port=port):
+            watching.result()
+    assert any(reason.startswith("starting: loading the model tiny") for reason in heard)
 
 
 def test_without_an_engine_the_admin_api_serves_alone(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""What answers while the service starts: that it lives, and how far it is. Loading and recovering may take a while."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from app.api.problems import Problem
+from cuda_ops.prepare import PoolPhase, PoolProgress
+
+_TOUCHED = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
+
+
+class StartProgress:
+    """What a start is at. Any thread may ask and tell."""
+
+    def __init__(self) -> None:
+        self._stage = "settings are read"
+
+    def note(self, stage: str) -> None:
+        """What is being done from now on."""
+        self._stage = stage
+
+    def note_pool(self, progress: PoolProgress) -> None:
+        """How much of the pool's memory is ready."""
+        done, total = progress.done_bytes, progress.total_bytes
+        self.note(f"mapping the pool: {done:,} of {total:,} bytes {_TOUCHED[progress.phase]}")
+
+    @property
+    def reason(self) -> str:
+        """Why the service is not ready."""
+        return f"starting: {self._stage}"
+
+
+@contextmanager
+def answering(listener: socket.socket, progress: StartProgress) -> Iterator[None]:
+    """Answer probes on a thread, and everybody else that it is too early, for as long as this lasts."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await _answer(Request(scope), progress)(scope, receive, send)
+
+    config = uvicorn.Config(
+        answer, log_config=None, log_level=logging.WARNING, access_log=False, lifespan="off", server_header=False
+    )
+    server = uvicorn.Server(config)
+    # The server closes what it was given, and who comes next needs the socket.
+    sockets = [listener.dup()]
+    thread = threading.Thread(target=lambda: server.run(sockets=sockets), name="kvferry-starting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _answer(request: Request, progress: StartProgress) -> Response:
+    if request.url.path == "/healthz":
+        return JSONResponse({"status": "ok"})
+    if request.url.path == "/readyz":
+        return JSONResponse({"ready": False, "reasons": [progress.reason]}, 503)
+    return Problem(503, progress.reason, slug="starting", headers={"Retry-After": "1"}).response(request.scope)
