@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -16,23 +17,32 @@ from starlette.types import Receive, Scope, Send
 from app.api.problems import Problem
 from cuda_ops.prepare import PoolPhase, PoolProgress
 
+_log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
 _TOUCHED = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
 
 
 class StartProgress:
     """What a start is at. Any thread may ask and tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._stage = "settings are read"
+        self._clock = clock
+        self._logged_s = clock()
 
     def note(self, stage: str) -> None:
         """What is being done from now on."""
         self._stage = stage
 
     def note_pool(self, progress: PoolProgress) -> None:
-        """How much of the pool's memory is ready."""
+        """How much of the pool's memory is ready; logged now and then, since a large one takes minutes."""
         done, total = progress.done_bytes, progress.total_bytes
         self.note(f"mapping the pool: {done:,} of {total:,} bytes {_TOUCHED[progress.phase]}")
+        now_s = self._clock()
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.info("%s", self._stage)
 
     @property
     def reason(self) -> str:

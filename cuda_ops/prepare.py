@@ -180,7 +180,7 @@ def _ask_for_huge_pages(parts: Sequence[NDArray[np.uint8]]) -> None:
         for part in parts:
             advise(part.ctypes.data, part.nbytes, mmap.MADV_HUGEPAGE)
     except OSError as error:
-        _log.warning("the kernel gives no huge pages for the host pool: %s", error)
+        _log.info("the kernel gives no huge pages for the host pool: %s", error)
 
 
 def _move_to_node(node: int | None) -> None:

@@ -5,6 +5,7 @@ The answers are those of a driver over host memory; the tests marked `gpu` need 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,23 @@ def test_the_pool_is_pinned_for_the_device_and_let_go_before_it(tmp_path: Path) 
     pool.close()
     side.close()
     assert (cuda.registered, cuda.retained) == ({}, 0)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
+)
+def test_a_pinned_pool_asks_for_huge_pages() -> None:
+    side = CudaSide(torch.device("cuda", 0), CudaDriver(FakeCuda().resolve))
+    pool = HostPool(4, 1 << 20, preparation=side.preparation())
+    address, inside, flags = pool.slot(0).ctypes.data, False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags
+    pool.close()
+    side.close()
 
 
 def test_a_device_that_the_driver_does_not_have_is_refused() -> None:

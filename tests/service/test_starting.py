@@ -14,7 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.starting import StartProgress
 from app.store import upgrade
+from cuda_ops.host_pool import HostPool
+from cuda_ops.prepare import PoolProgress, Preparation
 from tests.service.process import environment, serving, wait_until
 
 
@@ -103,6 +106,24 @@ def test_who_asks_too_early_is_told_how_far_the_start_is(tmp_path: Path) -> None
         with serving(tmp_path, port=port):
             watching.result()
     assert any(reason.startswith("starting: loading the model tiny") for reason in heard)
+
+
+def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """vllm#42632, vllm#54792: pinning took a minute, and nothing said so."""
+    now_s, reasons = 100.0, list[str]()
+    progress = StartProgress(clock=lambda: now_s)
+
+    def tell(told: PoolProgress) -> None:
+        nonlocal now_s
+        now_s += 2.0
+        progress.note_pool(told)
+        reasons.append(progress.reason)
+
+    with caplog.at_level("INFO", logger="app.starting"):
+        HostPool(8, 4096, 4096, preparation=Preparation(touch=True, num_threads=1, progress=tell)).close()
+    shown = [f"mapping the pool: {4096 * done:,} of 32,768 bytes taken" for done in range(1, 9)]
+    assert reasons == [f"starting: {stage}" for stage in shown]
+    assert [record.getMessage() for record in caplog.records] == [shown[2], shown[5]]
 
 
 def test_without_an_engine_the_admin_api_serves_alone(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ class CudaSide:
             raise CudaUnavailable(f"DEVICE: {device} cannot be used for copies ({error}); set DEVICE=cpu") from error
 
     def preparation(self) -> Preparation:
-        """How the host pool is made ready."""
-        return Preparation(registrar=self._registrar, numa_node=node_of_pci_device(self._pci_address))
+        """How the host pool is made ready: near the device, and in large pages where the kernel has them, of which
+        there are fewer to pin."""
+        return Preparation(registrar=self._registrar, numa_node=node_of_pci_device(self._pci_address), huge_pages=True)
 
     def copies(
         self,
