@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,12 @@ from core.manager import OffloadManager
 from core.transfers import Slots
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.extents import PoolPlan
-from cuda_ops.kept_file import KeptFile, PoolRefused
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import KeptFile
 from cuda_ops.kept_pool import DropReason, KeptSlots, recover_slots
 from cuda_ops.limits import largest_file_bytes, largest_memory_bytes
 from cuda_ops.pool_format import PoolShape
+from cuda_ops.pool_lock import PoolRefused
 from cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
@@ -70,21 +72,35 @@ def largest_pool_bytes(settings: Settings) -> int:
 
 
 def open_kept_file(
-    settings: Settings, name: str, fingerprint: dict[str, object], plan: PoolPlan, slot_bytes: int
+    settings: Settings,
+    name: str,
+    fingerprint: dict[str, object],
+    plan: PoolPlan,
+    slot_bytes: int,
+    num_ranks: int = 1,
+    *,
+    join: bool = False,
 ) -> KeptFile | None:
-    """The file of the pool that outlives this process, None for one that does not. Raises `ValueError`."""
+    """The file of the pool that outlives this process, None for one that does not. Raises `ValueError`.
+
+    `slot_bytes` is one rank's part of a slot. To `join` is for processes of an engine but the first: see `KeptFile`.
+    Then raises `FileNotFoundError`, too.
+    """
     path = pool_file(settings, name)
     if path is None:
         return None
     if fingerprint.get("revision", "none needed") is None:
         raise PoolRefused(
-            f"POOL_KIND={settings.pool_kind.value}: nothing says which weights MODEL={settings.model} has, so a kept "
-            "pool could serve another revision's blocks; set POOL_KIND=pinned, or MODEL to a local folder"
+            f"POOL_KIND={settings.pool_kind.value}: nothing says which weights the model {fingerprint.get('model')} "
+            "has, so a kept pool could serve another revision's blocks; set POOL_KIND=pinned, or the model to a local "
+            "folder"
         )
-    shape = PoolShape(plan.num_slots, slot_bytes, 1, plan.extent_slots, plan.max_slots)
+    shape = PoolShape(plan.num_slots, slot_bytes, num_ranks, plan.extent_slots, plan.max_slots)
     try:
-        return KeptFile(path, shape, fingerprint)
+        return KeptFile(path, shape, fingerprint, join=join)
     except OSError as error:
+        if join and isinstance(error, FileNotFoundError):
+            raise
         raise PoolRefused(
             f"POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: {error.strerror or error}; make "
             "its folder writable, or set POOL_PATH to another"
@@ -100,6 +116,27 @@ def pool_file(settings: Settings, name: str) -> Path | None:
     return None
 
 
+def begin_warm(
+    file: KeptFile,
+    pool: HostPool,
+    store: Store,
+    manager: OffloadManager,
+    stopping: threading.Event,
+    note: Callable[[str], object] = _nothing,
+) -> tuple[WarmStart, BootVerification]:
+    """A warm start as an engine begins; after another boot, what came back is verified beside it, until `stopping`.
+
+    `note` is told what is being done.
+    """
+    started = warm_start(file, store, manager, note)
+    _log.info("%s: %s", file.path, started)
+    headers = [SlotHeaders(file.headers(rank), pool, rank) for rank in range(pool.num_ranks)]
+    verification = BootVerification(file, headers, manager)
+    if file.found.other_boot:
+        threading.Thread(target=verification.run, args=(stopping,), name="kvferry-verify", daemon=True).start()
+    return started, verification
+
+
 def warm_start(
     file: KeptFile, store: Store, manager: OffloadManager, note: Callable[[str], object] = _nothing
 ) -> WarmStart:
@@ -112,7 +149,7 @@ def warm_start(
     kept = recover_slots(file)
     note(f"recovering the pool: reading the rows of {len(kept.slots):,} slots")
     try:
-        rows = store.kept_rows() if len(kept.slots) else KeptRows.none()
+        rows = store.kept_rows() if file.found.is_kept else KeptRows.none()
     except StoreUnavailable as error:
         _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
         rows = KeptRows.none()
@@ -174,7 +211,8 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, 
 class BootVerification:
     """After another boot, a look at every recovered slot, beside the engine; `reason` says how far it is."""
 
-    def __init__(self, file: KeptFile, headers: SlotHeaders, manager: OffloadManager) -> None:
+    def __init__(self, file: KeptFile, headers: Sequence[SlotHeaders], manager: OffloadManager) -> None:
+        """`headers` are those of each rank."""
         self._file = file
         self._headers = headers
         self._manager = manager
@@ -200,7 +238,7 @@ class BootVerification:
                 _log.info("all %s slots are verified; %s were bad and are dropped", f"{self._total:,}", f"{num_bad:,}")
                 return
             try:
-                bad = self._headers.verify(pin.slots)
+                bad = np.unique(np.concatenate([headers.verify(pin.slots) for headers in self._headers]))
             except Exception:  # noqa: BLE001 - what cannot be looked at goes, and the rest is looked at
                 _log.exception("%d slots cannot be verified, and are dropped", len(pin))
                 bad = pin.slots

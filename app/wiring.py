@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,17 +25,15 @@ from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
-from app.tiers.opening import CLOSE_S as TIER_CLOSE_S
-from app.tiers.opening import open_tiers
+from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
-from app.warm_start import BootVerification, WarmStart, largest_pool_bytes, open_kept_file, warm_start
+from app.warm_start import BootVerification, WarmStart, begin_warm, largest_pool_bytes, open_kept_file
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
 from core.resize import PoolResize
 from core.scheduler import OffloadScheduler
-from core.tiers import Tier
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.extents import PoolPlan, plan_pool
 from cuda_ops.host_pool import HostPool
@@ -136,24 +134,15 @@ class Process:
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
         if self._kept_file is not None:
-            self._start_warm(self._kept_file)
+            self._warm_start, self._verification = begin_warm(
+                self._kept_file, self._pool, self.store, self.manager, self._stopping, self._progress.note
+            )
         self.store.start(self.manager.inventory)
         if self.engine is not None:
             self.engine.start()
         self._pool_size.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
         supervisor.start()
-
-    def _start_warm(self, file: KeptFile) -> None:
-        """Take over what the last process left, and after another boot have it verified beside the engine."""
-        self._warm_start = warm_start(file, self.store, self.manager, self._progress.note)
-        _log.info("%s: %s", file.path, self._warm_start)
-        if file.found.other_boot:
-            verification = BootVerification(file, SlotHeaders(file.headers(0), self._pool), self.manager)
-            self._verification = verification
-            threading.Thread(
-                target=verification.run, args=(self._stopping,), name="kvferry-verify", daemon=True
-            ).start()
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
@@ -269,7 +258,7 @@ class Process:
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
         tiers = open_tiers(settings.tiers, self._host.fingerprint, self._host.slot_bytes, PoolSlots(pool), self.wake)
-        self._closers.append(lambda: _close_tiers(tiers))
+        self._closers.append(lambda: close_tiers(tiers))
         self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
             num_slots,
@@ -409,15 +398,6 @@ class Process:
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
-
-
-def _close_tiers(tiers: Mapping[str, Tier]) -> None:
-    """Have every tier stop; one that cannot must not keep the others from it."""
-    for name, tier in tiers.items():
-        try:
-            tier.close(TIER_CLOSE_S)
-        except Exception:  # noqa: BLE001 - it is the tier's own code, and we are going
-            _log.exception("tier %s did not close cleanly", name)
 
 
 def _watermark_blocks(settings: Settings) -> int:

@@ -76,16 +76,17 @@ class AnonymousMemory:
 class SharedFile:
     """A file in `/dev/shm` or on a disk, readable by its owner only."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create it. Raises `OSError`."""
+    def __init__(self, path: Path, *, is_ready: bool = False) -> None:
+        """Open or create it; what `is_ready` another process has made and touched. Raises `OSError`."""
         self.path = path
         self._in_memory = path.is_relative_to(SHARED_MEMORY)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._is_ready = is_ready
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if is_ready else os.O_CREAT), 0o600)
 
     @property
     def must_touch(self) -> bool:
         """A disk's room is allocated here; that of shared memory by whoever touches it, in parallel."""
-        return self._in_memory
+        return self._in_memory and not self._is_ready
 
     def limits(self) -> list[MemoryLimit]:
         """Shared memory has to fit into the file system and into memory; a file on a disk into the disk."""

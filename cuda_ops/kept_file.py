@@ -4,7 +4,6 @@ it is another one's, an older one's, or damaged. One that is larger or smaller t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import mmap
@@ -30,14 +29,11 @@ from cuda_ops.pool_format import (
     pool_header,
     pool_header_checksum,
 )
+from cuda_ops.pool_lock import PoolLock, PoolRefused
 
 _log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-class PoolRefused(ValueError):
-    """A kept pool that this process may not use; the message says why, and what to do."""
 
 
 class NotAPool(ValueError):
@@ -106,13 +102,19 @@ def read_pool_header(file: int) -> PoolHeader:
 
 
 class KeptFile:
-    """A `Backing` that outlives its process. Only one process may have it; the lock of one that dies is free."""
+    """A `Backing` that outlives its process. Only one engine may have it; the lock of one that dies is free.
 
-    def __init__(self, path: Path, shape: PoolShape, fingerprint: Mapping[str, object]) -> None:
+    Of an engine's processes one makes the file ready and has the others `join` it.
+    """
+
+    def __init__(self, path: Path, shape: PoolShape, fingerprint: Mapping[str, object], *, join: bool = False) -> None:
         """Take the lock, look at what is there, and start anew where that cannot be kept.
 
         A file that is kept has extents and a most of its own: `self.shape` is then as near to `shape` as they allow.
-        Raises `PoolRefused` when another process has it or it is not ours, `NotEnoughMemory`, and `OSError`.
+        To `join` is to take the file as another process of this engine has made it ready and taken all its memory,
+        and to change nothing.
+
+        Raises `PoolRefused` when another engine has it or it is not ours, `NotEnoughMemory`, and `OSError`.
         """
         self.path = path
         self.shape = shape
@@ -122,21 +124,27 @@ class KeptFile:
             raise PoolRefused(
                 f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use POOL_KIND=pinned"
             )
-        self._lock = _take_lock(path)
+        self._lock = PoolLock(path, shared=join)
         try:
-            self._shared = SharedFile(path)
+            self._shared = SharedFile(path, is_ready=join)
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
         try:
             self._refuse_others_file()
             self.found = self._look(json.loads(text))
+            if join and not self.found.is_kept:
+                raise PoolRefused(
+                    f"the pool {path} is not what the first process of this engine has made: "
+                    f"{self.found.dropped or 'it is empty'}; start the engine again"
+                )
             if self.found.dropped is not None:
                 _log.warning("the kept pool %s is dropped and starts empty: %s", path, self.found.dropped)
             if not self.found.is_kept:
                 self._start_anew(text)
             self._map()
-            self.free(self.shape.payload_bytes)
+            if not join:
+                self.free(self.shape.payload_bytes)
         except BaseException:
             self.close()
             raise
@@ -179,12 +187,21 @@ class KeptFile:
         self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
 
+    def share(self) -> None:
+        """Let the other processes of this engine join, once all memory is taken: they see what is there now.
+
+        Raises `PoolRefused` if another engine has come in between.
+        """
+        num_lost = min(self.found.num_slots, self.num_slots) - self.found.num_whole
+        if self.found.is_kept and num_lost > 0:
+            _log.warning("the kept pool %s was cut off: %s slots are lost", self.path, f"{num_lost:,}")
+            self._void_headers(self.found.num_whole, self.num_slots)
+        self._lock.share()
+
     def close(self) -> None:
-        """Map no more, and let the next process have it. What is mapped stays."""
+        """Map no more, and let the next engine have it. What is mapped stays."""
         self._shared.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     # ---- the headers -------------------------------------------------------------------------------------------------
 
@@ -288,28 +305,11 @@ class KeptFile:
             offset = POOL_HEADER_BYTES + rank * self.shape.rank_stride
             size = SLOT_HEADER.itemsize
             os.posix_fallocate(self._shared.fileno(), offset + start * size, (end - start) * size)
+        self._void_headers(start, end)
+
+    def _void_headers(self, start: int, end: int) -> None:
+        for rank in range(self.shape.num_ranks):
             self.headers(rank)[start:end] = np.zeros(1, dtype=SLOT_HEADER)
-
-
-def _take_lock(path: Path) -> int:
-    """Lock the file beside the pool, which goes with its process. It says who has it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        raise PoolRefused(
-            f"ENGINE_NAME: the pool {path} is in use by another process (pid {owner}); stop it, or give this one "
-            "another ENGINE_NAME"
-        ) from None
-    except BaseException:
-        os.close(lock)
-        raise
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
 
 
 def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, object]) -> str | None:

@@ -44,7 +44,10 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeptSlots:
-    """What the headers hold, as columns in the order of slots, and how many slots were dropped by reason."""
+    """What the headers hold, as columns in the order of slots, and how many slots were dropped by reason.
+
+    `sizes` are bytes of all ranks together.
+    """
 
     slots: Slots
     keys: list[Key]
@@ -103,7 +106,7 @@ def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole
         bad[list(owners.values())] = False
         keys = [keys[i] for i in (~bad).nonzero()[0].tolist()]
         drop(DropReason.DUPLICATE, bad)
-    sizes = np.max([headers["length"][candidates] for headers in ranks], axis=0).astype(np.int64)
+    sizes = np.sum([headers["length"][candidates] for headers in ranks], axis=0).astype(np.int64)
     generations = first["generation"][candidates].astype(np.int64)
     return KeptSlots(candidates.astype(np.int64), keys, generations, sizes, dict(dropped))
 

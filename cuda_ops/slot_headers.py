@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 from cuda_ops.host_pool import HostPool
@@ -33,10 +34,11 @@ _CHECKED = [name for name in SLOT_HEADER.names or () if name not in ("state", "d
 class SlotHeaders:
     """Any thread may call anything."""
 
-    def __init__(self, headers: Headers, pool: HostPool) -> None:
-        """`headers` are those of the pool's rank."""
+    def __init__(self, headers: Headers, pool: HostPool, rank: int | None = None) -> None:
+        """`headers` are those of `rank`, by default the pool's own."""
         self._headers = headers
         self._pool = pool
+        self._rank = pool.rank if rank is None else rank
         self._lock = threading.Lock()
 
     def begin(self, labels: SlotLabels) -> None:
@@ -64,14 +66,15 @@ class SlotHeaders:
             strict=True,
         )
         for i, slot, key, epoch, length, checksum in columns:
-            good[i] = payload_checksum(key, epoch, self._pool.slot(slot)[:length]) == checksum
+            good[i] = payload_checksum(key, epoch, self._bytes(slot, length)) == checksum
         bad: Slots = slots[~good]
         return bad if len(bad) else NO_SLOTS
 
     def _seal(self, labels: SlotLabels) -> int:
         written = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         written["generation"], written["epoch"] = labels.generations, labels.epochs
-        written["length"] = np.minimum(labels.sizes, self._pool.slot_bytes)
+        # A block has a part of equal size on every rank.
+        written["length"] = np.minimum(labels.sizes // self._pool.num_ranks, self._pool.slot_bytes)
         written["key"] = padded_keys(labels.keys)
         written["key_length"] = [len(key) for key in labels.keys]
         written["state"] = HeaderState.VALID
@@ -81,7 +84,7 @@ class SlotHeaders:
         if not self._are_ours(labels).any():
             return 0
         written["payload_checksum"] = [
-            payload_checksum(key, epoch, self._pool.slot(slot)[:length]) for slot, key, epoch, length in columns
+            payload_checksum(key, epoch, self._bytes(slot, length)) for slot, key, epoch, length in columns
         ]
         written["checksum"] = header_checksums(written)
         with self._lock:
@@ -91,6 +94,11 @@ class SlotHeaders:
                 self._headers[name][slots] = written[name]
             self._headers["state"][slots] = HeaderState.VALID
         return len(slots)
+
+    def _bytes(self, slot: int, length: int) -> NDArray[np.uint8]:
+        """The rank's first bytes of a slot, not a copy."""
+        mine: NDArray[np.uint8] = self._pool.row(slot)[self._rank, :length]
+        return mine
 
     def _are_ours(self, labels: SlotLabels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which of these slots have not been given to another store since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from app.settings.tiers import TierSettings, load_type
 from app.tiers.context import TierContext, TierRefused
 from core.tiers import SlotBytes, Tier
+
+_log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 
@@ -24,7 +27,7 @@ def open_tiers(
     if entries and fingerprint.get("revision", "none needed") is None:
         raise TierRefused(
             "TIERS: nothing says which weights the model has, so a tier could bring another revision's blocks; leave "
-            "TIERS out, or set MODEL to a local folder"
+            "TIERS out, or set the model to a local folder"
         )
     tiers: dict[str, Tier] = {}
     try:
@@ -36,6 +39,15 @@ def open_tiers(
             tier.close(CLOSE_S)
         raise
     return tiers
+
+
+def close_tiers(tiers: Mapping[str, Tier]) -> None:
+    """Have every tier stop; one that cannot must not keep the others from it."""
+    for name, tier in tiers.items():
+        try:
+            tier.close(CLOSE_S)
+        except Exception:  # noqa: BLE001 - it is the tier's own code, and we are going
+            _log.exception("tier %s did not close cleanly", name)
 
 
 def _open_within(entry: TierSettings, context: TierContext) -> Tier:

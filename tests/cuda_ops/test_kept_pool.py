@@ -17,7 +17,7 @@ from cuda_ops import kept_file
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_file import KeptFile, PoolRefused
+from cuda_ops.kept_file import KeptFile
 from cuda_ops.kept_pool import DropReason, recover_slots
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.limits import NotEnoughMemory
@@ -29,6 +29,7 @@ from cuda_ops.pool_format import (
     PoolShape,
     header_checksums,
 )
+from cuda_ops.pool_lock import PoolRefused
 from tests.cuda_ops.kept import FINGERPRINT, SHAPE, attached, bytes_of, key_of
 from tests.waiting import wait_until
 

@@ -130,7 +130,7 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     monkeypatch.setattr(kept_file, "BOOT_ID", boot)
     stopping = threading.Event()
     second = Engine(tmp_path)
-    verification = BootVerification(second.file, second.headers, second.manager)
+    verification = BootVerification(second.file, [second.headers], second.manager)
     assert verification.reason() == "verifying the pool after the machine was started anew: 0 of 4 slots"
     verification.run(stopping)
     assert verification.reason() is None
@@ -141,5 +141,5 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
     second.die()
     third = Engine(tmp_path)
-    assert BootVerification(third.file, third.headers, third.manager).reason() is None
+    assert BootVerification(third.file, [third.headers], third.manager).reason() is None
     third.die()

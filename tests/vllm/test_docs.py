@@ -32,7 +32,7 @@ def test_the_configurations_are_taken(extra: str) -> None:
 
 
 def test_there_are_the_configurations_that_people_need() -> None:
-    assert len(EXTRAS) == 3
+    assert len(EXTRAS) == 4
     assert len(LINES) > 10
 
 

@@ -26,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from app.discovery import find_services
+from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.connector import KVFerryConnector
 from app.engines.vllm.device import VllmDevice
 from app.engines.vllm.layout import NULL_BLOCK, read_layout
@@ -80,7 +81,8 @@ class World:
     def __post_init__(self) -> None:
         self.layout = read_layout(cache_config(KVCacheLayout.LBNHC, self.groups))
         slots = self.layout.of_core(1, self.num_workers)
-        device = VllmDevice()
+        adapters = Adapters("this start", max_hashes=100)
+        device = VllmDevice(adapters, hash_bytes=32)
         self.pool = BlockPool(NUM_BLOCKS * 4, True, BLOCK)
         device.bind(self.pool)
         self.core = OffloadScheduler(
@@ -93,7 +95,9 @@ class World:
             null_block=NULL_BLOCK,
         )
         ticks = itertools.count(1)
-        self.side = SchedulerSide(self.core, device, self.layout, self.num_workers, clock=lambda: float(next(ticks)))
+        self.side = SchedulerSide(
+            self.core, device, self.layout, adapters, self.num_workers, clock=lambda: float(next(ticks))
+        )
 
     def take(self, count: int) -> list[int]:
         """Device blocks, as requests take them."""

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from app.engines.vllm.copies import Copies, check_caches
 from app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.sizing import announce, size_pool
 from app.settings import Settings
@@ -95,7 +96,7 @@ def make_bench(layout: KVCacheLayout, groups: list[KVCacheGroupSpec], slots: int
     found, caches = read_layout(config), allocate(config)
     check_caches(found, caches)
     pool = HostPool(slots, found.of_core(1, 1).slot_bytes)
-    return found, Bench(config, caches, Copies(found, 1, caches, pool, lambda: None))
+    return found, Bench(config, caches, Copies(found, 1, caches, MappedPool(pool), lambda: None))
 
 
 @pytest.mark.parametrize(("layout", "groups"), every_case())

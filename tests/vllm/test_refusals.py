@@ -116,7 +116,6 @@ WRONG: dict[str, tuple[KVTransferConfig, str]] = {
     "misspelt": (transfer({"pool_byte": "8GiB"}), "pool_byte.*pool_bytes"),
     "value": (transfer({"pool_bytes": "8 gigs"}), "8 gigs"),
     "vllms own": (transfer({"block_size": 16}), "block_size.*vLLM's own"),
-    "kept pool": (transfer({"pool_kind": "shm"}), "pool_kind=shm.*pool_kind=pinned"),
 }
 
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from app.engines.embedded.attention import ATTENTION_NAME
 from app.engines.embedded.config import EngineStartError
-from app.engines.embedded.revision import revision_of
 from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
+from app.engines.revision import revision_of
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ vLLM makes the workers' halves first, hands them their tensors, and then makes t
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.admin import AdminServer
 from app.engines.vllm.copies import Copies, check_caches
 from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.fingerprint import hash_bytes, start_digest
 from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
@@ -31,7 +34,7 @@ from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
 from app.engines.vllm.options import check_caching, check_parallel, read_options
-from app.engines.vllm.pool import map_pool
+from app.engines.vllm.pool import EnginePool, map_for_rank
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
@@ -40,6 +43,9 @@ from app.settings import Settings
 from cuda_ops.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
+
+_HASHES_PER_BLOCK = 4
+"""Hashes of blocks computed with adapters that are remembered, for each block of the device: more than it can hold."""
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -87,13 +93,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             check_caches(self._layout, kv_caches)
             if rank == 0:
                 announce(self._size, self._settings, self._layout)
+            wanted = self._wanted_pool(self._settings, self._layout, self._size)
             worker.attach(
                 lambda on_finished: Copies(
-                    self._layout,
-                    self._settings.blocks_per_slot,
-                    kv_caches,
-                    map_pool(self._size, self._vllm_config, rank),
-                    on_finished,
+                    self._layout, self._settings.blocks_per_slot, kv_caches, map_for_rank(wanted, rank), on_finished
                 )
             )
         except BaseException as error:
@@ -223,25 +226,33 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _start_scheduler(self, settings: Settings, logs: GuestLogs, layout: VllmLayout, size: PoolSize) -> None:
-        config, device = self._vllm_config, VllmDevice()
+        config = self._vllm_config
+        adapters = Adapters(start_digest(config), max_hashes=_HASHES_PER_BLOCK * layout.num_blocks)
+        device = VllmDevice(adapters, hash_bytes(config))
         self._events = KVEventSink.for_config(config, layout, size.slots)
         self._size = size
+        woken = threading.Event()
         self._host = EngineCoreHost(
             config,
-            self._kv_cache_config,
-            settings,
+            self._wanted_pool(settings, layout, size),
             layout,
-            size,
             device,
             logs,
+            wake=woken.set,
             wrap_sink=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
         core = self._host.core
-        self._scheduler = SchedulerSide(core, device, layout, size.num_ranks, events=self._events)
+        waits_for = woken if settings.tiers else None
+        self._scheduler = SchedulerSide(
+            core, device, layout, adapters, size.num_ranks, events=self._events, woken=waits_for
+        )
         self._stats = StatsSource(core, self._scheduler)
         self._admin = AdminServer(self._host, settings)
         self._admin.start()
+
+    def _wanted_pool(self, settings: Settings, layout: VllmLayout, size: PoolSize) -> EnginePool:
+        return EnginePool.make(self._vllm_config, self._kv_cache_config, settings, layout, size)
 
     def _compare(self, facts: RankFacts) -> None:
         if (facts.num_slots, facts.slot_bytes) != (self._size.num_slots, self._size.rank_slot_bytes):

@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engines.vllm.layout import Stretch, VllmLayout
+from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
 from core.transfers import TransferJob, TransferResult
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +34,7 @@ class Copies:
         layout: VllmLayout,
         blocks_per_slot: int,
         caches: Mapping[str, Any],
-        pool: HostPool,
+        mapped: MappedPool,
         on_finished: Callable[[], None],
     ) -> None:
         """Start copying between the caches, which `check_caches` has seen, and the pool, which is closed with this."""
@@ -42,9 +44,12 @@ class Copies:
                 for group, slot_blocks in zip(layout.groups, layout.slot_blocks(blocks_per_slot), strict=True)
             )
         )
-        self._pool = pool
+        self._pool = pool = mapped.pool
         # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
         self._engine: CopyEngine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=range(os.cpu_count() or 1))
+        if mapped.file is not None:
+            headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
+            self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""

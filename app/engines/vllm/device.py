@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from app.engines.vllm.adapters import Adapters
 from core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
@@ -17,7 +18,10 @@ _GROUP_BYTES = 4
 class VllmDevice:
     """Implements `core.engine.DeviceView`. On the engine's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: Adapters, hash_bytes: int) -> None:
+        """vLLM's own hashes have `hash_bytes` bytes; `adapters` knows which of them have others with us."""
+        self._adapters = adapters
+        self._hash_bytes = hash_bytes
         self._pool: Any = None
         self._holds: dict[int, int] = {}
         self._complained = False
@@ -66,12 +70,19 @@ class VllmDevice:
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `DeviceView`."""
         blocks = self._pool.blocks
-        return [_key_of(blocks[block].block_hash) for block in block_ids]
+        return [self._key_of(blocks[block].block_hash) for block in block_ids]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `DeviceView`."""
         find = self._pool.cached_block_hash_to_block.get_one_block
-        return [find(hash_of(key) + group_of(key).to_bytes(_GROUP_BYTES, "big")) is not None for key in keys]
+        size = self._hash_bytes
+        return [find(hash_of(key)[:size] + group_of(key).to_bytes(_GROUP_BYTES, "big")) is not None for key in keys]
+
+    def _key_of(self, block_hash: bytes | None) -> Key | None:
+        if block_hash is None:
+            return None
+        group = int.from_bytes(block_hash[-_GROUP_BYTES:], "big")
+        return self._adapters.ours(block_hash[:-_GROUP_BYTES]) + group.to_bytes(GROUP_BYTES, "little")
 
     def _drop_hold(self, block: int) -> bool:
         count = self._holds.get(block, 0)
@@ -85,10 +96,3 @@ class VllmDevice:
         else:
             self._holds[block] = count - 1
         return True
-
-
-def _key_of(block_hash: bytes | None) -> Key | None:
-    if block_hash is None:
-        return None
-    group = int.from_bytes(block_hash[-_GROUP_BYTES:], "big")
-    return block_hash[:-_GROUP_BYTES] + group.to_bytes(GROUP_BYTES, "little")

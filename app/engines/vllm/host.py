@@ -15,20 +15,24 @@ from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
 from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.fingerprint import engine_name, fingerprint
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.logs import GuestLogs
+from app.engines.vllm.pool import EnginePool, map_for_scheduler
 from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.sizing import PoolSize
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
 from app.settings import Settings
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.tiers.opening import close_tiers, open_tiers
+from app.tiers.pool_slots import PoolSlots
+from app.warm_start import BootVerification, WarmStart, begin_warm
 from core.events import EventSink
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
 from core.scheduler import OffloadScheduler
+from core.tiers import Tier
+from cuda_ops.kept_pool import KeptRecord
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +48,28 @@ class EngineCoreHost:
     def __init__(
         self,
         config: Any,
-        cache: Any,
-        settings: Settings,
+        wanted: EnginePool,
         layout: VllmLayout,
-        size: PoolSize,
         device: VllmDevice,
         logs: GuestLogs,
+        wake: Callable[[], None] = lambda: None,
         wrap_sink: Callable[[EventSink], EventSink] = lambda sink: sink,
     ) -> None:
-        """Open the store and make core. Raises `ConnectorRefused`. `wrap_sink` may listen to what the cache does."""
+        """Map the pool where it is needed here, open the store and the tiers, and make core. Raises `ConnectorRefused`.
+
+        `wake` is called on a tier's thread when there is something that a request waits for. `wrap_sink` may listen to
+        what the cache does.
+        """
+        settings, size = wanted.settings, wanted.size
         self.settings = LiveSettings(settings, self._apply, fixed={"pool_bytes"})
         self._logs = logs
         self._stopping = threading.Event()
         self._started_s = time.time()
-        parallel = config.parallel_config
-        self.data_parallel_rank = int(parallel.data_parallel_index)
-        name = settings.engine_name or engine_name(config, fingerprint(config, cache, layout))
-        self.name = name if parallel.data_parallel_size == 1 else f"{name}-dp{self.data_parallel_rank}"
+        self._closers: list[Callable[[], object]] = []
+        self._warm_start: WarmStart | None = None
+        self._verification: BootVerification | None = None
+        self.data_parallel_rank = int(config.parallel_config.data_parallel_index)
+        self.name = wanted.name
         self.info = EngineInfo(
             "vllm",
             str(config.model_config.model),
@@ -70,23 +79,24 @@ class EngineCoreHost:
             workers=size.num_ranks,
         )
         try:
-            self.store = Store(
-                settings.resolved_database_url(),
-                self.name,
-                settings.pool_kind.value,
-                _history_limits(settings),
-                on_replaced=lambda: self.policies.write_again(time.time()),
-            )
+            tiers = self._open(wanted, wake)
         except (ValueError, StoreError) as error:
+            self.close()
             raise ConnectorRefused(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+        file = None if self._mapped is None else self._mapped.file
         self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
-            size.num_slots,
+            size.num_slots if self._mapped is None else self._mapped.pool.num_slots,
             size.slots.slot_bytes,
             settings.eviction_policy,
             sink=wrap_sink(self.feed),
             max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
+            record=None if file is None else KeptRecord(file),
+            epoch=0 if file is None else file.min_epoch,
         )
         self.core = OffloadScheduler(
             self.manager,
@@ -99,12 +109,14 @@ class EngineCoreHost:
             null_block=NULL_BLOCK,
             store_mode=settings.store_mode,
             watermark_blocks=_watermark_blocks(config, layout),
+            tiers=tiers,
         )
+        self._closers.append(lambda: self.core.close_tiers(time.time()))
         self.policies = KeptPolicies(self.store, self.core, self.feed)
 
     def start(self) -> None:
-        """Start history and the supervisor, and let what operators had set before hold again."""
-        self.store.start(self.manager.inventory)
+        """Take over what is kept of blocks and of what operators had set; start history and the supervisor."""
+        # Before the journal, which in another database would write what memory knows over it.
         try:
             kept = self.policies.load(time.time())
         except StoreUnavailable as error:
@@ -113,6 +125,11 @@ class EngineCoreHost:
             ) from error
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
+        if self._mapped is not None and self._mapped.file is not None:
+            self._warm_start, self._verification = begin_warm(
+                self._mapped.file, self._mapped.pool, self.store, self.manager, self._stopping
+            )
+        self.store.start(self.manager.inventory)
         threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True).start()
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
@@ -136,24 +153,55 @@ class EngineCoreHost:
             wake=_nothing,
             started_s=self._started_s,
             closing=closing,
+            warm_start=self._warm_start,
         )
 
     def readiness(self) -> list[str]:
         """Why this process should get no traffic now; empty when it should."""
         reasons = ["stopping"] if self._stopping.is_set() else []
+        verifying = None if self._verification is None else self._verification.reason()
+        if verifying is not None:
+            reasons.append(verifying)
         overdue = self.core.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.store.health()
+        return reasons + self.core.tier_health() + self.store.health()
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""
 
     def close(self) -> None:
-        """Stop what was started; may be called again."""
-        if not self._stopping.is_set():
-            self._stopping.set()
-            self.store.close(CLOSE_S)
+        """Stop what was started, the last first; may be called again."""
+        self._stopping.set()
+        while self._closers:
+            self._closers.pop()()
+
+    def _open(self, wanted: EnginePool, wake: Callable[[], None]) -> dict[str, Tier]:
+        """Map the pool, and open the store and the tiers, which are the answer."""
+        settings, size = wanted.settings, wanted.size
+        if wanted.is_for_scheduler and wanted.has_random_hashes:
+            _log.warning(
+                "PYTHONHASHSEED is not set, and vLLM's hashes have another random seed at each start: nothing that is "
+                "kept now will be found after a restart; set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
+            )
+        self._mapped = mapped = map_for_scheduler(wanted)
+        if mapped is not None:
+            self._closers.append(mapped.pool.close)
+        is_kept = mapped is not None and mapped.file is not None and mapped.file.found.is_kept
+        self.store = Store(
+            settings.resolved_database_url(),
+            self.name,
+            settings.pool_kind.value,
+            _history_limits(settings),
+            num_kept_slots=mapped.pool.num_slots if mapped is not None and is_kept else 0,
+            on_replaced=lambda: self.policies.write_again(time.time()),
+        )
+        self._closers.append(lambda: self.store.close(CLOSE_S))
+        if mapped is None:
+            return {}
+        tiers = open_tiers(settings.tiers, wanted.fingerprint, size.slots.slot_bytes, PoolSlots(mapped.pool), wake)
+        self._closers.append(lambda: close_tiers(tiers))
+        return tiers
 
     def _apply(self, settings: Settings) -> None:
         """Carry settings that changed while running to whoever holds a copy."""

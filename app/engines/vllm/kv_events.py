@@ -14,6 +14,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
+from app.engines.vllm.fingerprint import hash_bytes
 from app.engines.vllm.layout import VllmLayout
 from app.engines.vllm.requests import VllmRequest
 from core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
@@ -46,8 +47,10 @@ class _Note:
 class KVEventSink:
     """Listens to what the cache does, and turns it into vLLM's events. An `EventSink`; any thread may call it."""
 
-    def __init__(self, slots: GroupLayout, num_blocks: int) -> None:
+    def __init__(self, slots: GroupLayout, num_blocks: int, hash_bytes: int) -> None:
+        """vLLM's own hashes, which are what events are about, have `hash_bytes` bytes; some of ours are longer."""
         self._slots = slots
+        self._hash_bytes = hash_bytes
         self._notes: OrderedDict[Key, _Note] = OrderedDict()
         self._max_notes = _NOTES_PER_BLOCK * num_blocks * len(slots)
         self._noted: dict[str, list[int]] = {}
@@ -61,7 +64,7 @@ class KVEventSink:
         events = config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
             return None
-        return cls(slots, layout.num_blocks)
+        return cls(slots, layout.num_blocks, hash_bytes(config))
 
     def before(self, inner: EventSink) -> EventSink:
         """This sink, which passes everything on to `inner` first."""
@@ -131,7 +134,7 @@ class KVEventSink:
             by_group.setdefault(group_of(key), []).extend(self._hashes.pop(key, [hash_of(key)]))
         for group, hashes in by_group.items():
             self._events.append(
-                BlockRemoved(block_hashes=_shown(hashes), medium=MEDIUM_CPU, group_idx=group, locality=_LOCAL)
+                BlockRemoved(block_hashes=self._shown(hashes), medium=MEDIUM_CPU, group_idx=group, locality=_LOCAL)
             )
 
     def was_reset(self, event: ResetEvent) -> None:
@@ -164,7 +167,7 @@ class KVEventSink:
         if note is None:
             # The request is long gone: the block can be named, but not said what it holds.
             return BlockStored(
-                block_hashes=_shown([hash_of(key)]),
+                block_hashes=self._shown([hash_of(key)]),
                 parent_block_hash=None,
                 token_ids=[],
                 lora_id=None,
@@ -172,8 +175,8 @@ class KVEventSink:
                 **about,
             )
         return BlockStored(
-            block_hashes=_shown(note.hashes),
-            parent_block_hash=None if note.parent is None else maybe_convert_block_hash(note.parent),
+            block_hashes=self._shown(note.hashes),
+            parent_block_hash=None if note.parent is None else self._shown([note.parent])[0],
             token_ids=note.token_ids,
             lora_id=note.lora_id,
             lora_name=note.lora_name,
@@ -182,6 +185,5 @@ class KVEventSink:
             **about,
         )
 
-
-def _shown(hashes: Sequence[bytes]) -> list[Any]:
-    return [maybe_convert_block_hash(block_hash) for block_hash in hashes]
+    def _shown(self, hashes: Sequence[bytes]) -> list[Any]:
+        return [maybe_convert_block_hash(block_hash[: self._hash_bytes]) for block_hash in hashes]

@@ -12,7 +12,6 @@ from typing import Any
 
 from app.engines.vllm.refusal import ConnectorRefused
 from app.settings import BadSettings, Settings, Source
-from app.settings.kinds import PoolKind
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +31,6 @@ def read_options(transfer: Any) -> Settings:
         raise ConnectorRefused(
             f"{', '.join(given)} in kv_connector_extra_config: inside vLLM these are vLLM's own to decide; leave out"
         )
-    if settings.pool_kind is not PoolKind.PINNED:
-        raise ConnectorRefused(
-            f"pool_kind={settings.pool_kind.value}: inside vLLM the pool lives as long as the engine; set "
-            "pool_kind=pinned"
-        )
-    if settings.tiers:
-        raise ConnectorRefused("tiers: not supported inside vLLM in this version; leave them out")
     _check_transfer(transfer)
     return settings
 

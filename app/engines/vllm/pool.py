@@ -1,55 +1,168 @@
-"""The host pool of an engine's ranks: one mapping that all of them share, rows slots and columns ranks.
+"""The host pool of an engine: one mapping a node that all of its processes share, rows slots and columns ranks.
 
-Nobody finds it by name once every rank has mapped it, so that it goes with the last of them, however they end.
+Workers start before the scheduler. The first rank makes the pool ready, the others map it, and last the scheduler's
+process does where it has to reach it: for tiers, and for a pool that outlives the engine. Without either, and with one
+rank only, the pool is that rank's own memory. A pool that is not kept has lost its name once all have mapped it, so
+that it goes with the last of them, however they end.
 """
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
+from app.engines.vllm.layout import VllmLayout
+from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.sizing import PoolSize
-from cuda_ops.backing import SHARED_MEMORY, SharedFile
+from app.settings import Settings
+from app.settings.kinds import PoolKind
+from app.warm_start import open_kept_file
 from cuda_ops.host_pool import HostPool
-from cuda_ops.limits import NotEnoughMemory
+from cuda_ops.kept_file import KeptFile, read_boot_id
+from cuda_ops.passing_file import PassingFile, sweep_names
 
-_DIGITS = 24
+_Said = TypeVar("_Said")
 
 
-def map_pool(size: PoolSize, config: Any, rank: int) -> HostPool:
-    """This rank's view of the pool. Raises `NotEnoughMemory`, on every rank if one of them cannot map it."""
-    if size.num_ranks == 1:
-        return HostPool(size.num_slots, size.rank_slot_bytes)
-    pool: HostPool | None = None
-    error: str | None = None
-    file: SharedFile | None = None
+@dataclass(frozen=True, slots=True)
+class EnginePool:
+    """What the pool is to be. Every process of an engine comes to the same wanted."""
+
+    settings: Settings
+    size: PoolSize
+    name: str
+    """The engine's, with its data-parallel rank."""
+    fingerprint: dict[str, object]
+    start: str
+    """Tells this start of the engine from all others."""
+    has_random_hashes: bool
+
+    @classmethod
+    def make(cls, config: Any, cache: Any, settings: Settings, layout: VllmLayout, size: PoolSize) -> EnginePool:
+        """What follows from vLLM's configuration and ours."""
+        about = fingerprint(config, cache, layout)
+        name = settings.engine_name or engine_name(config, about)
+        parallel = config.parallel_config
+        # vLLM runs the engines of a dense model as if each were alone: they still have their number.
+        if parallel.data_parallel_size > 1 or parallel.data_parallel_index:
+            name = f"{name}-dp{parallel.data_parallel_index}"
+        return cls(settings, size, name, about, start_digest(config), has_random_hashes(config))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the pool outlives the engine."""
+        return self.settings.pool_kind is not PoolKind.PINNED
+
+    @property
+    def is_for_scheduler(self) -> bool:
+        """Whether the scheduler's process has to reach the pool, too."""
+        return self.is_kept or bool(self.settings.tiers)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several mappings are made of it."""
+        return self.is_for_scheduler or self.size.num_ranks > 1
+
+
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """One process's view of the pool; `file` is that of a kept one. `passing` still has a name."""
+
+    pool: HostPool
+    file: KeptFile | None = None
+    passing: PassingFile | None = None
+
+    def place(self) -> tuple[object, ...]:
+        """The same for all who have mapped the same memory."""
+        backing = self.file or self.passing
+        if backing is None:
+            return ()
+        about = os.stat(backing.path)
+        return read_boot_id(), about.st_dev, about.st_ino
+
+
+def map_for_rank(wanted: EnginePool, rank: int) -> MappedPool:
+    """This rank's view of the pool. Raises `ConnectorRefused`, on every rank if one of them cannot map it, and
+    `NotEnoughMemory`."""
+    if not wanted.is_shared:
+        return MappedPool(HostPool(wanted.size.num_slots, wanted.size.rank_slot_bytes))
+    mapped: MappedPool | None = None
+    problem: str | None = None
+    problems: list[str] = []
+    for turn_of_first in (True, False):
+        if turn_of_first is (rank == 0) and not problems:
+            try:
+                mapped = _map(wanted, rank, is_first=rank == 0)
+            except (OSError, ValueError) as error:
+                problem = str(error) if wanted.size.num_ranks == 1 else f"rank {rank}: {error}"
+        problems = [found for found in _of_all_ranks(wanted, problem) if found is not None]
+    if not problems and len(set(_of_all_ranks(wanted, None if mapped is None else mapped.place()))) > 1:
+        problems = ["the ranks of this engine do not share memory: kvferry wants them on one host, in one container"]
+    if mapped is None or problems:
+        if mapped is not None:
+            mapped.pool.close()
+        raise ConnectorRefused("; ".join(problems))
+    if mapped.passing is not None and not wanted.is_for_scheduler:
+        mapped.passing.unlink()
+    return mapped
+
+
+def map_for_scheduler(wanted: EnginePool) -> MappedPool | None:
+    """The scheduler's view of the pool, last of all; None where it has no use for one. Raises `ConnectorRefused`."""
+    if not wanted.is_for_scheduler:
+        return None
     try:
-        file = SharedFile(SHARED_MEMORY / _name(config))
-        pool = HostPool(size.num_slots, size.rank_slot_bytes, backing=file, num_ranks=size.num_ranks, rank=rank)
-    except (OSError, NotEnoughMemory) as problem:
-        error = f"rank {rank}: {problem}"
-    errors = [found for found in _of_all_ranks(error) if found is not None]
-    if file is not None:
-        file.unlink()
-    if pool is not None and not errors:
-        return pool
-    if pool is not None:
-        pool.close()
-    raise NotEnoughMemory("; ".join(errors))
+        mapped = _map(wanted, 0, is_first=False, is_ready=True)
+    except FileNotFoundError as error:
+        raise ConnectorRefused(
+            f"the pool {error.filename} of this engine's ranks is not there: tiers and kept pools need the ranks and "
+            "the engine's own process on one host, in one container; leave tiers out, and set pool_kind=pinned"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConnectorRefused(str(error)) from error
+    if mapped.passing is not None:
+        mapped.passing.unlink()
+    return mapped
 
 
-def _name(config: Any) -> str:
-    """Alike on all ranks of an engine, and on no others: vLLM draws the engine's id when it reads its configuration."""
-    parts = (config.kv_transfer_config.engine_id, config.instance_id, config.parallel_config.data_parallel_index)
-    return f"kvferry-{hashlib.sha256(repr(parts).encode()).hexdigest()[:_DIGITS]}"
+def _map(wanted: EnginePool, rank: int, *, is_first: bool, is_ready: bool = False) -> MappedPool:
+    size, slots = wanted.size, wanted.size.extents
+    file = open_kept_file(
+        wanted.settings, wanted.name, wanted.fingerprint, slots, size.rank_slot_bytes, size.num_ranks, join=not is_first
+    )
+    passing: PassingFile | None = None
+    if file is None:
+        if is_first:
+            sweep_names()
+        passing = PassingFile(wanted.start, is_ready=is_ready)
+    shape = slots if file is None else file.shape
+    pool = HostPool(
+        shape.num_slots,
+        size.rank_slot_bytes,
+        shape.extent_slots * size.slots.slot_bytes,
+        backing=file or passing,
+        num_ranks=size.num_ranks,
+        rank=rank,
+    )
+    if file is not None and is_first:
+        try:
+            file.share()
+        except BaseException:
+            pool.close()
+            raise
+    return MappedPool(pool, file, passing)
 
 
-def _of_all_ranks(mine: str | None) -> list[str | None]:
+def _of_all_ranks(wanted: EnginePool, mine: _Said) -> list[_Said]:
     """What each rank has to say. Nobody goes on before all have spoken."""
+    if wanted.size.num_ranks == 1:
+        return [mine]
     import torch.distributed as dist
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    found: list[str | None] = [None] * group.world_size
+    found: list[Any] = [None] * group.world_size
     dist.all_gather_object(found, mine, group=group.cpu_group)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.names import aliases_of
 from core.keys import tenant_digest
 
@@ -12,10 +13,24 @@ from core.keys import tenant_digest
 class VllmRequest:
     """Wraps vLLM's own, live request object; satisfies `core.engine.EngineRequest`."""
 
-    __slots__ = ("aliases", "lora", "num_preemptions", "priority", "request", "request_id", "tenant")
+    __slots__ = (
+        "_adapter",
+        "_adapters",
+        "_hashes",
+        "aliases",
+        "lora",
+        "num_preemptions",
+        "priority",
+        "request",
+        "request_id",
+        "tenant",
+    )
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, adapters: Adapters) -> None:
         self.request = request
+        self._adapters = adapters
+        self._adapter = None if request.lora_request is None else adapters.find(request.lora_request)
+        self._hashes: list[bytes] = []
         self.request_id: str = request.request_id
         self.aliases: tuple[str, ...] = aliases_of(self.request_id)
         self.tenant = tenant_digest(request.cache_salt)
@@ -37,8 +52,16 @@ class VllmRequest:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """One chained hash for each full block, as a live list. Tokens still being sampled are not in it."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        return hashes
+        theirs: Sequence[bytes] = self.request.block_hashes
+        if self._adapter is None:
+            return theirs
+        suffix = self._adapter.suffix
+        if suffix is None:
+            return ()
+        if len(theirs) < len(self._hashes):
+            self._hashes.clear()
+        self._hashes += self._adapters.lengthen(theirs[len(self._hashes) :], suffix)
+        return self._hashes
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:

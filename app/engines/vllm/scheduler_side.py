@@ -6,13 +6,15 @@ a match again, and a load that core calls failed after all is taken back from wh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.device import VllmDevice
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
-from app.engines.vllm.metadata import StepOrders, StepReports
+from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from app.engines.vllm.requests import VllmRequest
 from core.engine import BlockTables, StepProgress
 from core.scheduler import Hit, Later, OffloadScheduler
@@ -38,13 +40,18 @@ class SchedulerSide:
         core: OffloadScheduler,
         device: VllmDevice,
         layout: VllmLayout,
+        adapters: Adapters,
         num_workers: int = 1,
         events: FillListener | None = None,
+        woken: threading.Event | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`woken` is set by tiers that have something for a request that waits; None without tiers."""
         self.core = core
+        self._woken = woken
         self._events = events
         self.device = device
+        self._adapters = adapters
         self._by_offer = [group.by_offer for group in layout.groups]
         self._block_sizes = [group.spec.block_size for group in layout.groups]
         self._num_workers = num_workers
@@ -61,7 +68,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """A request was added. vLLM's object is kept until the request is over."""
-        ours = VllmRequest(request)
+        ours = VllmRequest(request, self._adapters)
         self._requests[ours.request_id] = ours
         self.core.on_new_request(ours, self._clock())
 
@@ -99,7 +106,10 @@ class SchedulerSide:
         self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
         lost, self._lost = self._lost, []
         self.num_changes += bool(plan)
-        return StepOrders(plan.loads, plan.stores, lost, is_idle=output.total_num_scheduled_tokens == 0)
+        is_idle = output.total_num_scheduled_tokens == 0
+        if is_idle and not plan and not lost:
+            self._wait_for_tiers()
+        return StepOrders(plan.loads, plan.stores, lost, is_idle)
 
     def take_reports(self, output: Any) -> None:
         """What the workers report after a step."""
@@ -127,6 +137,12 @@ class SchedulerSide:
         self.num_changes += 1
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _wait_for_tiers(self) -> None:
+        """Requests may wait for a tier, and nothing else be under way: vLLM would only ask again, as fast as it can."""
+        if self._woken is not None and self._requests and not self.core.has_open_work():
+            self._woken.wait(IDLE_WAIT_S)
+            self._woken.clear()
 
     def _progress(self, output: Any) -> Iterable[StepProgress]:
         """How far each scheduled request will have come, with its tables as they are now."""

@@ -9,8 +9,11 @@ from typing import Any
 from app.engines.vllm.layout import VllmLayout
 from app.engines.vllm.refusal import ConnectorRefused
 from app.settings import Settings
+from app.settings.kinds import PoolKind
+from app.warm_start import largest_pool_bytes
 from core.engine import StoreMode
 from core.groups import GroupLayout
+from cuda_ops.extents import PoolPlan, plan_pool
 from cuda_ops.limits import check_fits, memory_limits
 
 _log = logging.getLogger(__name__)
@@ -23,8 +26,13 @@ class PoolSize:
     """Slots of an engine. `slots` is how groups lie in them, with the bytes of all ranks together."""
 
     slots: GroupLayout
-    num_slots: int
+    extents: PoolPlan
     num_ranks: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all. A pool that was kept since it had another size may round them otherwise."""
+        return self.extents.num_slots
 
     @property
     def rank_slot_bytes(self) -> int:
@@ -44,13 +52,13 @@ def size_pool(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolSize
         slots = layout.of_core(settings.blocks_per_slot, num_ranks)
     except ValueError as error:
         raise ConnectorRefused(str(error)) from error
-    num_slots = settings.pool_bytes // slots.slot_bytes
-    if num_slots < 1:
+    extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
+    if not extents.num_slots:
         raise ConnectorRefused(
             f"pool_bytes={settings.pool_bytes} holds no slot: one takes {slots.slot_bytes:,} bytes, of "
             f"{num_ranks} ranks together; make it larger"
         )
-    return PoolSize(slots, num_slots, num_ranks)
+    return PoolSize(slots, extents, num_ranks)
 
 
 def announce(size: PoolSize, settings: Settings, layout: VllmLayout) -> None:
@@ -83,9 +91,6 @@ def announce(size: PoolSize, settings: Settings, layout: VllmLayout) -> None:
             settings.pool_bytes,
             device_bytes,
         )
-    check_pool_fits(size)
-
-
-def check_pool_fits(size: PoolSize) -> None:
-    """Raise `NotEnoughMemory` if all ranks' pools together do not fit this machine."""
-    check_fits("pool_bytes", size.num_bytes, memory_limits())
+    if settings.pool_kind is PoolKind.PINNED:
+        # A pool that is kept may be there already, and then takes nothing.
+        check_fits("pool_bytes", size.num_bytes, memory_limits())

@@ -10,14 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from app.engines.vllm.metadata import StepOrders, StepReports
+from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.copy_engine import CopyEngine
 
 _log = logging.getLogger(__name__)
-
-IDLE_WAIT_S = 0.005
-"""How long a step that computes nothing waits for a copy, so that steps without work do not take the copies' time."""
 
 
 class WorkerSide:

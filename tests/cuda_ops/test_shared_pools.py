@@ -1,0 +1,208 @@
+"""Pools that several processes of one engine map: ready before others join, theirs alone, and gone when it should."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.transfers import SlotLabels
+from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import DropReason, KeptSlots, recover_slots
+from cuda_ops.passing_file import PassingFile, sweep_names
+from cuda_ops.pool_format import PoolShape
+from cuda_ops.pool_lock import PoolLock, PoolRefused, lock_path
+from cuda_ops.slot_headers import SlotHeaders
+from tests.cuda_ops.kept import FINGERPRINT, bytes_of, key_of
+
+SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Mapped:
+    """One process's view of a pool."""
+
+    file: KeptFile
+    pool: HostPool
+
+    def store(self, rank: int, numbers: list[int], slots: list[int], num_bytes: int = 2000) -> None:
+        """What a rank does with its part of blocks, of so many bytes on all ranks together."""
+        headers = SlotHeaders(self.file.headers(rank), self.pool, rank)
+        count = len(slots)
+        labels = SlotLabels(
+            np.array(slots),
+            [key_of(number) for number in numbers],
+            np.full(count, 1),
+            np.full(count, self.file.min_epoch),
+            np.full(count, num_bytes),
+        )
+        headers.begin(labels)
+        for number, slot in zip(numbers, slots, strict=True):
+            self.pool.row(slot)[rank, : num_bytes // 2] = bytes_of(number + rank, num_bytes // 2)
+        assert headers.seal(labels) == count
+
+    def verify(self, rank: int, kept: KeptSlots) -> list[int]:
+        return SlotHeaders(self.file.headers(rank), self.pool, rank).verify(kept.slots).tolist()
+
+
+@contextmanager
+def engine(path: Path, shape: PoolShape = SHAPE) -> Iterator[tuple[Mapped, Mapped]]:
+    """The first rank's view, and that of a process that has joined it."""
+    first = KeptFile(path, shape, FINGERPRINT)
+    made = [first]
+    try:
+        views = [map_all(first, 0)]
+        first.share()
+        made.append(KeptFile(path, shape, FINGERPRINT, join=True))
+        views.append(map_all(made[1], 1))
+        yield views[0], views[1]
+    finally:
+        for file in made:
+            file.close()
+
+
+def map_all(file: KeptFile, rank: int) -> Mapped:
+    shape = file.shape
+    pool = HostPool(
+        shape.num_slots,
+        shape.slot_bytes,
+        shape.extent_slots * shape.row_bytes,
+        backing=file,
+        num_ranks=shape.num_ranks,
+        rank=rank,
+    )
+    return Mapped(file, pool)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared.pool"
+
+
+def test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_of_all(path: Path) -> None:
+    with engine(path) as (first, second):
+        first.store(0, [100, 101, 102], [3, 4, 5])
+        second.store(1, [100, 101, 102], [3, 4, 5])
+        # A group whose blocks are shorter than a slot, and a block that one rank had not sealed.
+        first.store(0, [103, 104], [6, 7], num_bytes=600)
+        second.store(1, [103], [6], num_bytes=600)
+    with engine(path) as (first, second):
+        kept = recover_slots(second.file)
+        assert kept.slots.tolist() == [3, 4, 5, 6]
+        assert kept.sizes.tolist() == [2000, 2000, 2000, 600]
+        assert kept.dropped == {DropReason.UNSEALED: 1}
+        first.pool.row(4)[1, 999] ^= 1
+        assert [second.verify(rank, kept) for rank in range(2)] == [[], [4]]
+
+
+def test_slots_that_a_file_has_lost_do_not_come_back_to_whoever_joins(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(path) as (first, second):
+        first.store(0, list(range(100, 112)), list(range(12)))
+        second.store(1, list(range(100, 112)), list(range(12)))
+    os.truncate(path, SHAPE.payload_offset + SHAPE.extent_stride + 2 * SHAPE.row_bytes)
+    with engine(path) as (_, second):
+        kept = recover_slots(second.file)
+        assert kept.slots.tolist() == list(range(6))
+        assert second.verify(0, kept) == second.verify(1, kept) == []
+    assert "was cut off: 6 slots are lost" in caplog.text
+
+
+def test_a_pool_of_another_size_is_alike_to_all_who_map_it(path: Path) -> None:
+    with engine(path) as (first, second):
+        first.store(0, [100, 110], [1, 10])
+        second.store(1, [100, 110], [1, 10])
+    for num_slots, kept in ((9, [1]), (20, [1])):
+        with engine(path, replace(SHAPE, num_slots=num_slots, extent_slots=1)) as (first, second):
+            assert first.pool.num_slots == second.pool.num_slots == num_slots // 4 * 4
+            assert recover_slots(second.file).slots.tolist() == kept
+
+
+def test_another_engine_is_refused_until_the_last_process_of_the_first_is_gone(path: Path) -> None:
+    with engine(path) as (first, second):
+        for file in (first.file, second.file):
+            with pytest.raises(PoolRefused, match=rf"in use by another process \(pid {os.getpid()}\).*ENGINE_NAME"):
+                KeptFile(path, SHAPE, FINGERPRINT)
+            file.close()
+    KeptFile(path, SHAPE, FINGERPRINT).close()
+
+
+def test_nobody_joins_while_the_pool_is_not_ready_nor_another_pool(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        KeptFile(path, SHAPE, FINGERPRINT, join=True)
+    first = KeptFile(path, SHAPE, FINGERPRINT)
+    try:
+        with pytest.raises(PoolRefused, match="in use by another process"):
+            KeptFile(path, SHAPE, FINGERPRINT, join=True)
+        map_all(first, 0)
+        first.share()
+        with pytest.raises(PoolRefused, match="not what the first process of this engine has made: model was 'm'"):
+            KeptFile(path, SHAPE, FINGERPRINT | {"model": "other"}, join=True)
+    finally:
+        first.close()
+
+
+def test_names_that_an_engine_left_as_it_died_are_swept_away_and_those_in_use_stay() -> None:
+    name = f"test-{secrets.token_hex(6)}"
+    script = (
+        "import os, sys\nfrom cuda_ops.host_pool import HostPool\nfrom cuda_ops.passing_file import PassingFile\n"
+        f"pool = HostPool(4, 4096, backing=PassingFile({name!r}))\nprint('mapped', flush=True)\nsys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    path = SHARED_MEMORY / f"kvferry-{name}.pinned"
+    try:
+        assert process.stdout.readline() == "mapped\n"
+        sweep_names()
+        assert path.exists()
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        assert path.exists()
+        sweep_names()
+        assert not path.exists()
+        assert not lock_path(path).exists()
+    finally:
+        process.kill()
+        path.unlink(missing_ok=True)
+        lock_path(path).unlink(missing_ok=True)
+
+
+def test_memory_without_a_name_is_shared_by_those_who_have_mapped_it() -> None:
+    name = f"test-{secrets.token_hex(6)}"
+    first = HostPool(4, 4096, backing=(made := PassingFile(name)))
+    second = HostPool(4, 4096, backing=(joined := PassingFile(name, is_ready=True)))
+    assert (made.must_touch, joined.must_touch) == (True, False)
+    joined.unlink()
+    try:
+        assert not list(SHARED_MEMORY.glob(f"kvferry-{name}*"))
+        first.slot(2)[:] = 7
+        assert (second.slot(2) == 7).all()
+        with pytest.raises(FileNotFoundError):
+            PassingFile(name, is_ready=True)
+    finally:
+        first.close()
+        second.close()
+        for path in SHARED_MEMORY.glob(f"kvferry-{name}*"):
+            path.unlink()
+
+
+def test_a_lock_is_given_back_as_often_as_one_likes(path: Path) -> None:
+    lock = PoolLock(path)
+    lock.close()
+    lock.close()
+    PoolLock(path, shared=True).close()

@@ -1,0 +1,195 @@
+"""LoRA adapters are told apart by what is in their files, whatever they are called; what cannot be is not stored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
+from app.engines.vllm.requests import VllmRequest
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.workload import BLOCK, random_tokens
+from tests.waiting import wait_until
+
+RNG = random.Random(71)
+PROMPTS = [random_tokens(RNG, 4 * BLOCK + 5) for _ in range(24)]
+"""More than the device holds, and none begins like another."""
+LAYERS, HIDDEN, RANK = 4, 128, 8
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A small adapter that changes keys and values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator)
+            weights[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=generator) / RANK
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def lora(path: Path | str, name: str = "one", number: int = 1, load_inplace: bool = False) -> LoRARequest:
+    return LoRARequest(name, number, str(path), load_inplace=load_inplace)
+
+
+class Hashes:
+    """A request of so many full blocks with an adapter, as kvferry sees its hashes."""
+
+    def __init__(self, adapters: Adapters, request: LoRARequest, blocks: int = 2) -> None:
+        live: Any = SimpleNamespace(
+            request_id="one-1",
+            cache_salt=None,
+            lora_request=request,
+            priority=0,
+            num_preemptions=0,
+            block_hashes=[bytes([number]) * 32 for number in range(blocks)],
+        )
+        self.theirs: list[bytes] = live.block_hashes
+        self._ours = VllmRequest(live, adapters)
+
+    def now(self) -> list[bytes]:
+        return list(self._ours.block_hashes)
+
+    def known(self) -> list[bytes]:
+        """The hashes, once the adapter's files have been read."""
+        wait_until(lambda: bool(self.now()), "the adapter is known", 20.0)
+        return self.now()
+
+
+@pytest.fixture
+def adapters() -> Adapters:
+    return Adapters("a start", max_hashes=4)
+
+
+def test_the_same_name_and_path_with_other_weights_are_another_adapter_to_the_next_engine(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", seed=1)
+    first = Hashes(Adapters("a start", 4), lora(tmp_path / "a")).known()
+    assert first == Hashes(Adapters("another", 4), lora(tmp_path / "a")).known()
+    write_adapter(tmp_path / "a", seed=2)
+    second = Hashes(Adapters("another", 4), lora(tmp_path / "a")).known()
+    assert not set(first) & set(second)
+
+
+def test_hashes_are_longer_by_one_digest_and_grow_with_vllms(tmp_path: Path, adapters: Adapters) -> None:
+    found = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1)))
+    first = found.known()
+    assert [ours[:32] for ours in first] == found.theirs
+    assert {len(ours) for ours in first} == {32 + SUFFIX_BYTES}
+    found.theirs.append(b"\x07" * 32)
+    assert found.now()[:2] == first
+    assert found.now()[2] == adapters.ours(b"\x07" * 32)
+    assert adapters.ours(b"\x08" * 32) == b"\x08" * 32
+
+
+def test_an_adapter_loaded_again_with_other_weights_from_its_path_is_not_stored(
+    tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own cache still holds the blocks of the first weights, under the same hashes."""
+    first = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1)))
+    assert first.known()
+    write_adapter(tmp_path / "a", seed=2)
+    second = Hashes(adapters, lora(tmp_path / "a", number=2))
+    wait_until(lambda: "was loaded again" in caplog.text, "it is noticed", 20.0)
+    assert first.now() == second.now() == []
+
+
+def test_the_same_weights_loaded_again_are_the_same_adapter(tmp_path: Path, adapters: Adapters) -> None:
+    first = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1))).known()
+    assert Hashes(adapters, lora(tmp_path / "a", number=2)).known() == first
+
+
+def test_an_adapter_loaded_in_place_is_not_stored(
+    tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_adapter(tmp_path / "a", seed=1)
+    assert Hashes(adapters, lora(path)).known()
+    assert Hashes(adapters, lora(path, load_inplace=True)).now() == []
+    assert Hashes(adapters, lora(path)).now() == []
+    assert "load other weights from another path" in caplog.text
+
+
+def test_an_adapter_of_the_hub_is_known_to_this_engine_only(adapters: Adapters) -> None:
+    first = Hashes(adapters, lora("somebody/adapter")).known()
+    assert Hashes(adapters, lora("somebody/adapter")).known() == first
+    other = Hashes(Adapters("another", 4), lora("somebody/adapter")).known()
+    assert not set(first) & set(other)
+
+
+def test_what_cannot_be_read_is_not_stored(
+    tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_adapter(tmp_path / "a", seed=1)
+    weights = path / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(weights)
+    found = Hashes(adapters, lora(path))
+    wait_until(lambda: "none of its blocks is stored" in caplog.text, "it is said", 20.0)
+    assert found.now() == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# --- vLLM itself ------------------------------------------------------------------------------------------------------
+
+
+def adapted(engine: InProcess, path: Path, number: int = 1) -> list[tuple[int, ...]]:
+    """Answers with the adapter that is at a path, which always has one name."""
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = engine.llm.generate(
+        asked, engine.sampling(8), use_tqdm=False, lora_request=lora(path, f"adapter-{number}", number)
+    )
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_blocks_come_back_to_their_adapter_and_to_no_other_of_its_name(llama: Path, tmp_path: Path) -> None:
+    """Stored as they leave the device, where they go by vLLM's hashes alone."""
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK}
+    kept = transfer_config(
+        pool_kind="file",
+        pool_path=str(tmp_path / "pool"),
+        engine_name="adapted",
+        load_decision="always",
+        store_mode="lazy",
+    )
+    with in_process(llama, **options) as engine:
+        first = adapted(engine, write_adapter(tmp_path / "first", seed=1))
+        second = adapted(engine, write_adapter(tmp_path / "second", seed=2), 2)
+    assert sum(one != other for one, other in zip(first, second, strict=True)) > len(PROMPTS) // 2
+    path = write_adapter(tmp_path / "one", seed=1)
+    for number in range(2):
+        with in_process(llama, kept, **options) as engine:
+            wait_until(
+                lambda: engine.side._adapters.find(lora(path, "adapter-1")).suffix is not None, "it is known", 20.0
+            )
+            assert adapted(engine, path) == first
+            assert (engine.settle().prompt_tokens.host_hit > 0) == (number > 0)
+            assert adapted(engine, path) == first
+            assert engine.settle().prompt_tokens.host_hit > 0
+            assert engine.snapshot().load.failed == 0
+    write_adapter(path, seed=2)
+    with in_process(llama, kept, **options) as engine:
+        assert engine.snapshot().pool.unverified > 0
+        wait_until(lambda: engine.side._adapters.find(lora(path, "adapter-1")).suffix is not None, "it is known", 20.0)
+        assert adapted(engine, path) == second
+        assert engine.settle().prompt_tokens.host_hit == 0
+        assert adapted(engine, path) == second
+        assert engine.settle().prompt_tokens.host_hit > 0

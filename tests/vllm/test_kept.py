@@ -1,0 +1,196 @@
+"""Pools that outlive their engine, inside vLLM: the next engine begins warm with right blocks, or with none."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.pool_lock import PoolLock, PoolRefused
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.server import VllmServer, serving
+from tests.vllm.test_parallel import BIND, RANKS
+from tests.vllm.test_refusals import start_in_vain
+from tests.vllm.test_server import ask, assert_equal_tokens
+from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
+from tests.waiting import wait_until
+
+PROMPTS = shared_prefixes(40, prefixes=10, seed=51)
+FEW = PROMPTS[:6]
+DROPPED = shared_prefixes(4, prefixes=2, seed=52)
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+@pytest.fixture
+def shm_name() -> Iterator[str]:
+    """The name of an engine whose pool lies in shared memory for as long as the test runs."""
+    name = f"test-{secrets.token_hex(6)}"
+    yield name
+    for path in SHARED_MEMORY.glob(f"kvferry-{name}*"):
+        path.unlink()
+
+
+def kept_config(folder: Path, **extra: object) -> dict[str, Any]:
+    where = {"pool_kind": "file", "pool_path": str(folder / "pool"), "engine_name": "kept"}
+    return transfer_config(load_decision="always", **(where | extra))
+
+
+def recovered(engine: InProcess) -> int:
+    """Blocks of an earlier engine that this one began with."""
+    assert engine.connector._host is not None
+    started = engine.connector._host.context(lambda: False).warm_start
+    assert started is not None
+    return started.recovered
+
+
+def hits(server: VllmServer) -> int:
+    """Prompt tokens that came from the host pool, on which vLLM and kvferry agree."""
+    stats = server.settled()
+    found = int(stats["prompt_tokens"]["host_hit"])
+    if stats["requests"]["preempted"] == 0 and stats["load"]["failed"] == 0:
+        assert server.metric("vllm:external_prefix_cache_hits_total") == found
+    return found
+
+
+def ask_all(server: VllmServer, truth: list[Answer], prompts: list[list[int]] = PROMPTS) -> None:
+    assert_equal_tokens([ask(server, prompt) for prompt in prompts], truth[: len(prompts)])
+
+
+def kill_under_load(server: VllmServer) -> None:
+    """End it from one moment to the next, while it computes, stores and loads."""
+    before = server.stats()["requests"]["finished"]
+
+    def go_on() -> None:
+        while True:
+            for prompt in PROMPTS:
+                try:
+                    ask(server, prompt)
+                except httpx.HTTPError:
+                    return
+
+    with ThreadPoolExecutor(3) as clients:
+        for _ in range(3):
+            clients.submit(go_on)
+        wait_until(lambda: server.stats()["requests"]["finished"] > before + 20, "it works", 60.0)
+        server.stop(signal.SIGKILL)
+
+
+def test_a_server_killed_under_load_comes_back_warm_and_what_was_reset_does_not_come_back(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    transfer = kept_config(tmp_path)
+    with serving(llama, transfer, tmp_path) as server:
+        for prompt in DROPPED:
+            ask(server, prompt)
+        assert server.settled()["pool"]["ready"] > 0
+        dropped = server.admin.post("/admin/v1/reset", json={}).raise_for_status().json()
+        assert dropped["dropped_blocks"] > 0
+        ask_all(server, truth)
+        kill_under_load(server)
+    with serving(llama, transfer, tmp_path) as server:
+        pool = server.stats()["pool"]
+        assert pool["ready"] == pool["unverified"] > 0
+        assert server.admin.get("/readyz").json() == {"ready": True, "reasons": []}
+        for prompt in DROPPED:
+            ask(server, prompt)
+        assert hits(server) == 0
+        ask_all(server, truth)
+        assert hits(server) > 0
+        after = server.settled()
+        assert (after["load"]["failed"], after["load"]["corrupt"]) == (0, 0)
+        assert after["pool"]["unverified"] < pool["unverified"]
+
+
+def test_two_ranks_come_back_warm(llama: Path, tmp_path: Path, truth: list[Answer], shm_name: str) -> None:
+    transfer = kept_config(tmp_path, pool_kind="shm", pool_path=None, engine_name=shm_name)
+    transfer["kv_connector_extra_config"].pop("pool_path")
+    for number in range(2):
+        with serving(llama, transfer, tmp_path, BIND, tensor_parallel_size=RANKS) as server:
+            pool = server.stats()["pool"]
+            assert pool["ready"] == pool["unverified"]
+            assert (pool["ready"] > 0) == (number > 0)
+            ask_all(server, truth, FEW)
+            stats = server.settled()
+            assert (stats["load"]["failed"], stats["load"]["corrupt"]) == (0, 0)
+            assert (hits(server) > 0) == (number > 0)
+            if number:
+                # Each rank looked at its part of each block that it had not written itself, and all bytes came back.
+                assert stats["load"]["bytes"] == stats["load"]["blocks"] * stats["pool"]["slot_bytes"]
+                assert stats["pool"]["unverified"] < pool["unverified"]
+            server.stop(signal.SIGKILL)
+
+
+def test_other_weights_drop_the_pool_and_the_field_is_named(
+    llama: Path, tmp_path: Path, truth: list[Answer], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    with in_process(model, kept_config(tmp_path)) as engine:
+        engine.generate(FEW)
+        stored = engine.settle().store.stored
+    with in_process(model, kept_config(tmp_path)) as engine:
+        assert recovered(engine) == stored > 0
+        assert_same(engine.generate(FEW), truth[: len(FEW)])
+        assert engine.settle().prompt_tokens.host_hit > 0
+    os.utime(model / "model.safetensors", (1, 1))
+    capfd.readouterr()
+    with in_process(model, kept_config(tmp_path)) as engine:
+        assert recovered(engine) == 0
+        assert_same(engine.generate(FEW[:1]), truth[:1])
+        assert engine.settle().prompt_tokens.host_hit == 0
+    said = capfd.readouterr().err
+    assert re.search(r"WARNING .*is dropped and starts empty: revision was 'files-\w+' .* and is 'files-\w+'", said)
+
+
+def test_a_pool_is_one_engines_at_a_time(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = tmp_path / "pool" / "kept.pool"
+    with in_process(llama, kept_config(tmp_path)) as engine:
+        engine.generate(FEW[:1])
+        with pytest.raises(PoolRefused, match=rf"in use by another process \(pid {os.getpid()}\)"):
+            PoolLock(pool)
+    lock = PoolLock(pool)
+    try:
+        words = rf"the pool {pool} is in use by another process \(pid {os.getpid()}\); stop it, or give this one "
+        start_in_vain(llama, words, **kept_config(tmp_path)["kv_connector_extra_config"])
+    finally:
+        lock.close()
+    assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err)
+    with in_process(llama, kept_config(tmp_path)) as engine:
+        assert recovered(engine) == len(FEW[0]) // BLOCK
+
+
+def test_random_hash_seeds_are_warned_of_and_a_set_one_brings_blocks_back(
+    llama: Path, tmp_path: Path, truth: list[Answer], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warning = "WARNING .*PYTHONHASHSEED is not set, .* set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with in_process(llama, kept_config(tmp_path), prefix_caching_hash_algo="xxhash") as engine:
+        engine.generate(FEW[:1])
+        assert engine.settle().store.stored > 0
+    assert len(re.findall(warning, capfd.readouterr().err)) == 1
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with in_process(llama, kept_config(tmp_path), prefix_caching_hash_algo="xxhash") as engine:
+        assert recovered(engine) == 0
+        engine.generate(FEW)
+        stored = engine.settle().store.stored
+    said = capfd.readouterr().err
+    assert re.search(r"is dropped and starts empty: hash_seed was 'random-\w+'", said)
+    assert not re.search(warning, said)
+    with in_process(llama, kept_config(tmp_path), prefix_caching_hash_algo="xxhash") as engine:
+        assert recovered(engine) == stored > 0
+        assert_same(engine.generate(FEW), truth[: len(FEW)])
+        assert engine.settle().prompt_tokens.host_hit > 0

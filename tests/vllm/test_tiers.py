@@ -1,0 +1,94 @@
+"""Tiers inside vLLM: they work in the engine's own process, on the memory that its workers copy from and to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
+from tests.vllm.server import serving
+from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.test_parallel import BIND, RANKS, pool_mappings
+from tests.vllm.test_server import ask, assert_equal_tokens
+from tests.vllm.workload import Answer, assert_same, shared_prefixes
+from tests.waiting import wait_until
+
+PROMPTS = shared_prefixes(40, prefixes=14, seed=61)
+SMALL_POOL = "6MiB"
+"""48 slots: less than the device, and less than half of what the prompts take."""
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+def tiered(folder: Path, **extra: object) -> dict[str, Any]:
+    tiers = [{"type": "fs", "name": "disk", "path": str(folder / "tier"), "max_bytes": "256MiB"}]
+    return transfer_config(pool_bytes=SMALL_POOL, load_decision="always", tiers=tiers, **extra)
+
+
+def drain(engine: InProcess) -> None:
+    """Have everything that was stored reach the tier."""
+    engine.settle()
+
+    def is_done() -> bool:
+        engine.core.expire(time.time())
+        engine.settle()
+        return not any(link.open_jobs for link in engine.core._tiers.links)
+
+    wait_until(is_done, "the tier has what it was given", 30.0)
+
+
+def tier_hits(tokens: Mapping[str, int]) -> int:
+    return sum(tokens.values())
+
+
+def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    with in_process(llama, tiered(tmp_path)) as engine:
+        for prompt, wanted in zip(PROMPTS, truth, strict=True):
+            assert_same(engine.generate([prompt]), [wanted])
+            drain(engine)
+        first = engine.snapshot()
+        assert first.pool.slots < DEVICE_BLOCKS < first.store.stored
+        assert first.evictions.total > 0
+        engine.forget_device()
+        for prompt, wanted in zip(PROMPTS, truth, strict=True):
+            assert_same(engine.generate([prompt]), [wanted])
+        drain(engine)
+        after = engine.snapshot()
+        assert tier_hits(after.prompt_tokens.tier_hit) > tier_hits(first.prompt_tokens.tier_hit)
+        assert after.tiers["disk"].counts.corrupt == after.load.failed == 0
+        assert engine.metric("vllm:external_prefix_cache_hits") == (
+            after.prompt_tokens.host_hit + tier_hits(after.prompt_tokens.tier_hit)
+        )
+        assert_nothing_left(engine)
+    with in_process(llama, tiered(tmp_path)) as engine:
+        assert_same(engine.generate(PROMPTS), truth)
+        again = engine.settle()
+        assert again.prompt_tokens.tier_hit["disk"] > 0
+        assert_nothing_left(engine)
+
+
+def test_two_ranks_and_the_engines_process_share_the_memory_that_a_tier_works_on(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    with serving(llama, tiered(tmp_path), tmp_path, BIND, tensor_parallel_size=RANKS) as server:
+        mapped = pool_mappings(server)
+        assert len(mapped) == RANKS + 1
+        (only,) = {frozenset(inodes) for inodes in mapped.values()}
+        # Nothing is left of it when they are killed.
+        assert [is_deleted for _, is_deleted in only] == [True]
+        for _ in range(2):
+            assert_equal_tokens([ask(server, prompt) for prompt in PROMPTS], truth)
+        stats = server.settled()
+        assert stats["prompt_tokens"]["tier_hit"]["disk"] > 0
+        assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
+        assert stats["engine"]["workers"] == RANKS
