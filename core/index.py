@@ -1,7 +1,8 @@
 """Which slot holds a key: dictionaries that stay small enough to grow without anyone noticing.
 
 When one dictionary grows past five million keys, that one insertion takes 0.3 s, under the lock; one of forty thousand
-grows in under 2 ms. A small pool has one dictionary, since every further one costs cache misses.
+grows in under 2 ms. A small pool has one dictionary, since every further one costs cache misses. When a pool grows its
+keys move into more of them, a batch at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ class KeyIndex:
     """Key to slot, spread over dictionaries by the key's first byte; keys are hashes, so they spread evenly."""
 
     def __init__(self, num_slots: int) -> None:
-        count = 1
-        while count < _MAX_SHARDS and count * _SHARD_KEYS < num_slots:
-            count *= 2
+        count = _shards_for(num_slots)
         self._shards: list[dict[Key, int]] = [{} for _ in range(count)]
         # By first byte, whatever the number of shards: one list look-up finds the method to call.
         by_byte = [self._shards[byte % count] for byte in range(256)]
@@ -33,6 +32,10 @@ class KeyIndex:
         self._claims = [shard.setdefault for shard in by_byte]
         self._pops = [shard.pop for shard in by_byte]
         self._only = self._shards[0] if count == 1 else None
+
+    def is_small_for(self, num_slots: int) -> bool:
+        """Whether so many slots should have more dictionaries."""
+        return len(self._shards) < _shards_for(num_slots)
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self._shards)
@@ -80,3 +83,48 @@ class KeyIndex:
     def shards(self) -> list[dict[Key, int]]:
         """The dictionaries themselves, for whoever takes an abandoned index apart piece by piece."""
         return self._shards
+
+
+class MovingIndex(KeyIndex):
+    """An index whose keys are on their way from an old one to a new one; each key is in one of them."""
+
+    def __init__(self, old: KeyIndex, new: KeyIndex) -> None:
+        self.old = old
+        self.new = new
+        self._shards = [*old.shards(), *new.shards()]
+
+    def get(self, key: Key) -> int | None:
+        """See `KeyIndex`."""
+        slot = self.new.get(key)
+        return self.old.get(key) if slot is None else slot
+
+    def find(self, keys: Iterable[Key]) -> list[int | None]:
+        """See `KeyIndex`."""
+        return [self.get(key) for key in keys]
+
+    def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
+        """See `KeyIndex`."""
+        holders: list[int] = []
+        for key, slot in zip(keys, slots, strict=True):
+            holder = self.old.get(key)
+            holders += self.new.claim([key], [slot]) if holder is None else [holder]
+        return holders
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """See `KeyIndex`."""
+        for key in keys:
+            (self.new if self.old.get(key) is None else self.old).remove([key])
+
+    def move(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """Move those of these keys, each of which has its slot here, that have not been moved yet."""
+        left = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self.old.get(key) is not None]
+        moved = [key for key, _ in left]
+        self.new.claim(moved, [slot for _, slot in left])
+        self.old.remove(moved)
+
+
+def _shards_for(num_slots: int) -> int:
+    count = 1
+    while count < _MAX_SHARDS and count * _SHARD_KEYS < num_slots:
+        count *= 2
+    return count

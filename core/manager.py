@@ -21,7 +21,7 @@ from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
 from core.ghosts import Ghosts
 from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
-from core.index import KeyIndex
+from core.index import KeyIndex, MovingIndex
 from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
@@ -67,7 +67,7 @@ class OffloadManager:
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
         self.inventory = Inventory(self.table, self.lock)
-        self.index = KeyIndex(self.table.max_slots)
+        self.index = KeyIndex(num_slots)
         self.room = Room(self.table, eviction_policy)
         self.admission = Admission(num_slots, store_threshold)
         self.max_pinned_fraction = max_pinned_fraction
@@ -86,6 +86,7 @@ class OffloadManager:
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
         self._buried: list[KeyIndex] = []
+        self._next_moved = 0
 
     @property
     def num_slots(self) -> int:
@@ -416,7 +417,7 @@ class OffloadManager:
             for pin in (*self._loading.values(), *self._cascading.values()):
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
-            self.index = KeyIndex(self.table.max_slots)
+            self.index = KeyIndex(self.num_slots)
             self.room.policy.clear()
             self._ghosts.begin_epoch()
             self._kept_out.begin_epoch()
@@ -550,6 +551,32 @@ class OffloadManager:
             self._kept_out.plan_size(num_slots),
         ]
         return lambda: [put_in_force() for put_in_force in plans]
+
+    @property
+    def is_spreading(self) -> bool:
+        """Whether keys are on their way to an index for more slots."""
+        return isinstance(self.index, MovingIndex)
+
+    def spread_index(self, num_slots: int) -> bool:
+        """Have an index that is made for so many slots: keys move a batch a call; True while there is more to do."""
+        with self.lock:
+            index, table = self.index, self.table
+            if not isinstance(index, MovingIndex):
+                if index.is_small_for(num_slots):
+                    self.index, self._next_moved = MovingIndex(index, KeyIndex(num_slots)), 0
+                return self.index is not index
+            start = self._next_moved
+            self._next_moved = min(start + BATCH_SLOTS, table.end_slot)
+            slots = (table.current_states(start, self._next_moved) == SlotState.READY).nonzero()[0] + start
+            index.move(table.keys[slots].tolist(), slots.tolist())
+            if self._next_moved < table.end_slot:
+                return True
+            if len(index.old):
+                self._next_moved = 0
+                return True
+            self.index = index.new
+        # Only here the old one goes, with what memory its dictionaries still have.
+        return False
 
     def grow(self, end_slot: int) -> None:
         """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""

@@ -61,7 +61,7 @@ class PoolResize:
         manager, table = self._manager, self._manager.table
         with manager.lock:
             sizes = {manager.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
-            return len(sizes) > 1 or bool(self._waiting_for)
+            return len(sizes) > 1 or bool(self._waiting_for) or manager.is_spreading
 
     def want(self, num_slots: int) -> None:
         """The pool is to have so many slots, in whole extents. Takes the place of what was wanted before.
@@ -93,7 +93,8 @@ class PoolResize:
             return self._empty(now_s)
         if self._memory_slots != table.end_slot:
             return self._ask_for(table.end_slot)
-        return Todo.NOTHING
+        # Keys may be on their way for a larger pool that is not wanted any more.
+        return Todo.AGAIN if manager.spread_index(table.num_slots) else Todo.NOTHING
 
     def acknowledge(self, num_slots: int, worker: int = 0) -> None:
         """A worker has memory for exactly so many slots now."""
@@ -125,6 +126,8 @@ class PoolResize:
             return self._ask_for(wanted)
         if self._planned < end:
             self._resize_columns(wanted)
+        if manager.spread_index(wanted):
+            return Todo.AGAIN
         manager.grow(min(end, table.num_slots + BATCH_SLOTS))
         return Todo.AGAIN
 

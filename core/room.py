@@ -15,7 +15,7 @@ from core.slots import SlotTable
 from core.transfers import NO_SLOTS, Slots
 
 _LARGE_POOL = 8
-"""Where so many times a request may be evicted, its own slots are not among those that go while it runs."""
+"""A pool that holds a request so many times over does not come to evict it while it runs."""
 _RESIDENCY_LOOK = 4
 """How many candidates for eviction are asked after on the device, for each that is wanted."""
 _LEAST_LOOK = 16
@@ -42,8 +42,7 @@ class Room:
         if not num_own:
             return self._make(wanted, free, NO_SLOTS, 0)
         missing = len(wanted) - len(free)
-        size = self._table.num_slots if missing <= 0 else min(self._table.num_slots, len(self.policy))
-        if num_own * _LARGE_POOL > size:
+        if num_own * _LARGE_POOL > self._table.num_slots:
             return self._make(wanted, free, self._candidates(find_own()), 0)
         # In a large pool the request's own slots are among the latest used, and safe without looking for them.
         victims = self._make(wanted, free, NO_SLOTS, num_own)

@@ -8,6 +8,7 @@ import pytest
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
 from core.eviction import EVICTION_POLICIES
 from core.grants import PinOutcome
+from core.index import MovingIndex
 from core.manager import BATCH_SLOTS, OffloadManager
 from core.origins import OriginMatch
 from core.resize import PATIENCE_S, PoolResize, Todo
@@ -315,6 +316,69 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
     assert pool.manager.counts().slots == 2 * count
 
 
+@pytest.mark.parametrize("num_between", [0, 3, 150, 400])
+def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_between: int) -> None:
+    """A dictionary of millions of keys takes a third of a second to grow, under the lock."""
+    pool = Pool(100, 200_000, extent_slots=100)
+    manager = pool.manager
+    pool.store(range(60))
+    pool.resize.want(200_000)
+    assert pool.resize.step(1.0) is Todo.MEMORY
+    pool.resize.acknowledge(200_000)
+    assert pool.resize.step(1.0) is Todo.AGAIN
+    assert isinstance(manager.index, MovingIndex)
+    assert pool.has(range(60)) == list(range(60))
+    pool.store(range(60, 70))
+    assert len(manager.offer([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
+    assert manager.drop_block(key(5), 1.0)
+    assert manager.drop_block(key(65), 1.0)
+    for _ in range(num_between):
+        pool.resize.step(1.0)
+    if num_between == 3:
+        manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    expected = [] if num_between == 3 else [number for number in range(70) if number not in (5, 65)]
+    assert pool.has(range(70)) == expected
+    assert pool.drive() is Todo.NOTHING
+    assert not isinstance(manager.index, MovingIndex)
+    assert not manager.index.is_small_for(200_000)
+    assert pool.has(range(70)) == expected
+    while manager.bury():
+        pass
+
+
+def test_a_reset_takes_an_index_apart_that_is_on_its_way() -> None:
+    pool = Pool(2000, 200_000, extent_slots=100)
+    pool.store(range(2000))
+    pool.resize.want(200_000)
+    pool.resize.step(1.0)
+    pool.resize.acknowledge(200_000)
+    for _ in range(2):
+        pool.resize.step(1.0)
+    assert isinstance(pool.manager.index, MovingIndex)
+    assert (len(pool.manager.index.old), len(pool.manager.index.new)) == (1000, 1000)
+    pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
+    while pool.manager.bury():
+        pass
+    assert pool.drive() is Todo.NOTHING
+    assert not pool.manager.index.is_small_for(200_000)
+    pool.store(range(2000))
+    assert pool.has(range(2000)) == list(range(2000))
+
+
+def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any_more() -> None:
+    pool = Pool(2000, 200_000, extent_slots=100)
+    pool.store(range(2000))
+    pool.resize.want(200_000)
+    pool.resize.step(1.0)
+    pool.resize.acknowledge(200_000)
+    pool.resize.step(1.0)
+    assert pool.manager.is_spreading
+    assert pool.to(1000) is Todo.NOTHING
+    assert not pool.manager.is_spreading
+    assert not pool.resize.is_open
+    assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
+
+
 def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
     engine = ToyEngine(32, 64, extent_slots=4)
     tokens = list(range(20 * BLOCK_SIZE))
@@ -334,15 +398,62 @@ def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
     assert engine.manager.counts().slots == 4
 
 
-def test_keys_of_a_request_whose_blocks_are_the_oldest_are_evicted_once() -> None:
-    """Most of the pool is pinned, and what is left is the request's own: it finds less room, and nothing breaks."""
-    manager = OffloadManager(16, 64)
-    pool_keys = [key(number) for number in range(16)]
-    slots = manager.offer(pool_keys, ORIGIN, np.arange(16), 1, 1.0).slots
-    manager.publish(slots, 1.0)
-    own = pool_keys[-2:]
-    pin = manager.pin(slots[:-4])
-    answer = manager.offer([key(number) for number in range(50, 54)], ORIGIN, np.arange(4), 1, 2.0, prefix=own)
-    assert answer.num_answered == len(answer.slots) == 2
-    assert [manager.find_block(each) is not None for each in own] == [True, True]
-    manager.release(pin)
+def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:
+    pool = Pool(40, 40)
+    for number in range(40):
+        pool.store(range(number, number + 1))
+    for number in range(40):
+        pool.manager.drop_block(key(number), 1.0)
+    pool.resize.want(8)
+    pool.resize.step(1.0)
+    for number in range(100, 120):
+        assert all(slot < 8 for slot in pool.store(range(number, number + 1)).tolist())
+    assert pool.drive() is Todo.NOTHING
+    assert pool.manager.counts().slots == 8
+
+
+def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
+    engine = ToyEngine(12, 24, tiers=("a",))
+    assert engine.offload._tiers is not None
+    engine.resize.want(4)
+    engine.resize.step(1.0)
+    assert engine.manager.table.is_shrinking
+    assert engine.offload._tiers.promotions._finder.elsewhere >= engine.manager.table.end_slot
+
+
+def test_ghosts_and_counted_offers_outlast_a_resize() -> None:
+    pool = Pool(8, 40_000, extent_slots=8)
+    pool.manager.admission.threshold = 2
+    manager = pool.manager
+    positions = np.arange(4)
+    some = [key(number) for number in range(4)]
+    assert len(manager.offer(some, ORIGIN, positions, 1, 1.0).slots) == 0
+    manager.admission.threshold = 1
+    pool.store(range(10, 18))
+    manager.drop_block(key(12), 1.0)
+    for size in (40_000, 8):
+        assert pool.to(size) is Todo.NOTHING
+        assert manager.note_misses([key(12)], 1.0) == [EvictionReason.OPERATOR]
+    manager.admission.threshold = 2
+    answer = manager.offer(some, ORIGIN, positions, 1, 2.0)
+    assert len(answer.slots) == 4, "they were offered once before"
+    manager.abandon(answer.slots)
+    assert len(manager.offer([key(99)], ORIGIN, positions[:1], 1, 2.0).slots) == 0
+
+
+# --- room, where the pool is much smaller, or larger, than it was -----------------------------------------------------
+
+
+def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
+    """In a large pool a request's own blocks are not looked for at first, and may be the oldest all the same."""
+    manager = OffloadManager(10, 64)
+    low, normal = ([key(number) for number in range(start, start + 5)] for start in (0, 5))
+    for keys, priority_class in ((low, 0), (normal, 1)):
+        manager.publish(manager.offer(keys, ORIGIN, np.arange(5), priority_class, 1.0).slots, 1.0)
+    wanted = [key(number) for number in range(50, 59)]
+    answer = manager.offer(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=low[-1:])
+    manager.publish(answer.slots, 2.0)
+    counts = manager.counts()
+    assert counts.ready == len(manager.index) == len(manager.room.policy)
+    again = manager.offer([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
+    assert sorted(again.slots.tolist()) == list(range(10))

@@ -20,7 +20,7 @@ EARLY_CHANCE = 0.15
 def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
     """What there was and what came back, in all rounds together."""
     picks = random.Random(seed)
-    ready = recovered = known = hits = corrupt = deaths_at_start = 0
+    ready = recovered = known = hits = corrupt = deaths_at_start = deaths_in_resizes = 0
     begun_s = time.monotonic()
     with Driver(folder) as driver:
         for _ in range(rounds):
@@ -29,9 +29,13 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
             if not life.served:
                 deaths_at_start += 1
                 continue
-            ready += life.ready_before
             # What was published since the last note may be more than was noted.
-            recovered += min(life.recovered, life.ready_before)
+            left = max(life.ready_before - life.cut, 0)
+            if life.resizing_before:
+                deaths_in_resizes += 1
+            else:
+                ready += left
+                recovered += min(life.recovered, left)
             known += life.known
             hits += life.hits
             corrupt += life.corrupt
@@ -44,7 +48,9 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
         "checked": notes[Note.CHECKED],
         "steps": notes[Note.STEPS],
         "resets": notes[Note.RESETS],
+        "resizes": notes[Note.RESIZES],
         "deaths_at_start": deaths_at_start,
+        "deaths_in_resizes": deaths_in_resizes,
         "hits": hits,
         "corrupt": corrupt,
         "ready_at_kill": ready,

@@ -16,7 +16,11 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What one life found and did. `ready_before` is what was ready when the life before it ended."""
+    """What one life found and did. `ready_before` is what was ready when the life before it ended.
+
+    `cut` slots lay behind the end of the pool that it began with. `resizing_before` is whether the life before it died
+    in the middle of a resize, which may have evicted more than was noted.
+    """
 
     ready_before: int
     served: bool
@@ -25,6 +29,8 @@ class Life:
     dropped: int
     corrupt: int
     hits: int
+    cut: int
+    resizing_before: bool
 
 
 class Driver:
@@ -52,7 +58,7 @@ class Driver:
 
     def live(self, seed: int, life_s: float, start_s: float | None = None, calm: bool = False) -> Life:
         """One life, killed after it has served for `life_s`, or `start_s` after its birth where that comes first."""
-        ready_before = self.notes[Note.READY]
+        ready_before, resizing_before = self.notes[Note.READY], bool(self.notes[Note.RESIZING])
         if self._zygote.stdin is None or self._zygote.stdout is None:
             raise RuntimeError("the zygote has no pipes")
         self._zygote.stdin.write(f"{seed} {life_s} {start_s or '-'} {'calm' if calm else 'wild'}\n")
@@ -69,4 +75,6 @@ class Driver:
             note[Note.DROPPED],
             note[Note.CORRUPT],
             note[Note.HITS],
+            note[Note.CUT],
+            resizing_before,
         )

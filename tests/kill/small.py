@@ -9,11 +9,13 @@ import mmap
 import os
 import random
 import time
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
 
+from app.pool_size import PoolSize
 from app.store import Store
 from app.warm_start import warm_start
 from core.engine import StepProgress
@@ -23,12 +25,14 @@ from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PolicyBook, RequestPolicy
 from core.rates import LoadDecision, LoadOrCompute
+from core.resize import PoolResize
 from core.scheduler import OffloadScheduler
 from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.extents import PoolPlan
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.kept_pool import DropReason, KeptRecord
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
@@ -45,6 +49,7 @@ from tests.kill.device import (
 
 NUM_SLOTS = 256
 EXTENT_SLOTS = 32
+MAX_SLOTS = 384
 DEVICE_BLOCKS = 96
 NUM_FAMILIES = 40
 CALM_FAMILIES = 14
@@ -53,9 +58,12 @@ MOST_BLOCKS = 16
 MOST_RUNNING = 4
 STEP_BLOCKS = 6
 RESET_CHANCE = 0.004
+RESIZE_CHANCE = 0.03
+OTHER_SIZE_CHANCE = 0.3
+"""How often a life begins with a pool of another size than the one before it left."""
 FINGERPRINT: dict[str, object] = {"model": "toy", "revision": "1"}
 ENGINE_NAME = "killed"
-SHAPE = PoolShape(NUM_SLOTS, BLOCK_BYTES, 1, EXTENT_SLOTS)
+SHAPE = PoolShape(NUM_SLOTS, BLOCK_BYTES, 1, EXTENT_SLOTS, MAX_SLOTS)
 
 
 class Note(IntEnum):
@@ -71,7 +79,11 @@ class Note(IntEnum):
     HITS = 7
     RESETS = 8
     STEPS = 9
-    ERAS = 10
+    RESIZES = 10
+    SLOTS = 11
+    CUT = 12
+    RESIZING = 13
+    ERAS = 14
 
 
 class Notes:
@@ -90,26 +102,30 @@ class Notes:
 
 
 class Small:
-    """The process. `step` for as long as it lives. In a `calm` one nothing is evicted or reset."""
+    """The process. `step` for as long as it lives. In a `calm` one nothing is evicted, reset or resized."""
 
     def __init__(self, folder: Path, seed: int, calm: bool) -> None:
         self.notes = Notes(folder / "notes")
         self._random = random.Random(seed)
         self._num_families = CALM_FAMILIES if calm else NUM_FAMILIES
         self._reset_chance = 0.0 if calm else RESET_CHANCE
-        self._file = KeptFile(folder / "killed.pool", SHAPE, FINGERPRINT)
-        pool = HostPool(NUM_SLOTS, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
+        self._resize_chance = 0.0 if calm else RESIZE_CHANCE
+        shape = replace(SHAPE, num_slots=NUM_SLOTS if calm else self._first_slots())
+        self._file = KeptFile(folder / "killed.pool", shape, FINGERPRINT)
+        num_slots = shape.num_slots
+        pool = HostPool(num_slots, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
         self._pool = pool
         self._headers = SlotHeaders(self._file.headers(0), pool)
         is_kept = self._file.found.is_kept
         url = f"sqlite:///{folder / 'kvferry.db'}"
-        self.store = Store(url, ENGINE_NAME, "file", num_kept_slots=NUM_SLOTS if is_kept else 0)
+        self.store = Store(url, ENGINE_NAME, "file", num_kept_slots=num_slots if is_kept else 0)
         self.manager = OffloadManager(
-            NUM_SLOTS,
+            num_slots,
             BLOCK_BYTES,
             sink=self.store.journal,
             record=KeptRecord(self._file),
             epoch=self._file.min_epoch,
+            max_slots=MAX_SLOTS,
         )
         self._device = Device(DEVICE_BLOCKS)
         self._scheduler = OffloadScheduler(
@@ -121,17 +137,27 @@ class Small:
         )
         copies = CpuCopyEngine(DeviceLayout.of_arrays([self._device.blocks]), pool, lambda: None, num_threads=2)
         self._copies = KeptCopies(copies, self._headers, lambda: None)
+        self._size = PoolSize(
+            PoolResize(self.manager, EXTENT_SLOTS),
+            pool,
+            PoolPlan(num_slots, EXTENT_SLOTS, MAX_SLOTS),
+            settle=self._copies.settle,
+            wake=lambda: None,
+            tell=lambda what: None,
+        )
         self._running: list[ToyRequest] = []
         self._number = 0
         started = warm_start(self._file, self.store, self.manager)
         self.notes[Note.RECOVERED] = started.recovered
         self.notes[Note.KNOWN] = started.known
         self.notes[Note.DROPPED] = sum(started.dropped.values())
+        self.notes[Note.CUT] = started.dropped.get(DropReason.TRUNCATED.value, 0)
         self.notes[Note.CORRUPT] = 0
         self.notes[Note.HITS] = 0
         self._check_recovered()
         self.notes[Note.READY] = self.manager.counts().ready
         self.store.start(self.manager.inventory)
+        self._size.start()
 
     def step(self) -> None:
         """One step of the engine, and now and then a reset."""
@@ -160,7 +186,13 @@ class Small:
                 self._finish(request, now_s)
         if self._random.random() < self._reset_chance:
             self._reset(now_s)
+        if self._random.random() < self._resize_chance:
+            self._size.check(self._random.randint(1, MAX_SLOTS // EXTENT_SLOTS) * EXTENT_SLOTS * BLOCK_BYTES)
+            self._size.begin()
+            self.notes[Note.RESIZES] += 1
         snapshot = self._scheduler.snapshot()
+        self.notes[Note.SLOTS] = self.manager.num_slots
+        self.notes[Note.RESIZING] = snapshot.pool.slots != snapshot.pool.wanted_slots
         self.notes[Note.READY] = snapshot.pool.ready
         self.notes[Note.CORRUPT] = snapshot.load.corrupt
         self.notes[Note.STEPS] += 1
@@ -215,9 +247,15 @@ class Small:
             self.notes[Note.ERAS + each] += 1
         self.notes[Note.RESETS] += 1
 
+    def _first_slots(self) -> int:
+        """What the life before had when it was last looked at, or something else."""
+        if self._random.random() < OTHER_SIZE_CHANCE:
+            return self._random.randint(1, MAX_SLOTS // EXTENT_SLOTS) * EXTENT_SLOTS
+        return self.notes[Note.SLOTS] // EXTENT_SLOTS * EXTENT_SLOTS or NUM_SLOTS
+
     def _check_recovered(self) -> None:
         """Nothing that a reset dropped is there, and whatever verifies has the bytes of its key."""
-        rows = self.manager.inventory.list_blocks(0, NUM_SLOTS)
+        rows = self.manager.inventory.list_blocks(0, MAX_SLOTS)
         bad = set(self._headers.verify(rows.slots).tolist())
         for slot, key in zip(rows.slots.tolist(), rows.keys, strict=True):
             tenant, era = tenant_and_era(key)

@@ -8,6 +8,7 @@
  4. eager and lazy                              10. workers
  5. de-duplication                              11. eviction
  6. hits                                        12. the pool and its slots
+                                                13. the pool's size
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ ADMISSION = "tests/core/test_admission.py::"
 POLICY = "tests/core/test_policy.py::"
 TIERS = "tests/core/test_tiers.py::"
 BOUNDS = "tests/core/test_bounds.py::"
+RESIZE = "tests/core/test_resize.py::"
+KEPT = "tests/cuda_ops/test_kept_pool.py::"
+POOL_SIZE = "tests/service/test_pool_size.py::"
 TIER_FILES = "tests/tiers/test_files.py::"
 CRASHES = "tests/pitfalls/test_crashes.py::"
 MACHINE = "tests/core/test_engine_model.py"
@@ -1159,5 +1163,195 @@ MUTATIONS = (
         "        self.room.policy.touch(slots[self.table.pins[slots] == 0])\n",
         "        self.room.policy.touch(slots[self.table.pins[slots] == 0][::-1])\n",
         (BOUNDS + "test_blocks_that_are_offered_again_together_die_from_their_end",),
+    ),
+    # --- the pool's size --------------------------------------------------------------------------------------------
+    Mutation(
+        "a free slot that is leaving is given out",
+        13,
+        "what is leaving is not given out",
+        "core/slots.py",
+        "            slots = slots[slots < self.num_slots]\n        while",
+        "            pass\n        while",
+        (RESIZE + "test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it",),
+    ),
+    Mutation(
+        "entries of slots that left stay among the free ones",
+        13,
+        "a slot that comes back is given out once",
+        "core/slots.py",
+        "staying = staying[staying < self.num_slots]",
+        "staying = staying[staying < self.max_slots]",
+        (RESIZE + "test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again",),
+    ),
+    Mutation(
+        "a retired slot that comes back stays retired",
+        13,
+        "a pool that grows gives out all of it",
+        "core/slots.py",
+        "        self.states[retired] = _FREE\n",
+        "",
+        (RESIZE + "test_a_pool_may_grow_again_while_it_shrinks",),
+    ),
+    Mutation(
+        "a reset brings back what is retired",
+        13,
+        "what is leaving is not given out",
+        "core/slots.py",
+        "        self.num_free = self.num_present - len(held)\n",
+        "        self.num_free = self.end_slot - len(held)\n",
+        (RESIZE + "test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves",),
+    ),
+    Mutation(
+        "what was evicted for room is used although it is leaving",
+        13,
+        "what is leaving is not given out",
+        "core/manager.py",
+        "staying = self._let_leave(victims, now_s) if table.is_shrinking else victims",
+        "staying = victims",
+        (RESIZE + "test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leave",),
+    ),
+    Mutation(
+        "a shrink drops what is pinned at once",
+        13,
+        "slots in use are waited for",
+        "core/manager.py",
+        "self.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)",
+        "self.drop(ready, EvictionReason.SHRINK, now_s)",
+        (RESIZE + "test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go",),
+    ),
+    Mutation(
+        "a shrink waits for pins for ever",
+        13,
+        "every wait has a bound",
+        "core/resize.py",
+        "            in_use = now_s - self._since_s > PATIENCE_S\n",
+        "            in_use = False\n",
+        (RESIZE + "test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go",),
+    ),
+    Mutation(
+        "an extent goes with a slot in use",
+        13,
+        "nothing is freed under a copy",
+        "core/resize.py",
+        "end = table.num_slots if first < 0 else (last // self.extent_slots + 1) * self.extent_slots",
+        "end = table.num_slots",
+        (RESIZE + "test_slots_in_use_are_waited_for_and_their_memory_is_kept",),
+    ),
+    Mutation(
+        "slots are given out before every worker has their memory",
+        13,
+        "workers acknowledge first",
+        "core/resize.py",
+        "        if self._waiting_for:\n            return Todo.MEMORY\n",
+        "",
+        (RESIZE + "test_memory_is_there_on_every_worker_before_a_slot_of_it_is_given_out",),
+    ),
+    Mutation(
+        "a pool that grows again empties what stays",
+        13,
+        "what is wanted last counts",
+        "core/resize.py",
+        "            self._look_again(table.num_slots, table.end_slot)\n        with",
+        "        with",
+        (RESIZE + "test_a_pool_may_grow_again_while_it_shrinks",),
+    ),
+    Mutation(
+        "a resize does all in one go",
+        13,
+        "at most 1,000 slots' work under the lock",
+        "core/resize.py",
+        "min(self._look_from + BATCH_SLOTS, self._look_to)",
+        "self._look_to",
+        (RESIZE + "test_no_step_works_on_more_than_a_batch_of_slots",),
+    ),
+    Mutation(
+        "a pin is set on what is leaving",
+        13,
+        "operators are told",
+        "core/manager.py",
+        "                if slot >= self.table.num_slots:\n                    return PinOutcome.LEAVING\n",
+        "",
+        (RESIZE + "test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves",),
+    ),
+    Mutation(
+        "a reset by match passes over what is leaving",
+        13,
+        "what a reset means is dropped",
+        "core/manager.py",
+        "end = min(start_slot + BATCH_SLOTS, self.table.end_slot)",
+        "end = min(start_slot + BATCH_SLOTS, self.table.num_slots)",
+        (RESIZE + "test_a_reset_by_match_finds_blocks_that_are_about_to_leave",),
+    ),
+    Mutation(
+        "rows of slots that are no more stay",
+        13,
+        "rows follow memory",
+        "core/inventory.py",
+        "num_slots = self._table.last_end_slot",
+        "num_slots = self._table.end_slot",
+        (RESIZE + "test_listings_and_rows_know_the_slots_that_there_are",),
+    ),
+    Mutation(
+        "a tier's block passes for a slot that is leaving",
+        13,
+        "a slot is one block's",
+        "core/prefixes.py",
+        "return self._manager.table.max_slots",
+        "return self._manager.num_slots",
+        (RESIZE + "test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving",),
+    ),
+    Mutation(
+        "a growth forgets the ghosts",
+        13,
+        "what left is remembered",
+        "core/ghosts.py",
+        "            table[(entries >> shift).view(np.int64)] = entries\n",
+        "            pass\n",
+        (RESIZE + "test_ghosts_and_counted_offers_outlast_a_resize",),
+    ),
+    Mutation(
+        "what was taken is put back among the candidates",
+        13,
+        "a slot is one block's",
+        "core/room.py",
+        "            own = own[~np.isin(own, victims)]\n",
+        "",
+        (RESIZE + "test_what_was_taken_already_is_not_put_back_among_the_candidates",),
+    ),
+    Mutation(
+        "an old header counts for a new slot",
+        13,
+        "what an extent held is gone with it",
+        "cuda_ops/kept_file.py",
+        "            self.headers(rank)[start:end] = np.zeros(1, dtype=SLOT_HEADER)\n",
+        "",
+        (KEPT + "test_extents_come_and_go_while_the_pool_is_used_and_nothing_of_them_comes_back",),
+    ),
+    Mutation(
+        "a kept pool is cut without saying so",
+        13,
+        "a file is never shorter than its pool",
+        "cuda_ops/kept_file.py",
+        '        self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))\n',
+        "",
+        (KEPT + "test_extents_come_and_go_while_the_pool_is_used_and_nothing_of_them_comes_back",),
+    ),
+    Mutation(
+        "memory is freed while somebody looks at it",
+        13,
+        "nothing is freed under a reader",
+        "app/pool_size.py",
+        "            if not self._settle(SETTLE_S):\n                return\n",
+        "",
+        (POOL_SIZE + "test_memory_is_freed_only_once_nobody_looks_at_it_any_more",),
+    ),
+    Mutation(
+        "a pool that could not grow is said to have",
+        13,
+        "memory is there before it is used",
+        "app/pool_size.py",
+        "                self._resize.fail()\n                return\n",
+        "                self._resize.acknowledge(num_slots)\n                return\n",
+        (POOL_SIZE + "test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is",),
     ),
 )
