@@ -84,19 +84,23 @@ class Ghosts(Generic[R]):
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """See `OffloadManager.plan_size`. Ghosts that come meanwhile are forgotten."""
         bits = _bits_for(num_keys)
-        shift, old = np.uint64(64 - bits), self._table
+        shift, old, old_seconds = np.uint64(64 - bits), self._table, self._seconds
         if len(old) == 1 << bits:
             return lambda: None
-        # An entry has the high bits of its mark, which are its place in a table of any size.
         table = np.zeros(1 << bits, dtype=np.uint64)
+        seconds = None if old_seconds is None else np.zeros(1 << bits, dtype=np.uint32)
         for start in range(0, len(old), _MOVED):
-            entries = old[start : start + _MOVED]
-            entries = entries[entries != 0]
-            table[(entries >> shift).view(np.int64)] = entries
+            there = old[start : start + _MOVED].nonzero()[0] + start
+            # An entry has the high bits of its mark, which are its place in a table of any size.
+            entries = old[there]
+            places = (entries >> shift).view(np.int64)
+            table[places] = entries
+            if seconds is not None and old_seconds is not None:
+                seconds[places] = old_seconds[there]
 
         def put_in_force() -> object:
-            self._shift, self._table = shift, table
-            return old
+            self._shift, self._table, self._seconds = shift, table, seconds
+            return old, old_seconds
 
         return put_in_force
 

@@ -1305,7 +1305,7 @@ MUTATIONS = (
         13,
         "what left is remembered",
         "core/ghosts.py",
-        "            table[(entries >> shift).view(np.int64)] = entries\n",
+        "            table[places] = entries\n",
         "            pass\n",
         (RESIZE + "test_ghosts_and_counted_offers_outlast_a_resize",),
     ),
