@@ -13,17 +13,18 @@ JOB_BYTES = tuple(float(1 << exponent) for exponent in range(14, 35, 2))
 JOB_SECONDS = tuple(power * factor for power in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) for factor in (1.0, 2.5, 5.0))
 
 
+@dataclass(slots=True)
 class Histogram:
     """`counts[i]` is how many values were at most `bounds[i]` and above the bound before; the last count is of values
     above every bound."""
 
-    __slots__ = ("bounds", "counts", "total")
+    bounds: tuple[float, ...]
+    """They ascend."""
+    counts: list[int] = field(init=False)
+    total: float = 0.0
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        """Bounds ascend."""
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
         """Count a value."""
