@@ -1323,8 +1323,8 @@ MUTATIONS = (
         13,
         "what an extent held is gone with it",
         "cuda_ops/kept_file.py",
-        "            self.headers(rank)[start:end] = np.zeros(1, dtype=SLOT_HEADER)\n",
-        "",
+        "(end - start) * size)\n        self._void_headers(start, end)\n",
+        "(end - start) * size)\n",
         (KEPT + "test_extents_come_and_go_while_the_pool_is_used_and_nothing_of_them_comes_back",),
     ),
     Mutation(
