@@ -46,6 +46,7 @@ KEPT = "tests/cuda_ops/test_kept_pool.py::"
 POOL_SIZE = "tests/service/test_pool_size.py::"
 TIER_FILES = "tests/tiers/test_files.py::"
 CRASHES = "tests/pitfalls/test_crashes.py::"
+SHARED_POOLS = "tests/cuda_ops/test_shared_pools.py::"
 MACHINE = "tests/core/test_engine_model.py"
 
 MUTATIONS = (
@@ -905,6 +906,24 @@ MUTATIONS = (
         (SCHEDULER + "test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none",),
     ),
     # --- workers ----------------------------------------------------------------------------------------------------
+    Mutation(
+        "a kept block has the bytes of one rank",
+        10,
+        "a kept block comes back with the bytes of all ranks together",
+        "cuda_ops/kept_pool.py",
+        'sizes = np.sum([headers["length"]',
+        'sizes = np.max([headers["length"]',
+        (SHARED_POOLS + "test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_of_all",),
+    ),
+    Mutation(
+        "a pool is free once its first process is gone",
+        10,
+        "a pool is one engine's until the last of its processes is gone",
+        "cuda_ops/pool_lock.py",
+        "self._flock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)",
+        "shared or self._flock(fcntl.LOCK_EX)",
+        (SHARED_POOLS + "test_another_engine_is_refused_until_the_last_process_of_the_first_is_gone",),
+    ),
     Mutation(
         "one rank speaks for all",
         10,

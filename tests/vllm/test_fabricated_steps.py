@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,6 +77,7 @@ class World:
 
     groups: list[KVCacheGroupSpec]
     num_workers: int = 1
+    woken: threading.Event | None = None
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,13 @@ class World:
         )
         ticks = itertools.count(1)
         self.side = SchedulerSide(
-            self.core, device, self.layout, adapters, self.num_workers, clock=lambda: float(next(ticks))
+            self.core,
+            device,
+            self.layout,
+            adapters,
+            self.num_workers,
+            woken=self.woken,
+            clock=lambda: float(next(ticks)),
         )
 
     def take(self, count: int) -> list[int]:
@@ -284,6 +292,36 @@ def test_a_load_ends_when_the_last_rank_reports_and_one_failure_fails_it(error: 
     assert (after.requests.waiting_for_load, after.pool.pinned) == (0, 0)
     assert after.pool.ready == (0 if error else 2)
     assert after.load.failed == (2 if error else 0)
+
+
+class Waits(threading.Event):
+    """Counts how often somebody has waited for it."""
+
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def test_empty_steps_wait_for_tiers_only_while_a_request_does_and_nothing_else_is_under_way() -> None:
+    woken = Waits()
+    world = World(groups_of(fake.FULL), woken=woken)
+    world.step({})
+    assert woken.num_waits == 0
+    blocks = world.take(2)
+    world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), blocks)
+    world.step({})
+    assert woken.num_waits == 1
+    # Its blocks are being stored, and the workers wait for that.
+    assert world.step({"one": (0, 2 * BLOCK)}).stores
+    world.step({})
+    assert woken.num_waits == 1
+    woken.set()
+    world.side.finish("one")
+    world.step({})
+    assert woken.num_waits == 1
 
 
 # --- a whole connector, for devices that are not here ---------------------------------------------------------------

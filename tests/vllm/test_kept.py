@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from core.misses import MissCause
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.pool_lock import PoolLock, PoolRefused
 from tests.vllm.engines import InProcess, in_process, transfer_config
@@ -151,7 +152,9 @@ def test_other_weights_drop_the_pool_and_the_field_is_named(
     with in_process(model, kept_config(tmp_path)) as engine:
         assert recovered(engine) == 0
         assert_same(engine.generate(FEW[:1]), truth[:1])
-        assert engine.settle().prompt_tokens.host_hit == 0
+        after = engine.settle()
+        assert after.prompt_tokens.host_hit == 0
+        assert after.missed_tokens.causes[MissCause.OTHER_FINGERPRINT] == len(FEW[0]) // BLOCK * BLOCK
     said = capfd.readouterr().err
     assert re.search(r"WARNING .*is dropped and starts empty: revision was 'files-\w+' .* and is 'files-\w+'", said)
 

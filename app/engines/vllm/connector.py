@@ -93,16 +93,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             check_caches(self._layout, kv_caches)
             if rank == 0:
                 announce(self._size, self._settings, self._layout)
-            wanted = self._wanted_pool(self._settings, self._layout, self._size)
+            mapped = map_for_rank(self._wanted_pool(self._settings, self._layout, self._size), rank)
             worker.attach(
-                lambda on_finished: Copies(
-                    self._layout, self._settings.blocks_per_slot, kv_caches, map_for_rank(wanted, rank), on_finished
-                )
+                lambda on_finished: Copies(self._layout, self._settings.blocks_per_slot, kv_caches, mapped, on_finished)
             )
         except BaseException as error:
             self._refuse(error)
             raise
-        self._facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes)
+        foreign_keys = [] if mapped.file is None else mapped.file.take_foreign_keys()
+        self._facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes, foreign_keys)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank made of the configuration."""
@@ -145,10 +144,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Refuse ranks that hold other bytes than the scheduler thinks."""
+        """Refuse ranks that hold other bytes than the scheduler thinks; remember what was dropped with another pool."""
         for facts in metadata.values():
             if isinstance(facts, RankFacts):
                 self._compare(facts)
+                if facts.foreign_keys:
+                    self._the_scheduler().core.manager.note_foreign(facts.foreign_keys)
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""

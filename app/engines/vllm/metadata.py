@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from core.keys import Key
 from core.transfers import TransferJob, TransferResult
 
 IDLE_WAIT_S = 0.005
@@ -43,8 +44,12 @@ class StepReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankFacts(KVConnectorHandshakeMetadata):
-    """What a worker made of the configuration, for the scheduler to compare with its own."""
+    """What a worker made of the configuration, for the scheduler to compare with its own, and what it found.
+
+    `foreign_keys` are those that a kept pool held which was dropped, since it was another model's.
+    """
 
     rank: int
     num_slots: int
     slot_bytes: int
+    foreign_keys: list[Key] = field(default_factory=list)
