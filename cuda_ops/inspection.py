@@ -14,13 +14,20 @@ from core.transfers import Slots
 from cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
 from cuda_ops.kept_pool import KeptSlots, read_slots
 from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER, Headers, PoolShape, keys_of, payload_checksum
+from cuda_ops.pool_lock import lock_path
+
+LOCKS = Path("/proc/locks")
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedPool:
-    """What a pool's file holds. `kept` is what a restart would bring back, before any byte is verified."""
+    """What a pool's file holds. `kept` is what a restart would bring back, before any byte is verified.
+
+    `holders` are the processes that use it, as far as they can be seen from here.
+    """
 
     header: PoolHeader
+    holders: list[int]
     kept: KeptSlots
     other_boot: bool
     memory: NDArray[np.uint8]
@@ -61,7 +68,18 @@ def inspect_pool(path: Path) -> InspectedPool:
         os.close(file)
     ranks = [_headers(memory, shape, rank) for rank in range(shape.num_ranks)]
     kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(file_bytes))
-    return InspectedPool(header, kept, header.boot_id != read_boot_id(), memory, ranks)
+    return InspectedPool(header, _holders_of(path), kept, header.boot_id != read_boot_id(), memory, ranks)
+
+
+def _holders_of(path: Path) -> list[int]:
+    """Who has the pool's lock, as the kernel lists it: to try for it would keep a service out that starts just now."""
+    try:
+        lock = lock_path(path).stat()
+        lines = LOCKS.read_text().splitlines()
+    except OSError:
+        return []
+    place = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    return sorted(int(words[4]) for words in map(str.split, lines) if words[1] == "FLOCK" and words[5] == place)
 
 
 def _headers(memory: NDArray[np.uint8], shape: PoolShape, rank: int) -> Headers:

@@ -28,11 +28,13 @@ def inspect(
 ) -> int:
     """Show a pool's header, fingerprint and slots, and verify every checksum. Changes nothing.
 
-    Exits with 1 if the file is no pool or a slot's bytes are not what its header says. While a service uses the pool,
-    slots that it is just writing may count as bad.
+    Exits with 1 if the file is no pool or is damaged: it ends too early, or a slot's header or bytes are not what their
+    checksums say. While a service uses the pool, slots that it is just writing may count as bad.
     """
     from cuda_ops.inspection import inspect_pool
     from cuda_ops.kept_file import NotAPool
+    from cuda_ops.kept_pool import DropReason
+    from cuda_ops.pool_format import FORMAT_VERSION
 
     try:
         pool = inspect_pool(path)
@@ -46,6 +48,8 @@ def inspect(
         bad += pool.verify(slots[start : start + _BATCH_SLOTS]).tolist()
     shape, header = pool.header.shape, pool.header
     summary = {
+        "format_version": FORMAT_VERSION,
+        "used_by": pool.holders,
         "slots": shape.num_slots,
         "slot_bytes": shape.slot_bytes,
         "extent_slots": shape.extent_slots,
@@ -65,15 +69,19 @@ def inspect(
         for name, value in header.fingerprint.items():
             table.add_row(name, words(value))
         out.print(table)
+        holders = ", ".join(map(str, pool.holders))
+        out.print(f"\nformat {FORMAT_VERSION}, used by {f'process {holders}' if holders else 'no process'} now")
         out.print(
-            f"\n{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
+            f"{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
             f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "
             f"{'before' if pool.other_boot else 'since'} the machine was last started"
         )
         dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.kept.dropped.items()))
         out.print(f"{count(len(slots))} slots would come back; not: {dropped or 'none'}")
         out.print(f"{count(len(slots) - len(bad))} verified, {count(len(bad))} bad{_shown(bad)}")
-    return ExitCode.REFUSED if bad else ExitCode.OK
+    damages = (DropReason.DAMAGED, DropReason.RANKS_DIFFER, DropReason.TRUNCATED)
+    is_damaged = bad or any(reason in pool.kept.dropped for reason in damages)
+    return ExitCode.REFUSED if is_damaged else ExitCode.OK
 
 
 def _shown(bad: list[int]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from app.cli import main
+from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
 from tests.cuda_ops.kept import SHAPE, attached
 
 
@@ -42,6 +44,32 @@ def test_bad_bytes_are_found_and_said_by_the_exit_code(pool: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["bad_slots"] == [7]
     assert main(["pool", "inspect", str(pool)]) == 1
     assert "5 verified, 1 bad (slots 7)" in capsys.readouterr().out
+
+
+def test_damaged_headers_and_a_file_that_ends_early_are_told_by_the_exit_code(
+    pool: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = pool.read_bytes()
+    raw = bytearray(good)
+    raw[POOL_HEADER_BYTES + 2 * SLOT_HEADER.itemsize + 33] ^= 1
+    pool.write_bytes(raw)
+    assert main(["pool", "inspect", str(pool)]) == 1
+    assert "5 slots would come back; not: 1 damaged, 1 left, 1 unsealed" in capsys.readouterr().out
+    pool.write_bytes(good[: SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([4]))[0])])
+    assert main(["pool", "inspect", str(pool)]) == 1
+    assert "4 slots would come back; not: 1 left, 2 truncated, 1 unsealed" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_who_uses_a_pool_is_named_and_not_disturbed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1], [1], 1)
+        assert main(["pool", "inspect", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["used_by"] == [os.getpid()]
+        assert main(["pool", "inspect", str(path)]) == 0
+        assert f"used by process {os.getpid()} now" in capsys.readouterr().out
+    assert main(["pool", "inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["used_by"] == []
 
 
 def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,11 @@ def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) ->
         pool = served.stats()["pool"]
         assert pool["ready"] == pool["unverified"]
         assert pool["ready"] >= 0.9 * before["ready"] if end == "kill" else pool["ready"] == before["ready"]
+        recovery = served.stats()["recovery"]
+        assert recovery["recovered"] == pool["ready"] >= recovery["known"]
+        if end == "stop":
+            # What stops in order has sealed every slot and written every row.
+            assert (recovery["known"], recovery["dropped"]) == (recovery["recovered"], {})
         assert warm_up(served) == expected
         stats = served.stats()
         check_identities(stats)
@@ -110,6 +115,23 @@ def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name:
             kill(served)
             busy.join(30)
     assert recovered > 0
+
+
+def test_a_stop_under_load_drains_within_its_limit_and_loses_nothing(tmp_path: Path) -> None:
+    with kept(tmp_path) as served:
+        expected = warm_up(served)
+        busy = Thread(target=stream_until_death, args=(served, 0))
+        busy.start()
+        wait_until(lambda: served.stats()["requests"]["running"] > 0, "under load")
+        assert served.stop() == 0
+        busy.join(30)
+        assert "not sealed in time" not in served.log()
+        assert "still under transfer" not in served.log()
+    with kept(tmp_path) as served:
+        recovery = served.stats()["recovery"]
+        assert (recovery["known"], recovery["dropped"]) == (recovery["recovered"], {})
+        assert warm_up(served) == expected
+        assert served.stats()["load"]["corrupt"] == 0
 
 
 def stream_until_death(served: Served, number: int) -> None:
