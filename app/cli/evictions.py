@@ -47,6 +47,9 @@ def evictions(
         str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
     ] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many at most.")] = 50,
+    cursor: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Go on where a page ended: the next_cursor of its --json.")
+    ] = None,
     summary: Annotated[
         bool, typer.Option("--summary", metavar="", help="Counts, ages and the regret rate instead.")
     ] = False,
@@ -54,7 +57,7 @@ def evictions(
     as_json: JsonOption = False,
 ) -> int:
     """Show which blocks left the pool, when and why."""
-    filters = {"reason": reason, "request": request, "tenant": tenant}
+    filters = {"reason": reason, "request": request, "tenant": tenant, "cursor": cursor}
     if summary and any(filters.values()):
         raise typer.BadParameter("--summary takes --since and --until only", param_hint="--summary")
     with connect(url) as client:
@@ -82,7 +85,7 @@ def _print_rows(items: list[dict[str, Any]], more: bool) -> None:
         table.add_row(*(_cell(name, item.get(name)) for name in shown))
     out.print(table)
     if more:
-        note("there are more; raise --limit, or use --json and its next_cursor")
+        note("there are more; raise --limit, or go on with --cursor and the next_cursor of --json")
 
 
 def _cell(name: str, value: Any) -> str:

@@ -172,6 +172,9 @@ def test_evictions(ask: Run) -> None:
     page = ask("evictions", "--limit", "3", "--json")
     assert len(page.json["items"]) == 3
     assert page.json["next_cursor"]
+    rest = ask("evictions", "--limit", "1000", "--cursor", page.json["next_cursor"], "--json")
+    everything = ask("evictions", "--limit", "1000", "--json").json["items"]
+    assert page.json["items"] + rest.json["items"] == everything
     more = ask("evictions", "--limit", "3")
     assert "there are more" in more.err
     none = ask("evictions", "--request", "nobody")
