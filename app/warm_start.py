@@ -150,7 +150,7 @@ def warm_start(
     note(f"recovering the pool: reading the rows of {len(kept.slots):,} slots")
     try:
         rows = store.kept_rows() if file.found.is_kept else KeptRows.none()
-    except StoreUnavailable as error:
+    except (StoreUnavailable, ValueError) as error:
         _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
         rows = KeptRows.none()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from app.store.models import SlotRow
 from core.events import Origin
 
 _MICROS = 1_000_000
+_NOT_OURS = "the table `slots` holds what no service has written"
 
 
 class KeptRows(NamedTuple):
@@ -36,7 +38,7 @@ class KeptRows(NamedTuple):
 
 
 def read_kept_rows(database: Database, engine: str) -> KeptRows:
-    """All rows of an engine. Raises `StoreUnavailable`.
+    """All rows of an engine. Raises `StoreUnavailable`, and `ValueError` for rows that make no sense.
 
     The database answers one row a request, with the columns of its slots as text: to make a Python object of each value
     takes several times as long.
@@ -49,7 +51,7 @@ def read_kept_rows(database: Database, engine: str) -> KeptRows:
         cast(SlotRow.stored_at * _MICROS, BigInteger),
         cast(func.coalesce(SlotRow.last_hit_at, 0.0) * _MICROS, BigInteger),
     ]
-    names = (SlotRow.request, SlotRow.tenant, SlotRow.lora)
+    names = (SlotRow.request, SlotRow.tenant, SlotRow.lora, SlotRow.aliases)
     columns = [func.aggregate_strings(cast(column, Text), ",") for column in (*numbers, SlotRow.key)]
     # All of the table, or nearly, is wanted: an index on its engine would only have it read in a random order.
     mine = func.coalesce(SlotRow.engine, "") == engine
@@ -57,14 +59,17 @@ def read_kept_rows(database: Database, engine: str) -> KeptRows:
         found = connection.execute(select(*names, func.count(), *columns).where(mine).group_by(*names)).all()
     if not found:
         return KeptRows.none()
-    requests, tenants, loras, counts, *texts, keys = zip(*found, strict=True)
+    requests, tenants, loras, aliases, counts, *texts, keys = zip(*found, strict=True)
     slots, generations, positions, hits, stored, hit = (
         np.fromstring(",".join(text), dtype=np.int64, sep=",") for text in texts
     )
-    origins = map(Origin, requests, tenants, loras)
+    all_keys = ",".join(keys).split(",")
+    if {len(slots), len(generations), len(positions), len(hits), len(stored), len(hit), len(all_keys)} != {sum(counts)}:
+        raise ValueError(_NOT_OURS)
+    origins = map(Origin, requests, tenants, loras, map(_listed, aliases))
     return KeptRows(
         slots,
-        ",".join(keys).split(","),
+        all_keys,
         generations,
         positions,
         list(chain.from_iterable(map(repeat, origins, counts))),
@@ -72,3 +77,10 @@ def read_kept_rows(database: Database, engine: str) -> KeptRows:
         hit / _MICROS,
         hits,
     )
+
+
+def _listed(aliases: str | None) -> tuple[str, ...]:
+    names = [] if aliases is None else json.loads(aliases)
+    if not isinstance(names, list):
+        raise ValueError(_NOT_OURS)
+    return tuple(map(str, names))

@@ -41,7 +41,10 @@ class EngineRow(Base):
 
 
 class SlotRow(Base):
-    """A loadable block, by the slot that holds it: a projection of memory, written behind it."""
+    """A loadable block, by the slot that holds it: a projection of memory, written behind it.
+
+    `aliases` is a JSON array of what else the request goes by, NULL where that is nothing.
+    """
 
     __tablename__ = "slots"
 
@@ -59,6 +62,7 @@ class SlotRow(Base):
     stored_at: Mapped[float]
     last_hit_at: Mapped[float | None]
     hits: Mapped[int]
+    aliases: Mapped[str | None]
 
     __table_args__ = (Index(None, "engine", "key"),)
 

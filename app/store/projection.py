@@ -6,6 +6,7 @@ one batch at most, and the rest waits as dirty bits in the manager, which tells 
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,5 +167,6 @@ def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]
             "stored_at": stored_s[i],
             "last_hit_at": hit_s[i] or None,
             "hits": hits[i],
+            "aliases": json.dumps([clean(alias) for alias in origin.aliases]) if origin.aliases else None,
         }
     return parameters

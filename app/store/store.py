@@ -57,7 +57,7 @@ class Store:
         self.reader = StoreReader(self.database, engine)
 
     def kept_rows(self) -> KeptRows:
-        """What the last process of this engine wrote of its slots. Raises `StoreUnavailable`."""
+        """What the last process of this engine wrote of its slots. Raises `StoreUnavailable` and `ValueError`."""
         return read_kept_rows(self.database, self.engine)
 
     def start(self, source: DirtySource) -> None:

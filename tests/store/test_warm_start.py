@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from app.store import Store
 from app.warm_start import BootVerification, warm_start
 from core.events import Origin
 from core.manager import OffloadManager
+from core.origins import OriginMatch
 from cuda_ops import kept_file
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile
@@ -43,9 +46,10 @@ class Engine:
         if journal:
             self.store.start(self.manager.inventory)
 
-    def put(self, numbers: list[int], request: str, now_s: float) -> None:
+    def put(self, numbers: list[int], request: str, now_s: float, aliases: tuple[str, ...] = ()) -> None:
         keys = [key_of(number) for number in numbers]
-        offer = self.manager.offer(keys, Origin(request, "tenant"), np.arange(len(keys)), 1, now_s)
+        origin = Origin(request, "tenant", aliases=aliases)
+        offer = self.manager.offer(keys, origin, np.arange(len(keys)), 1, now_s)
         labels = self.manager.labels(offer.slots)
         assert labels is not None
         self.headers.begin(labels)
@@ -106,6 +110,19 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     second.die()
 
 
+def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2], "cmpl-a-0-12345678", 10.0, aliases=("a", 'ask "b"\ud800'))
+    first.put([3], "c", 20.0)
+    first.die()
+    second = Engine(tmp_path)
+    assert second.started.known == 3
+    assert second.manager.drop_matching(OriginMatch(request="d").matches, 0, 30.0) == (0, None)
+    assert second.manager.drop_matching(OriginMatch(request='ask "b"*').matches, 0, 30.0) == (2, None)
+    assert second.present() == {3}
+    second.die()
+
+
 def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3], "r", 10.0)
@@ -116,6 +133,23 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
     assert warm_start(second.file, second.store, manager).recovered == 3
     assert "recovered without its history" in caplog.text
     second.file.close()
+
+
+@pytest.mark.parametrize("spoil", ["key = 'a,b'", "slot = 'x'", "hits = 'x,y'", "aliases = '[\"a'", "aliases = '5'"])
+def test_rows_that_make_no_sense_cost_the_rows_only(
+    tmp_path: Path, spoil: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3], "r", 10.0)
+    first.die()
+    with closing(sqlite3.connect(tmp_path / "e.db", isolation_level=None)) as database:
+        database.execute(f"UPDATE slots SET {spoil} WHERE slot = 1")
+    second = Engine(tmp_path)
+    assert (second.started.recovered, second.present()) == (3, {1, 2, 3})
+    assert second.store.journal.flush(DEADLINE_S)
+    assert second.store.health() == []
+    assert "Traceback" not in caplog.text
+    second.die()
 
 
 def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(

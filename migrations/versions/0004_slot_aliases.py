@@ -1,0 +1,17 @@
+"""The other ids of the request that stored a block, by which a reset may mean it after a restart, too."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("slots", sa.Column("aliases", sa.Text(), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("slots", "aliases")
