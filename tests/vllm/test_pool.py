@@ -1,0 +1,134 @@
+"""What an engine's processes settle about their pool before they map it: what it is called, and whose blocks fit it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+import tests.vllm.fabricated as fake
+from app.engines.vllm.connector import KVFerryConnector
+from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
+from app.engines.vllm.layout import read_layout
+from app.engines.vllm.refusal import ConnectorRefused
+from cuda_ops.backing import SHARED_MEMORY
+from tests.vllm.engines import engine_options, transfer_config
+from tests.vllm.fabricated import allocate, cache_config, groups_of
+
+CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
+LAYOUT = read_layout(CACHE)
+
+
+@pytest.fixture(scope="module")
+def base(llama: Path) -> VllmConfig:
+    return EngineArgs(**engine_options(llama), kv_transfer_config=transfer_config()).create_engine_config()
+
+
+def changed(config: VllmConfig, part: str, **fields: object) -> Any:
+    """The configuration with other values in one of its parts."""
+    found = copy.copy(config)
+    inner = copy.copy(getattr(config, part))
+    for name, value in fields.items():
+        setattr(inner, name, value)
+    setattr(found, part, inner)
+    return found
+
+
+def about(config: Any) -> dict[str, object]:
+    return fingerprint(config, CACHE, LAYOUT)
+
+
+CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
+    "another folder": ("model", lambda config: changed(config, "model_config", model="/another/model")),
+    "rope by hand": ("overrides", lambda config: changed(config, "model_config", hf_overrides={"rope_theta": 2.0})),
+    "quantization": ("quantization", lambda config: changed(config, "model_config", quantization="fp8")),
+    "type of the cache": ("cache_dtype", lambda config: changed(config, "cache_config", cache_dtype="fp8")),
+    "hash": (
+        "hash_algorithm",
+        lambda config: changed(config, "cache_config", prefix_caching_hash_algo="sha256_cbor"),
+    ),
+    "ranks": ("tensor_parallel", lambda config: changed(config, "parallel_config", tensor_parallel_size=2)),
+    "random weights": ("revision", lambda config: changed(config, "load_config", load_format="dummy")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_changes_what_bytes_mean_is_another_fingerprint_and_name(name: str, base: VllmConfig) -> None:
+    field, change = CHANGES[name]
+    before, after = about(base), about(change(base))
+    assert before == about(base)
+    assert before[field] != after[field]
+    assert engine_name(base, before) != engine_name(base, after)
+
+
+def test_the_seed_of_the_hashes_is_in_the_fingerprint_as_a_digest_and_not_in_the_name(
+    base: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random one would make another pool at each start, and leave them all behind."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    fast = changed(base, "cache_config", prefix_caching_hash_algo="xxhash")
+    other_start = changed(fast, "kv_transfer_config", engine_id="another")
+    assert [has_random_hashes(config) for config in (base, fast)] == [False, True]
+    seeds = [about(config)["hash_seed"] for config in (base, fast, other_start)]
+    assert len(set(seeds)) == 3
+    assert engine_name(fast, about(fast)) == engine_name(fast, about(other_start))
+    assert start_digest(fast) != start_digest(other_start)
+    monkeypatch.setenv("PYTHONHASHSEED", "20261121")
+    assert not has_random_hashes(fast)
+    assert about(fast)["hash_seed"] == about(other_start)["hash_seed"] not in seeds
+    assert "20261121" not in str(about(fast))
+
+
+def start(config: Any, *roles: KVConnectorRole) -> None:
+    """Start an engine's halves, as far as they will."""
+    made = []
+    try:
+        for role in roles:
+            made.append(connector := KVFerryConnector(config, role, CACHE))
+            if role is KVConnectorRole.WORKER:
+                connector.register_kv_caches(allocate(CACHE))
+    finally:
+        for one in made:
+            one.shutdown()
+
+
+def with_pool(config: VllmConfig, **extra: object) -> Any:
+    return changed(config, "kv_transfer_config", kv_connector_extra_config={"pool_bytes": "8MiB", "port": 0, **extra})
+
+
+def kept(folder: Path) -> dict[str, object]:
+    return {"pool_kind": "file", "pool_path": str(folder / "pool")}
+
+
+def tiers(folder: Path) -> dict[str, object]:
+    return {"tiers": [{"type": "fs", "path": str(folder / "tier"), "max_bytes": "8MiB"}]}
+
+
+BOTH = (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
+
+
+@pytest.mark.parametrize("extra", [kept, tiers])
+def test_weights_that_nobody_knows_are_refused_where_blocks_outlive_the_engine(
+    base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
+) -> None:
+    streamed = changed(with_pool(base, **extra(tmp_path)), "model_config", model_weights="s3://bucket/model")
+    with pytest.raises(ConnectorRefused, match=r"nothing says which weights the model .*local folder"):
+        start(streamed, *BOTH)
+    start(with_pool(base, **extra(tmp_path)), *BOTH)
+    assert not [path for path in SHARED_MEMORY.glob("kvferry-*") if start_digest(base) in path.name]
+
+
+@pytest.mark.parametrize("extra", [kept, tiers])
+def test_an_engine_core_that_does_not_see_its_ranks_memory_refuses(
+    base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
+) -> None:
+    """As where they are on several hosts."""
+    with pytest.raises(ConnectorRefused, match=r"is not there: .* on one host, .*; leave tiers out, and set pool_kind"):
+        start(with_pool(base, **extra(tmp_path)), KVConnectorRole.SCHEDULER)
