@@ -8,7 +8,7 @@
  4. eager and lazy                              10. workers
  5. de-duplication                              11. eviction
  6. hits                                        12. the pool and its slots
-                                                13. the pool's size
+14. copies: order, errors, memory under them    13. the pool's size
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ RESIZE = "tests/core/test_resize.py::"
 KEPT = "tests/cuda_ops/test_kept_pool.py::"
 POOL_SIZE = "tests/service/test_pool_size.py::"
 TIER_FILES = "tests/tiers/test_files.py::"
+CUDA_COPY = "tests/cuda_ops/test_cuda_copy.py::"
+CPU_COPY = "tests/cuda_ops/test_cpu_copy.py::"
+SEGMENTS = "tests/cuda_ops/test_segments.py::"
+KERNEL = "tests/cuda_ops/test_kernel.py::"
 CRASHES = "tests/pitfalls/test_crashes.py::"
 SHARED_POOLS = "tests/cuda_ops/test_shared_pools.py::"
 MACHINE = "tests/core/test_engine_model.py"
@@ -1372,5 +1376,228 @@ MUTATIONS = (
         "                self._resize.fail()\n                return\n",
         "                self._resize.acknowledge(num_slots)\n                return\n",
         (POOL_SIZE + "test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is",),
+    ),
+    # --- copies ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "a store does not wait for compute",
+        14,
+        "a store waits by event for the compute that fills its blocks",
+        "cuda_ops/cuda_copy.py",
+        "                self._driver.wait_event(lane.stream, ready)\n",
+        "                _ = ready\n",
+        (CUDA_COPY + "test_submitting_waits_for_no_compute_and_the_copies_wait_for_it",),
+    ),
+    Mutation(
+        "a source is read in any order",
+        14,
+        "a store waits by event for the compute that fills its blocks",
+        "cuda_ops/driver.py",
+        "_SRC_ACCESS_ORDER_STREAM = 1\n",
+        "_SRC_ACCESS_ORDER_STREAM = 3\n",
+        (CUDA_COPY + "test_sources_are_read_in_the_order_of_the_stream",),
+    ),
+    Mutation(
+        "compute does not wait for a load",
+        14,
+        "a load is complete before anyone reads it",
+        "cuda_ops/cuda_copy.py",
+        "                self._driver.wait_event(stream, self._loaded[0])\n",
+        "                _ = stream\n",
+        (CUDA_COPY + "test_the_stream_that_computes_is_told_of_loads_and_not_of_stores",),
+    ),
+    Mutation(
+        "a job ends when its copies are queued",
+        14,
+        "a load is complete before anyone reads it",
+        "cuda_ops/cuda_copy.py",
+        "                self._driver.synchronize_event(running.end)\n"
+        "                seconds = self._driver.elapsed_s(running.start, running.end)\n",
+        "                seconds = 1.0\n",
+        (CUDA_COPY + "test_submitting_waits_for_no_compute_and_the_copies_wait_for_it",),
+    ),
+    Mutation(
+        "a job's seconds are those of the compute before it, too",
+        14,
+        "a job's seconds are those of its copies",
+        "cuda_ops/cuda_copy.py",
+        "                self._driver.wait_event(lane.stream, ready)\n"
+        "                self._driver.record_event(start, lane.stream)\n",
+        "                self._driver.record_event(start, lane.stream)\n"
+        "                self._driver.wait_event(lane.stream, ready)\n",
+        (CUDA_COPY + "test_a_job_takes_as_long_as_its_copies_and_not_as_the_compute_before_them",),
+    ),
+    Mutation(
+        "a job fails while copies of it are queued",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cuda_copy.py",
+        '        """End a job of which copies may be queued."""\n        self._settle(lane)\n',
+        '        """End a job of which copies may be queued."""\n',
+        (CUDA_COPY + "test_a_job_that_failed_is_open_for_as_long_as_a_part_of_it_may_still_run",),
+    ),
+    Mutation(
+        "a device that does not answer is taken for dead",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cuda_copy.py",
+        "                if error.ends_all:\n",
+        "                if error.code:\n",
+        (CUDA_COPY + "test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run",),
+    ),
+    Mutation(
+        "closing does not wait for copies",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cuda_copy.py",
+        "        for lane in self._lanes.values():\n            lane.join()\n",
+        "",
+        (CUDA_COPY + "test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has",),
+    ),
+    Mutation(
+        "the pool is unmapped under a CUDA copy",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cuda_copy.py",
+        "        memory = self._pool.hold()\n",
+        "        memory = None\n",
+        (CUDA_COPY + "test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot",),
+    ),
+    Mutation(
+        "the pool is unmapped under a CPU copy",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cpu_copy.py",
+        "buffer, self._pool.hold(), num_bytes",
+        "buffer, None, num_bytes",
+        (CPU_COPY + "test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot",),
+    ),
+    Mutation(
+        "a CPU job ends with its first share",
+        14,
+        "memory is not given back under a copy that may run",
+        "cuda_ops/cpu_copy.py",
+        "            if plan.remaining:\n",
+        "            if plan.remaining > 1:\n",
+        (CPU_COPY + "test_a_large_job_is_shared_among_the_threads_and_arrives_whole",),
+    ),
+    Mutation(
+        "a failed CUDA job is reported as done",
+        14,
+        "a job that failed says so",
+        "cuda_ops/cuda_copy.py",
+        "        self._ledger.end(running.job, _describe(failure))\n",
+        "        self._ledger.end(running.job, None, running.num_bytes)\n",
+        (CUDA_COPY + "test_an_error_fails_its_job_once_nothing_of_it_runs_and_the_next_one_is_copied",),
+    ),
+    Mutation(
+        "a failed CPU share is reported as done",
+        14,
+        "a job that failed says so",
+        "cuda_ops/cpu_copy.py",
+        "            plan.error = plan.error or error\n",
+        "            plan.error = plan.error\n",
+        (CPU_COPY + "test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stopped",),
+    ),
+    Mutation(
+        "a lost device goes on taking jobs",
+        14,
+        "a job that failed says so",
+        "cuda_ops/cuda_copy.py",
+        '            self._broken = f"the CUDA device is unusable: {error}"\n',
+        '            _ = f"the CUDA device is unusable: {error}"\n',
+        (CUDA_COPY + "test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs",),
+    ),
+    Mutation(
+        "blocks are coalesced across a gap in the pool",
+        14,
+        "neighbors become one copy only where they are adjacent on both sides, within one extent",
+        "cuda_ops/segments.py",
+        "        up = (device_steps == size) & (host_steps == size) & within\n",
+        "        up = (device_steps == size) & within\n",
+        (SEGMENTS + "test_segments_name_exactly_the_bytes_of_the_obvious_reference",),
+    ),
+    Mutation(
+        "blocks are coalesced across a gap on the device",
+        14,
+        "neighbors become one copy only where they are adjacent on both sides, within one extent",
+        "cuda_ops/segments.py",
+        "        up = (device_steps == size) & (host_steps == size) & within\n",
+        "        up = (host_steps == size) & within\n",
+        (SEGMENTS + "test_segments_name_exactly_the_bytes_of_the_obvious_reference",),
+    ),
+    Mutation(
+        "blocks are coalesced across extents",
+        14,
+        "neighbors become one copy only where they are adjacent on both sides, within one extent",
+        "cuda_ops/segments.py",
+        "        within = extents[1:] == extents[:-1]\n",
+        "        within = extents[1:] >= 0\n",
+        (SEGMENTS + "test_neighbors_on_both_sides_become_one_segment_but_not_across_extents",),
+    ),
+    Mutation(
+        "a batch is given memory that the device does not know",
+        14,
+        "memory that is not pinned is copied one by one, and what cannot be pinned is rolled back",
+        "cuda_ops/dma.py",
+        "        if self._driver.has_batches and self._is_reachable():\n",
+        "        if self._driver.has_batches:\n",
+        (
+            CUDA_COPY + "test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool_works",
+            KERNEL + "test_where_the_device_has_pinned_memory_elsewhere_blocks_go_one_by_one",
+        ),
+    ),
+    Mutation(
+        "the kernel is given memory that is not pinned",
+        14,
+        "memory that is not pinned is copied one by one, and what cannot be pinned is rolled back",
+        "cuda_ops/crossover.py",
+        "        mover = self._kernel if small and self._is_pinned() else self._dma\n",
+        "        mover = self._kernel if small else self._dma\n",
+        (KERNEL + "test_memory_that_is_not_pinned_never_meets_the_kernel",),
+    ),
+    Mutation(
+        "what was registered before a failure stays so",
+        14,
+        "memory that is not pinned is copied one by one, and what cannot be pinned is rolled back",
+        "cuda_ops/prepare.py",
+        "    unregister([part for part, error in zip(parts, errors, strict=True) if error is None], registrar)\n",
+        "",
+        (CUDA_COPY + "test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool_works",),
+    ),
+    Mutation(
+        "words are larger than what they have to divide",
+        14,
+        "the kernel's words divide every address and size",
+        "cuda_ops/kernel.py",
+        "    return next(word for word in WORDS_BYTES if seen % word == 0)\n",
+        "    return WORDS_BYTES[0]\n",
+        (KERNEL + "test_words_divide_every_address_and_size",),
+    ),
+    Mutation(
+        "every job that waits takes pinned memory",
+        14,
+        "copies stand beside whatever else goes on",
+        "cuda_ops/cuda_copy.py",
+        "self._num_issued < _JOBS_AHEAD",
+        "self._num_issued < 10**9",
+        (CUDA_COPY + "test_a_heap_of_jobs_takes_no_heap_of_pinned_memory",),
+    ),
+    Mutation(
+        "waiting for a copy ruins the capture of a graph",
+        14,
+        "copies stand beside whatever else goes on",
+        "cuda_ops/cuda_copy.py",
+        "                self._driver.stand_beside_captures()\n",
+        "                pass\n",
+        (CUDA_COPY + "test_copies_go_on_while_a_graph_is_captured",),
+    ),
+    Mutation(
+        "results are lost when the compute stream has no name",
+        14,
+        "copies stand beside whatever else goes on",
+        "cuda_ops/cuda_copy.py",
+        "                except Exception as error:  # noqa: BLE001 - the results are taken, and must be told\n",
+        "                except CudaError as error:\n",
+        (CUDA_COPY + "test_a_stream_that_cannot_be_named_when_loads_have_ended_loses_no_result",),
     ),
 )
