@@ -45,7 +45,7 @@ from cuda_ops.prepare import Preparation
 from cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from app.engines.embedded.cuda import CudaSide
+    from app.engines.cuda import CudaSide
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ CLOSE_S = 10.0
 OVERDUE_S = 60.0
 """A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
 SUPERVISE_S = 1.0
-CROSSOVER_FILE = "copy-crossover.json"
 BARE_BLOCK_BYTES = 64 << 10
 """Size of a block where there is no engine that would give it."""
 
@@ -237,7 +236,7 @@ class Process:
         num_slots = plan.num_slots
         self._announce_pool(settings, num_slots)
         if self.engine is not None and self.engine.model.device.type == "cuda":
-            from app.engines.embedded.cuda import CudaSide
+            from app.engines.cuda import CudaSide
 
             self._cuda = CudaSide(self.engine.model.device)
             self._closers.append(self._cuda.close)
@@ -313,7 +312,7 @@ class Process:
                 blocks,
                 pool,
                 engine.wake,
-                settings.state_dir / CROSSOVER_FILE,
+                settings.state_dir,
                 settings.kernel_below_bytes,
             )
         if self._kept_file is not None:

@@ -112,9 +112,7 @@ class CudaDriver:
         for name, arguments in _FUNCTIONS.items():
             address = resolve(name, _BASE_VERSION)
             if not address:
-                raise CudaUnavailable(
-                    f"the CUDA driver has no {name}: it is older than CUDA 12; update it, or set DEVICE=cpu"
-                )
+                raise CudaUnavailable(f"the CUDA driver has no {name}: it is older than CUDA 12; update it")
             self._functions[name] = ctypes.CFUNCTYPE(c_int, *arguments)(address)
         batch = resolve(_BATCH, _BATCH_VERSION)
         self.has_batches = bool(batch)
@@ -295,7 +293,7 @@ def load_driver() -> CudaDriver:
         from cuda.bindings import driver
     except ImportError as error:
         raise CudaUnavailable(
-            f"copying on CUDA needs NVIDIA's Python bindings ({error}): install cuda-bindings, or set DEVICE=cpu"
+            f"copying on CUDA needs NVIDIA's Python bindings ({error}): install cuda-bindings"
         ) from error
 
     def resolve(name: str, version: int) -> int:
@@ -305,6 +303,4 @@ def load_driver() -> CudaDriver:
     try:
         return CudaDriver(resolve)
     except (RuntimeError, OSError) as error:
-        raise CudaUnavailable(
-            f"the CUDA driver does not load or start ({error}): install it, or set DEVICE=cpu"
-        ) from error
+        raise CudaUnavailable(f"the CUDA driver does not load or start ({error}): install it") from error

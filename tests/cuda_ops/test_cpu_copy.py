@@ -84,6 +84,18 @@ def test_a_large_job_is_shared_among_the_threads_and_arrives_whole() -> None:
     copies.close()
 
 
+def test_a_job_ends_when_the_last_of_its_shares_has() -> None:
+    """Looked at by the thread that ends it, at once: a share that still runs would be seen, if not each time."""
+    blocks, seen = np.zeros((24, 1 << 20), dtype=np.uint8), list[set[int]]()
+    pool = HostPool(24, 1 << 20)
+    copies = engine_over(blocks, pool, lambda: seen.append({int(pool.slot(i)[-1]) for i in range(24)}), num_threads=3)
+    for number in range(1, 41):
+        blocks[:, -1] = number
+        results_of(copies, [job(number, Direction.STORE, list(range(24)), list(range(24)))])
+    copies.close()
+    assert seen == [{number} for number in range(1, 41)]
+
+
 def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written() -> None:
     blocks, pool = np.ones((4, 64), dtype=np.uint8), HostPool(4, 64)
     copies = engine_over(blocks, pool)

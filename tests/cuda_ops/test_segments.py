@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.transfers import BlockRun, Direction, TransferJob
+from cuda_ops.backing import AnonymousMemory
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout, GroupRegions, Region
 from cuda_ops.segments import SegmentBuffer, SegmentPlanner
@@ -67,6 +71,27 @@ def test_neighbors_on_both_sides_become_one_segment_but_not_across_extents(order
     assert sorted(merged.sizes.tolist()) == [64, 8 * 64, 8 * 64]
     apart = planner.plan(job_of(run_of(0, [0, 2, 4], [0, 1, 2])), SegmentBuffer(), coalesce=True)
     assert apart.sizes.tolist() == [64, 64, 64]
+
+
+class SideBySide(AnonymousMemory):
+    """Memory whose stretches lie one behind the other, as those that a kernel maps may well do."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._all = memoryview(mmap.mmap(-1, num_bytes))
+
+    def map(self, offset: int, num_bytes: int) -> Any:
+        return self._all[offset : offset + num_bytes]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_extents_that_happen_to_be_adjacent_were_registered_apart_and_are_copied_apart(order: int) -> None:
+    blocks = np.zeros((6, mmap.PAGESIZE), dtype=np.uint8)
+    pool = HostPool(6, mmap.PAGESIZE, extent_bytes=2 * mmap.PAGESIZE, backing=SideBySide(6 * mmap.PAGESIZE))
+    assert set(np.diff(pool.addresses(np.arange(6)))) == {mmap.PAGESIZE}
+    every = list(range(6))[::order]
+    planner = SegmentPlanner(DeviceLayout.of_arrays([blocks]), pool)
+    merged = planner.plan(job_of(run_of(0, every, every)), SegmentBuffer(), coalesce=True)
+    assert merged.sizes.tolist() == [2 * mmap.PAGESIZE] * 3
 
 
 def test_parts_of_one_slot_become_one_segment() -> None:

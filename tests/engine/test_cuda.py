@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engines.embedded.cuda import CudaSide
+from app.engines.cuda import CudaSide
 from app.logs import LogPipe
 from app.settings import Settings
 from app.wiring import Process, StartRefused
@@ -73,7 +73,7 @@ def test_the_pool_is_pinned_for_the_device_and_let_go_before_it(tmp_path: Path) 
     pool = HostPool(4, 4096, preparation=side.preparation())
     assert pool.is_pinned
     copies = side.copies(
-        DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]), pool, lambda: None, tmp_path / "file"
+        DeviceLayout.of_tensors([[torch.zeros(4, 4096, dtype=torch.uint8)]]), pool, lambda: None, tmp_path
     )
     assert copies.is_alive()
     copies.close()
@@ -100,7 +100,7 @@ def test_a_pinned_pool_asks_for_huge_pages() -> None:
 
 
 def test_a_device_that_the_driver_does_not_have_is_refused() -> None:
-    with pytest.raises(CudaUnavailable, match=r"DEVICE: cuda:1 cannot be used for copies .*; set DEVICE=cpu"):
+    with pytest.raises(CudaUnavailable, match=r"cuda:1 cannot be used for copies .*; set DEVICE=cpu"):
         CudaSide(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
 
 
@@ -108,12 +108,12 @@ def test_a_device_that_gives_no_stream_is_refused(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
-    with pytest.raises(CudaUnavailable, match=r"DEVICE: no copy engine on cuda:0 .*ILLEGAL_ADDRESS"):
+    with pytest.raises(CudaUnavailable, match=r"cuda:0 gives no copy engine .*ILLEGAL_ADDRESS.*; set DEVICE=cpu"):
         side.copies(
             DeviceLayout.of_tensors([[torch.zeros(4, 64, dtype=torch.uint8)]]),
             HostPool(4, 64),
             lambda: None,
-            tmp_path / "file",
+            tmp_path,
             1,
         )
 

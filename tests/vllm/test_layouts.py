@@ -96,7 +96,8 @@ def make_bench(layout: KVCacheLayout, groups: list[KVCacheGroupSpec], slots: int
     found, caches = read_layout(config), allocate(config)
     check_caches(found, caches)
     pool = HostPool(slots, found.of_core(1, 1).slot_bytes)
-    return found, Bench(config, caches, Copies(found, 1, caches, MappedPool(pool), lambda: None))
+    copies = Copies(found, Settings(_env_file=None), caches, MappedPool(pool), lambda: None)
+    return found, Bench(config, caches, copies)
 
 
 @pytest.mark.parametrize(("layout", "groups"), every_case())
@@ -228,5 +229,5 @@ def test_tensors_that_are_not_what_the_configuration_says_refuse() -> None:
         check_caches(layout, {**caches, name: caches[name].clone()})
     with pytest.raises(ConnectorRefused, match=f"no KV cache for layer {name}"):
         check_caches(layout, {other: cache for other, cache in caches.items() if other != name})
-    with pytest.raises(ConnectorRefused, match="carries blocks between CPU memory only"):
+    with pytest.raises(ConnectorRefused, match=r"is on cpu, meta: .* one CUDA device a rank, or CPU memory"):
         check_caches(layout, {**caches, name: caches[name].to("meta")})

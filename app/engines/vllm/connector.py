@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.admin import AdminServer
-from app.engines.vllm.copies import Copies, check_caches
+from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from app.engines.vllm.device import VllmDevice
 from app.engines.vllm.fingerprint import hash_bytes, start_digest
 from app.engines.vllm.host import EngineCoreHost
@@ -93,9 +93,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             check_caches(self._layout, kv_caches)
             if rank == 0:
                 announce(self._size, self._settings, self._layout)
-            mapped = map_for_rank(self._wanted_pool(self._settings, self._layout, self._size), rank)
+            wanted = self._wanted_pool(self._settings, self._layout, self._size)
+            cuda = device_side(self._layout, kv_caches)
+            mapped = map_for_rank(wanted, rank, preparation_for(cuda))
             worker.attach(
-                lambda on_finished: Copies(self._layout, self._settings.blocks_per_slot, kv_caches, mapped, on_finished)
+                lambda on_finished: Copies(self._layout, self._settings, kv_caches, mapped, on_finished, cuda)
             )
         except BaseException as error:
             self._refuse(error)

@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engines.cuda import CudaSide
 from app.engines.vllm.layout import Stretch, VllmLayout
 from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
+from app.settings import Settings
+from app.starting import StartProgress
 from core.transfers import TransferJob, TransferResult
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.driver import CudaUnavailable
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from cuda_ops.prepare import Preparation
 from cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 class Copies:
@@ -32,21 +40,33 @@ class Copies:
     def __init__(
         self,
         layout: VllmLayout,
-        blocks_per_slot: int,
+        settings: Settings,
         caches: Mapping[str, Any],
         mapped: MappedPool,
         on_finished: Callable[[], None],
+        cuda: CudaSide | None = None,
     ) -> None:
-        """Start copying between the caches, which `check_caches` has seen, and the pool, which is closed with this."""
+        """Start copying between the caches, which `check_caches` has seen, and the pool; it is closed with this, and
+        so is `cuda`, by which they are copied where they are in a CUDA device's memory. Raises `ConnectorRefused`."""
         regions = DeviceLayout(
             tuple(
                 GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
-                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(blocks_per_slot), strict=True)
+                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(settings.blocks_per_slot), strict=True)
             )
         )
         self._pool = pool = mapped.pool
-        # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
-        self._engine: CopyEngine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=range(os.cpu_count() or 1))
+        self._cuda = cuda
+        self._engine: CopyEngine
+        if cuda is None:
+            # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
+            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=range(os.cpu_count() or 1))
+        else:
+            try:
+                self._engine = cuda.copies(regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes)
+            except CudaUnavailable as error:
+                pool.close()
+                cuda.close()
+                raise ConnectorRefused(str(error)) from error
         if mapped.file is not None:
             headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
             self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank)
@@ -71,14 +91,39 @@ class Copies:
         """See `CopyEngine`; the pool goes with it."""
         self._engine.close()
         self._pool.close()
+        if self._cuda is not None:
+            self._cuda.close()
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of one slot, not a copy."""
         return self._pool.slot(slot)
 
 
+def device_side(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | None:
+    """What is to be had of the device that the caches are on, which `check_caches` has seen; None where that is the
+    host. Raises `ConnectorRefused`."""
+    device = _tensor_of(caches, layout.groups[0].stretches[0]).device
+    if device.type == "cpu":
+        return None
+    try:
+        return CudaSide(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
+    except CudaUnavailable as error:
+        raise ConnectorRefused(str(error)) from error
+
+
+def preparation_for(cuda: CudaSide | None) -> Preparation | None:
+    """How the pool is made ready for that device; the log says how far it is."""
+    return None if cuda is None else replace(cuda.preparation(), progress=StartProgress().note_pool)
+
+
 def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
     """Refuse memory that this version cannot copy, before anything is allocated."""
+    devices = {_tensor_of(caches, stretch).device for group in layout.groups for stretch in group.stretches}
+    if len(devices) != 1 or next(iter(devices)).type not in DEVICE_TYPES:
+        raise ConnectorRefused(
+            f"the KV cache is on {', '.join(sorted(map(str, devices)))}: this version carries blocks to and from one "
+            "CUDA device a rank, or CPU memory; run vLLM on one of them"
+        )
     for group in layout.groups:
         for stretch in group.stretches:
             tensor = _tensor_of(caches, stretch)
@@ -89,11 +134,6 @@ def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
                 raise ConnectorRefused(
                     f"the KV cache of layer {stretch.layer} is made of several pieces of memory; kvferry does not know "
                     "such a layout"
-                )
-            if tensor.device.type != "cpu":
-                raise ConnectorRefused(
-                    f"the KV cache is on {tensor.device}: this version carries blocks between CPU memory only; run "
-                    "vLLM's CPU backend"
                 )
             have = tensor.untyped_storage().nbytes()
             if have < stretch.end:

@@ -22,6 +22,7 @@ from app.warm_start import open_kept_file
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile, read_boot_id
 from cuda_ops.passing_file import PassingFile, sweep_names
+from cuda_ops.prepare import Preparation
 
 _Said = TypeVar("_Said")
 
@@ -83,18 +84,18 @@ class MappedPool:
         return read_boot_id(), about.st_dev, about.st_ino
 
 
-def map_for_rank(wanted: EnginePool, rank: int) -> MappedPool:
-    """This rank's view of the pool. Raises `ConnectorRefused`, on every rank if one of them cannot map it, and
-    `NotEnoughMemory`."""
+def map_for_rank(wanted: EnginePool, rank: int, preparation: Preparation | None = None) -> MappedPool:
+    """This rank's view of the pool, made ready for its device. Raises `ConnectorRefused`, on every rank if one of them
+    cannot map it, and `NotEnoughMemory`."""
     if not wanted.is_shared:
-        return MappedPool(HostPool(wanted.size.num_slots, wanted.size.rank_slot_bytes))
+        return MappedPool(HostPool(wanted.size.num_slots, wanted.size.rank_slot_bytes, preparation=preparation))
     mapped: MappedPool | None = None
     problem: str | None = None
     problems: list[str] = []
     for turn_of_first in (True, False):
         if turn_of_first is (rank == 0) and not problems:
             try:
-                mapped = _map(wanted, rank, is_first=rank == 0)
+                mapped = _map(wanted, rank, is_first=rank == 0, preparation=preparation)
             except (OSError, ValueError) as error:
                 problem = str(error) if wanted.size.num_ranks == 1 else f"rank {rank}: {error}"
         problems = [found for found in _of_all_ranks(wanted, problem) if found is not None]
@@ -127,7 +128,9 @@ def map_for_scheduler(wanted: EnginePool) -> MappedPool | None:
     return mapped
 
 
-def _map(wanted: EnginePool, rank: int, *, is_first: bool, is_ready: bool = False) -> MappedPool:
+def _map(
+    wanted: EnginePool, rank: int, *, is_first: bool, is_ready: bool = False, preparation: Preparation | None = None
+) -> MappedPool:
     size, slots = wanted.size, wanted.size.extents
     file = open_kept_file(
         wanted.settings, wanted.name, wanted.fingerprint, slots, size.rank_slot_bytes, size.num_ranks, join=not is_first
@@ -145,6 +148,7 @@ def _map(wanted: EnginePool, rank: int, *, is_first: bool, is_ready: bool = Fals
         backing=file or passing,
         num_ranks=size.num_ranks,
         rank=rank,
+        preparation=preparation,
     )
     if file is not None and is_first:
         try:

@@ -1,4 +1,4 @@
-"""A CUDA device's part in offloading: pool memory that it knows, near it, and the copy engine."""
+"""A CUDA device's part in offloading, whichever engine computes on it: pool memory that it knows, and copies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ from cuda_ops.numa import node_of_pci_device
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
 
+CROSSOVER_FILE = "copy-crossover.json"
+
 
 class CudaSide:
     """For one device, from before the pool is mapped until after it is gone."""
 
-    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
-        """Raises `CudaUnavailable`. `driver` is this machine's by default."""
+    def __init__(
+        self,
+        device: torch.device,
+        driver: CudaDriver | None = None,
+        current_stream: Callable[[], int] | None = None,
+        *,
+        instead: str = "set DEVICE=cpu",
+    ) -> None:
+        """Raises `CudaUnavailable`, which ends with what can be done `instead`. `driver` is this machine's by default,
+        and `current_stream`, the stream that the calling thread computes on, torch's."""
         self._device = device
         self._index = device.index or 0
+        self._instead = instead
+        self._current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
         try:
             self._driver = load_driver() if driver is None else driver
             self._registrar = CudaRegistrar(self._driver, self._index)
             self._pci_address = self._driver.pci_address(self._driver.device(self._index))
-        except CudaError as error:
-            raise CudaUnavailable(f"DEVICE: {device} cannot be used for copies ({error}); set DEVICE=cpu") from error
+        except (CudaError, CudaUnavailable) as error:
+            raise self._unavailable("cannot be used for copies", error) from error
 
     def preparation(self) -> Preparation:
         """How the host pool is made ready: near the device, and in large pages where the kernel has them, of which
@@ -41,24 +53,28 @@ class CudaSide:
         layout: DeviceLayout,
         pool: HostPool,
         on_finished: Callable[[], None],
-        crossover_file: Path,
+        state_dir: Path,
         kernel_below_bytes: int | None = None,
     ) -> CudaCopyEngine:
         """A copy engine between the device's blocks and the pool; see `choose_mover`. Raises `CudaUnavailable`."""
         try:
-            mover = choose_mover(self._driver, self._index, pool, crossover_file, kernel_below_bytes)
+            mover = choose_mover(self._driver, self._index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
             return CudaCopyEngine(
                 layout,
                 pool,
                 on_finished,
                 driver=self._driver,
                 device=self._index,
-                current_stream=lambda: int(torch.cuda.current_stream(self._device).cuda_stream),
+                current_stream=self._current_stream,
+                worker=pool.rank,
                 mover=mover,
             )
         except CudaError as error:
-            raise CudaUnavailable(f"DEVICE: no copy engine on {self._device} ({error}); set DEVICE=cpu") from error
+            raise self._unavailable("gives no copy engine", error) from error
 
     def close(self) -> None:
         """After the pool."""
         self._registrar.close()
+
+    def _unavailable(self, what: str, error: Exception) -> CudaUnavailable:
+        return CudaUnavailable(f"{self._device} {what} ({error}); {self._instead}")
