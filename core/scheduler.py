@@ -41,6 +41,7 @@ from core.requests import GroupProgress, RequestPhase, RequestState, RequestTabl
 from core.rules import Rule, RuleSubject
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
+from core.tier_links import TierInquiry
 from core.tier_side import TierSide
 from core.tiers import HOST, Tier, TierResetResult
 from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
@@ -441,6 +442,18 @@ class OffloadScheduler:
     def tier_names(self) -> tuple[str, ...]:
         """The tiers below the pool, the fastest first."""
         return () if self._tiers is None else tuple(link.name for link in self._tiers.links)
+
+    def inquire_tiers(self, keys: Sequence[Key], now_s: float) -> Mapping[str, TierInquiry]:
+        """Ask the tiers which of these keys they have, a batch at most. Any thread; `poll_tiers` brings the answers."""
+        with self.manager.lock:
+            return {} if self._tiers is None else self._tiers.inquire(keys, now_s)
+
+    def poll_tiers(self, now_s: float) -> None:
+        """Take what the tiers have to say, as every step does."""
+        with self.manager.lock:
+            if self._tiers is not None:
+                self._tiers.poll(now_s)
+        self._log_tiers()
 
     def tier_health(self) -> list[str]:
         """Why tiers do less than they should, one reason an item."""

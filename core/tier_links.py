@@ -46,6 +46,14 @@ class OpenReset:
     taken: bool
 
 
+@dataclass(slots=True, eq=False)
+class TierInquiry:
+    """What somebody asked a tier who only looks: which of some keys it has. `found` stays None if it does not say."""
+
+    is_over: bool = False
+    found: Sequence[bool] | None = None
+
+
 class _Trouble(NamedTuple):
     """What went wrong, and when that was first seen at a poll."""
 
@@ -110,6 +118,18 @@ class TierLink:
         """Ask which keys it has."""
         self.use.looked_up += len(keys)
         self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
+
+    def inquire(self, keys: Sequence[Key], now_s: float) -> TierInquiry:
+        """Ask which keys it has on nobody's behalf: it counts as no use of the tier."""
+        inquiry = TierInquiry()
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            inquiry.is_over = True
+            inquiry.found = None if result is None else result.ok.tolist()
+
+        job = OpenTierJob(self._new_number(), len(keys), now_s, end)
+        self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
+        return inquiry
 
     def store(self, job: OpenTierJob, blocks: TierJob) -> None:
         """Have it keep blocks."""

@@ -16,7 +16,7 @@ from core.prefixes import PrefixFinder
 from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
 from core.requests import RequestState
-from core.tier_links import TierLink
+from core.tier_links import TierInquiry, TierLink
 from core.tier_sessions import TierSession
 from core.tier_stats import TierStats
 from core.tiers import Tier, TierRequest, TierResetResult
@@ -119,6 +119,10 @@ class TierSide:
         return [job.slots for link in self.links for job in link.open_jobs]
 
     # --- what operators see -------------------------------------------------------------------------------------
+
+    def inquire(self, keys: Sequence[Key], now_s: float) -> dict[str, TierInquiry]:
+        """Ask the tiers that can be used which of these keys they have; `poll` brings what they say."""
+        return {link.name: link.inquire(keys, now_s) for link in self.links if link.is_usable}
 
     def health(self) -> list[str]:
         """Why tiers do less than they should."""

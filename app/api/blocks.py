@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,10 +22,14 @@ from app.api.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
 from core.grants import BlockState, PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of
-from core.manager import OffloadManager
+from core.scheduler import OffloadScheduler
 from core.slots import SlotState
+from core.tiers import HOST
 
 MAX_KEY_HEX = 512
+TIERS_S = 0.5
+"""How long a listing waits for what tiers have to say; those on a network may not answer at all."""
+_POLL_S = 0.005
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
 
 BlockHash = Annotated[
@@ -56,7 +61,10 @@ class Block(BaseModel):
     hits: int
     generation: int = Field(description="raised each time the slot is given out")
     pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
-    tiers: list[str] = Field(examples=[["host"]], description="where the block is held")
+    tiers: list[str] = Field(
+        examples=[["host", "disk"]],
+        description=f"where it is held: in the pool, and in the tiers that said within {TIERS_S:g} s that they have it",
+    )
 
 
 class PinBody(BaseModel):
@@ -83,10 +91,27 @@ class SlotMap(BaseModel):
     epoch: int
 
 
-def _rows_to_blocks(manager: OffloadManager, rows: SlotRows) -> list[dict[str, Any]]:
+def _places(scheduler: OffloadScheduler, keys: Sequence[Key]) -> list[list[str]]:
+    """Where each of these blocks of the pool is held. Waits for tiers, on the thread of whoever asked."""
+    inquiries = scheduler.inquire_tiers(keys, time.time()) if keys else {}
+    deadline_s = time.monotonic() + TIERS_S
+    while not all(inquiry.is_over for inquiry in inquiries.values()) and time.monotonic() < deadline_s:
+        scheduler.poll_tiers(time.time())
+        time.sleep(_POLL_S)
+    places = [[HOST] for _ in keys]
+    for name, inquiry in inquiries.items():
+        for held_by, is_there in zip(places, inquiry.found or (), strict=False):
+            if is_there:
+                held_by.append(name)
+    return places
+
+
+def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[str, Any]]:
     """The blocks of these rows, but for those that have left the pool by now."""
+    places = _places(scheduler, rows.keys)
     columns = zip(
-        manager.holds(rows),
+        scheduler.manager.holds(rows),
+        places,
         rows.keys,
         rows.slots.tolist(),
         rows.sizes.tolist(),
@@ -115,9 +140,9 @@ def _rows_to_blocks(manager: OffloadManager, rows: SlotRows) -> list[dict[str, A
             "hits": hits,
             "generation": generation,
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
-            "tiers": ["host"],
+            "tiers": held_by,
         }
-        for hold, key, slot, size, position, origin, stored_s, hit_s, hits, generation in columns
+        for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation in columns
         if hold is not None
     ]
 
@@ -147,7 +172,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         while more and len(items) < limit:
             # Blocks found may be gone a moment later, when they are read: an answer that is short is not yet the end.
             rows = manager.inventory.list_blocks(start, limit - len(items))
-            items += _rows_to_blocks(manager, rows)
+            items += _rows_to_blocks(context.scheduler, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
         return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
@@ -156,7 +181,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 when the pool does not hold it."""
         rows = manager.find_block(_key_of(block_hash))
-        blocks = [] if rows is None else _rows_to_blocks(manager, rows)
+        blocks = [] if rows is None else _rows_to_blocks(context.scheduler, rows)
         if not blocks:
             raise _unknown(block_hash)
         return blocks[0]

@@ -82,6 +82,26 @@ def use(engine: ToyEngine, name: str = "disk"):
     return engine.offload.snapshot().tiers[name].use
 
 
+# --- who only looks ---------------------------------------------------------------------------------------------------
+
+
+def test_who_asks_which_blocks_the_tiers_hold_is_told_and_a_silent_tier_is_given_up() -> None:
+    engine = engine_with("fast", "slow")
+    serve(engine, request("one", 3))
+    wanted = [*keys(3), *keys(2, family=2)]
+    engine.tiers["slow"].due = lambda number: False
+    asked = engine.offload.inquire_tiers(wanted, engine.now_s)
+    engine.offload.poll_tiers(engine.now_s)
+    assert (asked["fast"].is_over, asked["fast"].found) == (True, [True, True, True, False, False])
+    assert (asked["slow"].is_over, asked["slow"].found) == (False, None)
+    assert use(engine, "fast").looked_up == use(engine, "slow").looked_up
+    engine.offload.poll_tiers(engine.now_s + TIMEOUT_S + 1)
+    assert (asked["slow"].is_over, asked["slow"].found) == (True, None)
+    assert set(engine.offload.inquire_tiers(wanted, engine.now_s)) == {"fast", "slow"}
+    engine.offload.close_tiers(engine.now_s)
+    assert engine.offload.inquire_tiers(wanted, engine.now_s) == {}
+
+
 # --- announcements --------------------------------------------------------------------------------------------------
 
 

@@ -156,12 +156,21 @@ def test_flipped_bytes_are_a_miss_a_count_and_a_row_in_history(tmp_path: Path) -
         raw[at] ^= 0xFF
     pool.write_bytes(raw)
     with kept(tmp_path) as served:
+        for number in (5, 0, 1, 2):
+            served.complete(PROMPTS[number], f"bad-{number}", max_tokens=1, kv_transfer_params={"store": False})
+        served.complete(PROMPTS[5], "after", max_tokens=1)
+        assert missed(served, "bad-5")["causes"]["load_failed"] == BLOCKS * 16
+        assert missed(served, "after")["evicted"] == {"failed_verification": BLOCKS * 16}
         assert warm_up(served) == expected
         stats = served.stats()
         check_identities(stats)
         assert stats["load"]["corrupt"] > 0
         assert stats["evictions"]["by_reason"]["failed_verification"] == stats["load"]["corrupt"]
         wait_until(lambda: len(evictions(served, "failed_verification")) > 0, "the rows")
+
+
+def missed(served: Served, name: str) -> Any:
+    return served.get(f"/admin/v1/requests/{name}")["missed_tokens"]
 
 
 def hashes(served: Served, request: str) -> set[str]:
@@ -212,10 +221,10 @@ def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_i
         assert (recovery["recovered"], recovery["dropped"]) == (0, {"foreign": ready})
         assert "dtype was 'float64' when it was written, and is 'float32'" in recovery["foreign"]
         served.complete(PROMPTS[0], "missed", max_tokens=1)
-        causes = served.get("/admin/v1/requests/missed")["missed_tokens"]["causes"]
+        causes = missed(served, "missed")["causes"]
         assert (causes["other_fingerprint"], causes["new"]) == (BLOCKS * 16, 0)
         served.complete([9, *PROMPTS[0]], "unheard-of", max_tokens=1)
-        causes = served.get("/admin/v1/requests/unheard-of")["missed_tokens"]["causes"]
+        causes = missed(served, "unheard-of")["causes"]
         assert (causes["other_fingerprint"], causes["new"]) == (0, (BLOCKS + 1) * 16)
         assert served.stats()["missed_tokens"]["causes"]["other_fingerprint"] == BLOCKS * 16
 

@@ -84,6 +84,17 @@ def ask_until_from_tier(served: Served, prompt: list[int], answer: list[int], na
     raise AssertionError(f"never served from the tier: {served.stats()}")
 
 
+def test_a_block_says_which_tiers_hold_it(served: Served) -> None:
+    store_in_tier(served, prompt_of(900))
+    before = disk(served)["looked_up"]
+    items = served.get("/admin/v1/blocks?limit=1000")["items"]
+    assert [item["tiers"] for item in items] == [["host", "disk"]] * 15
+    assert served.http.post("/admin/v1/reset", json={"tiers": ["disk"]}).status_code == 200
+    assert served.get(f"/admin/v1/blocks/{items[3]['hash']}")["tiers"] == ["host"]
+    assert [item["tiers"] for item in served.get("/admin/v1/blocks")["items"]] == [["host"]] * 15
+    assert disk(served)["looked_up"] == before, "who only looks does not count"
+
+
 def test_what_left_the_pool_comes_back_from_the_tier(served: Served) -> None:
     prompt = prompt_of(0)
     answer = store_in_tier(served, prompt)
