@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.affinity import run_on
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
@@ -208,11 +209,7 @@ class _CopyThread(threading.Thread):
         self._cpus = cpus
 
     def run(self) -> None:
-        if self._cpus is not None:
-            try:
-                os.sched_setaffinity(0, self._cpus)
-            except OSError as error:
-                _log.warning("a copy thread may not run on processors %s: %s", sorted(self._cpus), error)
+        run_on(self._cpus)
         self._serve(self)
 
 

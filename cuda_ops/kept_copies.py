@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from core.transfers import Direction, SlotLabels, TransferJob, TransferResult
+from cuda_ops.affinity import run_on
 from cuda_ops.copy_engine import CopyEngine
 from cuda_ops.slot_headers import SlotHeaders
 
@@ -29,12 +30,15 @@ class KeptCopies:
         headers: SlotHeaders,
         on_finished: Callable[[], None],
         worker: int = 0,
+        cpus: Collection[int] | None = None,
     ) -> None:
-        """`on_finished` is called on the hashing thread when there is something to poll; it may only notify."""
+        """`on_finished` is called on the hashing thread when there is something to poll; it may only notify. That
+        thread runs on `cpus`, by default on those of the thread that makes the engine."""
         self._copies = copies
         self._headers = headers
         self._on_finished = on_finished
         self._worker = worker
+        self._cpus = cpus
         self._labels: dict[int, SlotLabels] = {}
         self._to_verify: deque[TransferJob] = deque()
         self._verified: deque[tuple[TransferJob, tuple[int, ...], str | None]] = deque()
@@ -139,6 +143,7 @@ class KeptCopies:
     # ---- on the hashing thread ---------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        run_on(self._cpus)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._to_verify or self._to_seal or self._closing)

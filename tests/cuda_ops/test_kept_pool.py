@@ -409,12 +409,14 @@ def test_a_key_that_does_not_fit_a_header_is_never_sealed(path: Path) -> None:
         assert kept.found.keys == [b"k" * MAX_KEY_BYTES]
 
 
+def job(number: int, direction: Direction, count: int, **extra: object) -> TransferJob:
+    """Copy the first so many blocks."""
+    every = np.arange(count)
+    return TransferJob(number, direction, (BlockRun(0, every, every, np.zeros(count, np.int64)),), **extra)  # type: ignore[arg-type]
+
+
 def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path: Path) -> None:
     blocks = np.stack([bytes_of(number) for number in range(12)])
-
-    def job(number: int, direction: Direction, count: int, **extra: object) -> TransferJob:
-        every = np.arange(count)
-        return TransferJob(number, direction, (BlockRun(0, every, every, np.zeros(count, np.int64)),), **extra)  # type: ignore[arg-type]
 
     with attached(path) as kept:
         layout = DeviceLayout.of_arrays([blocks])
@@ -444,6 +446,24 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         copies.close()
         copies.submit(job(3, Direction.LOAD, 1, verify=np.array([0])))
         assert [result.error is None for result in copies.poll()] == [False]
+
+
+def test_checksums_are_computed_where_they_are_told_to_be(path: Path) -> None:
+    (first, *_) = sorted(os.sched_getaffinity(0))
+    seen: list[set[int]] = []
+    layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
+    with attached(path) as kept:
+        kept.store([0], [0], 1)
+        copies = KeptCopies(
+            CpuCopyEngine(layout, kept.pool, lambda: None),
+            kept.headers,
+            lambda: seen.append(os.sched_getaffinity(0)),
+            cpus=[first],
+        )
+        copies.submit(job(1, Direction.LOAD, 1, verify=np.array([0])))
+        assert copies.wait([1], 30)
+        copies.close()
+    assert seen == [{first}]
 
 
 def test_a_million_slot_headers_are_read_quickly_and_all_come_back(tmp_path: Path) -> None:

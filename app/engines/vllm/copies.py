@@ -57,9 +57,10 @@ class Copies:
         self._pool = pool = mapped.pool
         self._cuda = cuda
         self._engine: CopyEngine
+        # vLLM pins a worker to the processors that compute; copies and checksums had better go elsewhere.
+        cpus = range(os.cpu_count() or 1)
         if cuda is None:
-            # vLLM pins a worker to the processors that compute; copies had better go elsewhere.
-            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=range(os.cpu_count() or 1))
+            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus)
         else:
             try:
                 self._engine = cuda.copies(regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes)
@@ -69,7 +70,7 @@ class Copies:
                 raise ConnectorRefused(str(error)) from error
         if mapped.file is not None:
             headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
-            self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank)
+            self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
