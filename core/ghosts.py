@@ -90,13 +90,15 @@ class Ghosts(Generic[R]):
         table = np.zeros(1 << bits, dtype=np.uint64)
         seconds = None if old_seconds is None else np.zeros(1 << bits, dtype=np.uint32)
         for start in range(0, len(old), _MOVED):
-            there = old[start : start + _MOVED].nonzero()[0] + start
+            # A copy, for others write meanwhile, and NumPy refuses to look for what changes under it.
+            entries = old[start : start + _MOVED].copy()
+            there = entries.nonzero()[0]
             # An entry has the high bits of its mark, which are its place in a table of any size.
-            entries = old[there]
+            entries = entries[there]
             places = (entries >> shift).view(np.int64)
             table[places] = entries
             if seconds is not None and old_seconds is not None:
-                seconds[places] = old_seconds[there]
+                seconds[places] = old_seconds[start + there]
 
         def put_in_force() -> object:
             self._shift, self._table, self._seconds = shift, table, seconds

@@ -74,7 +74,8 @@ class Inventory:
         while looked < num_slots:
             start = self._dirty_cursor
             end = min(start + _SCAN_SLOTS, num_slots)
-            found = self._table.dirty[start:end].nonzero()[0][:limit] + start
+            # A copy, for others write meanwhile, and NumPy refuses to look for what changes under it.
+            found = self._table.dirty[start:end].copy().nonzero()[0][:limit] + start
             looked += end - start
             self._dirty_cursor = (int(found[-1]) + 1 if len(found) == limit else end) % num_slots
             if len(found):
