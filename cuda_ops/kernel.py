@@ -12,7 +12,7 @@ from cuda_ops.driver import CudaDriver
 from cuda_ops.segments import Segments
 
 TABLE_ROWS = 16_384
-WORDS_BYTES = (8, 4, 1)
+WORDS_BYTES = (16, 8, 4, 1)
 
 
 class LaunchCopy(Protocol):

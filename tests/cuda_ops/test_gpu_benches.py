@@ -69,7 +69,7 @@ def test_wrong_bytes_are_noticed(skew: str, tmp_path: Path) -> None:
         if skew == "two targets are swapped":
             column(targets, count)[:2] = column(targets, count)[1::-1].copy()
         else:
-            column(sizes, count)[:] -= 8
+            column(sizes, count)[:] -= 16
         launch(targets, sources, sizes, count, word_bytes, stream)
 
     machine.launch = broken

@@ -85,7 +85,15 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
 
 @pytest.mark.parametrize(
     ("device", "host", "size", "word"),
-    [(64, 128, 4096, 8), (64, 132, 4096, 4), (64, 128, 4, 4), (65, 128, 64, 1), (64, 128, 2, 1)],
+    [
+        (64, 128, 4096, 16),
+        (64, 136, 4096, 8),
+        (64, 128, 4088, 8),
+        (64, 132, 4096, 4),
+        (64, 128, 4, 4),
+        (65, 128, 64, 1),
+        (64, 128, 2, 1),
+    ],
 )
 def test_words_divide_every_address_and_size(device: int, host: int, size: int, word: int) -> None:
     columns = [np.array([4096, value], dtype=np.int64) for value in (device, host, size)]
@@ -99,7 +107,7 @@ def test_the_kernel_copies_what_it_is_told_and_nothing_else() -> None:
 import numpy as np
 from cuda_ops import triton_copy
 rng = np.random.default_rng(7)
-for word in (8, 4, 1):
+for word in (16, 8, 4, 1):
     for count in (1, 5, 40):
         source = rng.integers(0, 256, count * 9000, dtype=np.uint8)
         target, expected = np.zeros_like(source), np.zeros_like(source)
@@ -120,8 +128,12 @@ print("equal")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("word", [8, 4, 1])
-def test_the_kernel_compiles_for_a_device(word: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("word", "stored"), [(16, "st.global.v2.b64"), (8, "st.global.b64"), (4, "st.global.b32"), (1, "st.global.b8")]
+)
+def test_the_kernel_compiles_for_a_device(
+    word: int, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Down to the machine code of an H100, which takes no device."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
@@ -137,10 +149,10 @@ def test_the_kernel_compiles_for_a_device(word: int, tmp_path: Path, monkeypatch
             "count": "i32",
             **dict.fromkeys(("WORD_BYTES", "CHUNK"), "constexpr"),
         },
-        constexprs={"WORD_BYTES": word, "CHUNK": triton_copy.CHUNK_BYTES // word},
+        constexprs={"WORD_BYTES": word, "CHUNK": triton_copy.CHUNK_BYTES // min(word, 8)},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_copy.WARPS})
-    assert f"st.global.b{8 * word}" in compiled.asm["ptx"]
+    assert stored in compiled.asm["ptx"]
     assert compiled.asm["cubin"]
 
 

@@ -1454,15 +1454,6 @@ MUTATIONS = (
         (CUDA_COPY + "test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has",),
     ),
     Mutation(
-        "a CPU job ends with its first share",
-        14,
-        "memory is not given back under a copy that may run",
-        "cuda_ops/cpu_copy.py",
-        "            if plan.remaining:\n",
-        "            if plan.remaining > 1:\n",
-        (CPU_COPY + "test_a_job_ends_when_the_last_of_its_shares_has",),
-    ),
-    Mutation(
         "a failed CUDA job is reported as done",
         14,
         "a job that failed says so",
