@@ -153,7 +153,7 @@ def warm_start(
     except (StoreUnavailable, ValueError) as error:
         _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
         rows = KeptRows.none()
-    blocks, stale, num_known = _join(kept, rows, file.shape.num_slots)
+    blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
     note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
     manager.adopt(blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
@@ -164,7 +164,7 @@ def warm_start(
     return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
 
 
-def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, Slots, int]:
+def _join(kept: KeptSlots, rows: KeptRows, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
     """Blocks with what their rows add, the latest used first; the slots whose row is to be written or deleted; and how
     many had a row: one of the same slot, key and generation."""
     count = len(kept.slots)
@@ -194,6 +194,8 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int) -> tuple[KeptBlocks, 
     # Of blocks that were used together the first of a prefix counts as the latest, so that its end goes first.
     order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
     in_order = order.tolist()
+    # What nobody knows the age of is at least as old as this process, and that is what history will say.
+    stored_s[stored_s <= 0] = now_s
     blocks = KeptBlocks(
         slots=kept.slots[order],
         keys=[kept.keys[i] for i in in_order],

@@ -71,7 +71,7 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(tmp_path: Pa
 
 
 def test_who_asks_too_early_is_told_how_far_the_start_is(tmp_path: Path) -> None:
-    """A probe that hangs while a model is loaded or a pool recovered would have the service killed for it."""
+    """vllm#42632, vllm#54792: what takes long before the engine is up shows in readiness, and no probe hangs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     database = tmp_path / "kvferry.db"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -107,6 +108,40 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     assert second.store.journal.flush(DEADLINE_S)
     rows = shell(tmp_path / "e.db", "SELECT key, request FROM slots ORDER BY slot")
     assert rows == [(key_of(1).hex(), "r"), (key_of(3).hex(), "r"), (key_of(4).hex(), "")]
+    second.die()
+
+
+def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) -> None:
+    """In history it would be as old as Unix time, and with it the mean of all ages."""
+    first = Engine(tmp_path, journal=False)
+    first.put([1, 2, 3], "r", time.time())
+    first.die()
+    before_s = time.time()
+    second = Engine(tmp_path)
+    assert (second.started.recovered, second.started.known) == (3, 0)
+    rows = second.manager.inventory.list_blocks(0, NUM_SLOTS)
+    assert (rows.stored_s >= before_s).all()
+    assert (rows.hit_s == 0).all()
+    second.manager.drop_block(key_of(1), time.time())
+    assert second.store.journal.flush(DEADLINE_S)
+    ((age_s, idle_s),) = shell(tmp_path / "e.db", "SELECT age_s, idle_s FROM evictions")
+    assert age_s == idle_s <= time.time() - before_s
+    second.die()
+
+
+def test_what_is_being_recovered_is_told_while_it_is(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2, 3], "r", 10.0)
+    first.die()
+    second = Engine(tmp_path, journal=False)
+    told: list[str] = []
+    manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
+    warm_start(second.file, second.store, manager, told.append)
+    assert told == [
+        f"recovering the pool: reading {NUM_SLOTS} headers",
+        "recovering the pool: reading the rows of 3 slots",
+        "recovering the pool: taking over 3 slots, 3 of them with their history",
+    ]
     second.die()
 
 
