@@ -13,7 +13,8 @@ CHUNK_BYTES = 8192
 WARPS = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One binary a word, whatever the numbers: to compile another in the middle of the day would hold a job up.
+@triton.jit(do_not_specialize=["targets", "sources", "sizes", "count"])  # type: ignore[untyped-decorator]
 def copy_segments(targets, sources, sizes, count, WORD_BYTES: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Copy segment i, of `sizes[i]` bytes, from `sources[i]` to `targets[i]`. The arrays are int64, given by address;
     every address and size is a multiple of the word."""

@@ -467,6 +467,7 @@ def test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run(
 
 
 def test_copies_go_on_while_a_graph_is_captured(rig: Rig) -> None:
+    """pytorch#104555: a thread that looked at events ruined the captures of another."""
     rig.results_of(store(1, 0), load(2, 1))
     with rig.cuda.capturing():
         rig.copies.submit(store(3, 2))
