@@ -16,8 +16,9 @@ import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from app.engines.cuda import CudaSide
+from app.engines.vllm import connector
 from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
-from app.engines.vllm.layout import read_layout
+from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.metadata import StepOrders
 from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
@@ -28,7 +29,9 @@ from cuda_ops.driver import CudaDriver
 from cuda_ops.host_pool import HostPool
 from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.vllm import fabricated as fake
+from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
+from tests.vllm.workload import assert_same, shared_prefixes
 from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
@@ -181,3 +184,29 @@ def test_caches_on_two_devices_are_refused() -> None:
     caches[name] = SimpleNamespace(device=torch.device("cuda", 0), untyped_storage=storage)  # type: ignore[assignment]
     with pytest.raises(ConnectorRefused, match="is on cpu, cuda:0"):
         check_caches(layout, caches)
+
+
+def test_vllm_answers_alike_over_a_device_cache_that_turns_over(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes on the CPU, and its blocks are copied as if they were on a device."""
+    prompts = shared_prefixes(60)
+    with in_process(llama) as engine:
+        truth = engine.generate(prompts)
+    cuda = FakeCuda(7)
+
+    def on_a_device(_layout: VllmLayout, _caches: object) -> CudaSide:
+        return CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
+
+    monkeypatch.setattr(connector, "device_side", on_a_device)
+    transfer = transfer_config(kernel_below_bytes=1, load_decision="always")
+    with in_process(llama, transfer) as engine:
+        for _ in range(2):
+            assert_same(engine.generate(prompts), truth)
+        after = engine.settle()
+        assert after.store.failed == after.load.failed == 0
+        assert after.load.blocks > DEVICE_BLOCKS
+        assert sum(after.transfers[Direction.LOAD].seconds.counts) > 0
+        assert {stream for stream, _ in cuda.batches} != set()
+        assert sum(cuda.registered.values()) > 0
+    assert (cuda.registered, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, 0)
