@@ -65,6 +65,12 @@ EXPECTED = {
     "waited for tiers": OFTEN,
     "waited for another's promotion": RARELY,
     "a reset met a promotion": RARELY,
+    "asked to grow": SOMETIMES,
+    "asked to shrink": SOMETIMES,
+    "another size was wanted before that one came": RARELY,
+    "asked to grow again while shrinking": RARELY,
+    "a resize waited for slots in use": SOMETIMES,
+    "memory could not be had": RARELY,
 }
 
 
