@@ -16,6 +16,8 @@ from tests.service.process import Served, check_identities, serving
 BLOCK = 16
 OUTPUT = 6
 NUM_REQUESTS = 1000
+SLOT_BYTES, POOL_SLOTS = 65536, 128
+ACTIONS = ["reset", "reset one", "mode", "eviction", "size", "prompt only", "override", "rule", "look", "look"]
 SETTINGS = {"dtype": "float64", "max_running": 12, "load_decision": "always"}
 
 
@@ -44,10 +46,13 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], lis
 
 
 class Operators:
-    """Resets, mode switches, policy changes and overrides, one after another, for as long as it is open."""
+    """Resets, mode switches, other sizes, policy changes and overrides, one after another: one for every five requests,
+    however quick the machine is.
+    """
 
     def __init__(self, served: Served, seed: int) -> None:
-        self.done = threading.Event()
+        self._due = threading.Semaphore(0)
+        self._is_closed = False
         self.calls: Counter[str] = Counter()
         self._url = served.url
         self._rng = random.Random(seed)
@@ -55,16 +60,20 @@ class Operators:
         self._work = self._thread.submit(self._run)
 
     def close(self) -> None:
-        self.done.set()
+        self._is_closed = True
+        self._due.release()
         self._work.result(60)
         self._thread.shutdown()
 
+    def note_request(self, number: int) -> None:
+        """A request is about to be sent."""
+        if number % 5 == 0:
+            self._due.release()
+
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as http:
-            while not self.done.wait(0.04):
-                what = self._rng.choice(
-                    ["reset", "reset one", "mode", "eviction", "prompt only", "override", "rule", "look", "look"]
-                )
+            while self._due.acquire() and not self._is_closed:
+                what = self._rng.choice(ACTIONS)
                 self.calls[what] += 1
                 if what == "reset" and self.calls["reset"] % 3:
                     what = "look"
@@ -80,6 +89,9 @@ class Operators:
             answer = http.patch("/admin/v1/config", json={"store_mode": self._rng.choice(["eager", "lazy"])})
         elif what == "eviction":
             answer = http.patch("/admin/v1/config", json={"eviction_policy": self._rng.choice(["lru", "arc"])})
+        elif what == "size":
+            slots = self._rng.choice([POOL_SLOTS // 2, POOL_SLOTS])
+            answer = http.patch("/admin/v1/config", json={"pool_bytes": slots * SLOT_BYTES})
         elif what == "rule":
             match = self._rng.choice([{"request": f"*{number % 10}"}, {"prompt_tokens": {"min": 200}}])
             policy = self._rng.choice([{"priority": "low"}, {"load": False}, {"max_offload_tokens": 64}, {}])
@@ -95,8 +107,9 @@ class Operators:
         assert answer.status_code in (200, 201, 202), answer.text
 
 
-def ask(served: Served, number: int, prompt: list[int]) -> list[int] | None:
+def ask(served: Served, operators: Operators, number: int, prompt: list[int]) -> list[int] | None:
     """The answer to one request, or None where its client went away."""
+    operators.note_request(number)
     rng = random.Random(number)
     leaves_after = rng.choice([0, 1, 2]) if rng.random() < 0.12 else None
     if leaves_after is None:
@@ -120,7 +133,7 @@ def test_every_answer_is_the_one_without_offload(
     """vllm#31210, sglang#39830, TensorRT-LLM#8813: fluent wrong text, without a warning."""
     settings = SETTINGS | {
         "device_blocks": 80,
-        "pool_bytes": 65536 * 60,
+        "pool_bytes": SLOT_BYTES * POOL_SLOTS,
         "blocks_per_slot": blocks_per_slot,
         "store_mode": store_mode,
     }
@@ -130,7 +143,7 @@ def test_every_answer_is_the_one_without_offload(
         operators = Operators(served, blocks_per_slot)
         try:
             with ThreadPoolExecutor(12) as threads:
-                got = list(threads.map(lambda i: ask(served, i, asked[i][0]), range(len(asked))))
+                got = list(threads.map(lambda i: ask(served, operators, i, asked[i][0]), range(len(asked))))
         finally:
             operators.close()
         wrong = [i for i, answer in enumerate(got) if answer is not None and answer != asked[i][1]]
