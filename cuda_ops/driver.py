@@ -23,7 +23,7 @@ _HANDLE = c_void_p
 _BASE_VERSION = 12000
 _BATCH_VERSION = 12080
 _BATCH = "cuMemcpyBatchAsync"
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGet": (_OUT, c_int),
@@ -54,6 +54,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, _HANDLE),
 }
+"""What every driver of CUDA 12 has, with the types of its arguments."""
 # The convention of 12.8, which later drivers keep: it has the index of the copy that failed, the newer one has not.
 _BATCH_ARGUMENTS = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, _HANDLE)
 
@@ -109,7 +110,7 @@ class CudaDriver:
     def __init__(self, resolve: Resolve) -> None:
         """Look every function up. Raises `CudaUnavailable` where one is missing that every driver of CUDA 12 has."""
         self._functions: dict[str, Callable[..., int]] = {}
-        for name, arguments in _FUNCTIONS.items():
+        for name, arguments in FUNCTIONS.items():
             address = resolve(name, _BASE_VERSION)
             if not address:
                 raise CudaUnavailable(f"the CUDA driver has no {name}: it is older than CUDA 12; update it")

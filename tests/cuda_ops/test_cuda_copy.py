@@ -5,11 +5,14 @@ None of this has seen a device but the tests marked `gpu`.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cuda_copy import CudaCopyEngine
 from cuda_ops.dma import DmaMover
-from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
+from cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.prepare import Preparation
@@ -701,6 +704,35 @@ def test_attributes_lie_in_memory_as_nvidia_says() -> None:
     theirs.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
     ours = MemcpyAttributes.from_address(theirs.getPtr())
     assert (ours.src_access_order, ours.flags) == (1, 1)
+
+
+# What the types of NVIDIA's declarations are to C; a type that is not listed here and has no star is a handle.
+C_TYPES = {
+    "unsigned int": ctypes.c_uint,
+    "int": ctypes.c_int,
+    "size_t": ctypes.c_size_t,
+    "CUdevice": ctypes.c_int,
+    "CUdeviceptr": ctypes.c_uint64,
+    "CUresult": ctypes.c_int,
+    "CUdevice_attribute": ctypes.c_int,
+}
+
+
+def test_calls_have_the_arguments_that_nvidia_says() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    declared = Path(driver.__file__).with_name("cydriver.pxd").read_text()
+    wanted: dict[str, list[object]] = {}
+    for name in FUNCTIONS:
+        found = re.search(rf"CUresult {name}\((.*?)\)", declared)
+        assert found is not None, name
+        kinds = [argument.strip().rsplit(" ", 1)[0] for argument in found[1].split(",")]
+        # A pointer to what is handed over, and a pointer for what comes back, are both addresses.
+        wanted[name] = [ctypes.c_void_p if "*" in kind else C_TYPES.get(kind, ctypes.c_void_p) for kind in kinds]
+    pointers = {ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p)}
+    ours = {
+        name: [ctypes.c_void_p if kind in pointers else kind for kind in kinds] for name, kinds in FUNCTIONS.items()
+    }
+    assert ours == wanted
 
 
 @pytest.mark.gpu
