@@ -18,6 +18,7 @@ import pytest
 from core.transfers import SlotLabels
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.host_pool import HostPool
+from cuda_ops.inspection import inspect_pool
 from cuda_ops.kept_file import KeptFile
 from cuda_ops.kept_pool import DropReason, KeptSlots, recover_slots
 from cuda_ops.passing_file import PassingFile, sweep_names
@@ -105,6 +106,16 @@ def test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_o
         assert kept.dropped == {DropReason.UNSEALED: 1}
         first.pool.row(4)[1, 999] ^= 1
         assert [second.verify(rank, kept) for rank in range(2)] == [[], [4]]
+
+
+def test_whoever_looks_at_the_file_from_outside_checks_the_bytes_of_all_ranks(path: Path) -> None:
+    with engine(path) as (first, second):
+        first.store(0, [100, 101], [3, 4])
+        second.store(1, [100, 101], [3, 4])
+        first.pool.row(4)[1, 0] ^= 1
+        seen = inspect_pool(path)
+        assert seen.kept.sizes.tolist() == [2000, 2000]
+        assert seen.verify(seen.kept.slots).tolist() == [4]
 
 
 def test_slots_that_a_file_has_lost_do_not_come_back_to_whoever_joins(
