@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from core.keys import make_keys
+from core.resize import PoolResize, Todo
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service
@@ -128,6 +129,28 @@ def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service) -> N
         assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 204
         assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 404
         assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+
+
+def test_a_block_in_a_part_of_the_pool_that_goes_is_not_pinned(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("one", 96, seed=1))
+    resize = PoolResize(fresh.engine.manager, extent_slots=2)
+    resize.want(4)
+    with fresh.client() as client:
+        leaving, staying = client.get(f"{BLOCKS}/{hashes[4]}").json(), client.get(f"{BLOCKS}/{hashes[1]}").json()
+        assert (staying["slot"], leaving["slot"]) == (1, 4)
+        resize.step(0.0)
+        answer = client.put(f"{BLOCKS}/{hashes[4]}/pin")
+        assert answer.status_code == 409
+        assert "is being removed" in answer.json()["detail"]
+        assert client.put(f"{BLOCKS}/{hashes[1]}/pin").status_code == 200
+        while resize.step(0.0) is not Todo.MEMORY:
+            pass
+        resize.acknowledge(4)
+        assert client.get(f"{BLOCKS}/{hashes[4]}").status_code == 404
+        pool = client.get("/admin/v1/stats").json()["pool"]
+        assert (pool["slots"], pool["wanted_slots"], pool["pinned"]) == (4, 4, 1)
+        assert "kvferry_pool_wanted_slots 4.0" in client.get("/metrics").text
+        assert client.get("/admin/v1/slots/map").json()["slots"] == 4
 
 
 def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service) -> None:
