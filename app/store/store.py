@@ -78,6 +78,14 @@ class Store:
 
     def close(self, timeout_s: float) -> bool:
         """Write what is left, within `timeout_s`, and close; False if something was not written."""
+        reasons = self.journal.health()
         clean = self.journal.close(timeout_s)
+        if not clean:
+            _log.warning(
+                "%d rows of history were not written within %.0f s, and rows of slots may be behind: %s",
+                self.journal.stats().queued,
+                timeout_s,
+                "; ".join(reasons) or "the database is too slow",
+            )
         self.database.close()
         return clean

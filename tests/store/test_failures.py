@@ -82,7 +82,7 @@ def test_a_lock_is_noticed_without_traffic(path: Path) -> None:
         wait_until(lambda: store.health() == [], "health is well again")
 
 
-def test_closing_while_locked_is_bounded(path: Path) -> None:
+def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, manager = open_store(path)
     store.start(manager.inventory)
     assert store.journal.flush(DEADLINE_S)
@@ -90,6 +90,7 @@ def test_closing_while_locked_is_bounded(path: Path) -> None:
         store.journal.evicted(eviction([1]))
         within_deadline(lambda: store.close(0.2), DEADLINE_S)
         assert not store.close(0.1), "an eviction was not written, and close says so"
+    assert "1 rows of history were not written within 0 s" in caplog.text
     assert store.journal_stats().queued == 1
 
 
