@@ -114,22 +114,31 @@ class CpuCopyEngine:
 
     def _serve(self, thread: _CopyThread) -> None:
         """What a copy thread does until the engine closes."""
-        while (work := self._take(thread)) is not None:
-            if isinstance(work, TransferJob):
-                try:
-                    share = self._plan(work, thread)
-                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                    self._fail(work, _describe(failure))
-                    continue
-            else:
-                share = work
+        while self._serve_one(thread):
+            continue
+
+    def _serve_one(self, thread: _CopyThread) -> bool:
+        """Do the next work; False once there will be none. A thread that waits keeps nothing of its last work, which
+        would keep memory mapped that has left the pool."""
+        work = self._take(thread)
+        if work is None:
+            return False
+        if isinstance(work, TransferJob):
             try:
-                targets, sources, sizes = share.segments()
-                self._copy(targets, sources, sizes)
+                share = self._plan(work, thread)
             except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                self._fail(share, _describe(failure))
-            else:
-                self._end_share(share.plan, None)
+                self._fail(work, _describe(failure))
+                return True
+        else:
+            share = work
+        try:
+            targets, sources, sizes = share.segments()
+            self._copy(targets, sources, sizes)
+        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+            self._fail(share, _describe(failure))
+        else:
+            self._end_share(share.plan, None)
+        return True
 
     def _take(self, thread: _CopyThread) -> TransferJob | _Share | None:
         """The next work, which is in the thread's hands before anybody else can look; None once there will be none."""

@@ -369,6 +369,8 @@ class _Lane:
             with self._changed:
                 self._running.append(running)
                 self._changed.notify_all()
+            # A thread that waits keeps no memory mapped that has left the pool.
+            del running
         with self._changed:
             self._all_issued = True
             self._changed.notify_all()
@@ -381,6 +383,7 @@ class _Lane:
             except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
                 _log.exception("a copy thread goes on after what should have ended it")
             self._note_end()
+            del running
 
     def _note_end(self) -> None:
         with self._changed:

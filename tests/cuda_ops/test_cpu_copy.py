@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -260,3 +261,18 @@ def test_copy_threads_run_where_they_are_told_to() -> None:
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
 def test_the_threads_leave_most_processors_to_the_engine(cpus: int, threads: int) -> None:
     assert default_threads(cpus) == threads
+
+
+def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -> None:
+    """The memory of a pool that shrinks is wanted elsewhere, also when nobody stores or loads any more."""
+    blocks = np.zeros((64, 64), dtype=np.uint8)
+    pool = HostPool(64, 64, extent_bytes=16 * 64)
+    copies = engine_over(blocks, pool, num_threads=3)
+    try:
+        results_of(copies, [store(number, number) for number in range(64)])
+        left = weakref.ref(pool.slot(63).base)
+        pool.remove_extents(2)
+        wait_until(lambda: left() is None, "the memory to go", PATIENCE_S)
+    finally:
+        copies.close()
+        pool.close()

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -619,6 +620,24 @@ def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: Rig) -> N
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -> None:
+    """The memory of a pool that shrinks is wanted elsewhere, also when nobody stores or loads any more."""
+    blocks = np.zeros((8, 64), dtype=np.uint8)
+    pool = HostPool(8, 64, extent_bytes=2 * 64)
+    copies = engine_on(FakeCuda(), DeviceLayout.of_arrays([blocks]), pool)
+    try:
+        for one in (store(1, 7), load(2, 7)):
+            copies.submit(one)
+            assert copies.wait([one.job_id], PATIENCE_S)
+            assert [result.error for result in copies.poll()] == [None]
+        left = weakref.ref(pool.slot(7).base)
+        pool.remove_extents(1)
+        wait_until(lambda: left() is None, "the memory to go", PATIENCE_S)
+    finally:
+        copies.close()
+        pool.close()
 
 
 def test_a_pool_is_registered_extent_by_extent_and_let_go_when_it_closes() -> None:
