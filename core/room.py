@@ -30,6 +30,7 @@ class Room:
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self._known: dict[str, EvictionPolicy] = {}
+        self._planned_slots = table.num_slots
         self.policy = self._start(policy, Segment(table, 0), Segment(table, 1))
         self.residency: Residency | None = None
         """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
@@ -78,6 +79,7 @@ class Room:
         plans = {name: policy.plan_size(num_slots) for name, policy in list(self._known.items())}
 
         def put_in_force() -> object:
+            self._planned_slots = num_slots
             # One that was first used meanwhile is made for the old size.
             return [(plans.get(name) or policy.plan_size(num_slots))() for name, policy in self._known.items()]
 
@@ -88,6 +90,11 @@ class Room:
         policy = self._known.get(name)
         if policy is None:
             policy = self._known[name] = EVICTION_POLICIES[name](self._table)
+            policy.take_over(full, empty)
+            if self._planned_slots > self._table.num_slots:
+                # The pool is about to grow, and what was made for that did not know this policy.
+                policy.plan_size(self._planned_slots)()
+            return policy
         policy.take_over(full, empty)
         return policy
 
