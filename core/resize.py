@@ -105,7 +105,9 @@ class PoolResize:
         """Memory could not be had: the pool stays as large as it is, and whoever has more lets go of it."""
         manager = self._manager
         with manager.lock:
-            manager.wanted_slots = min(manager.wanted_slots, manager.table.end_slot)
+            if manager.wanted_slots >= self._memory_slots:
+                # Fewer may have been asked for meanwhile, for which there may be memory.
+                manager.wanted_slots = manager.table.end_slot
             self._ask_for(manager.table.end_slot)
 
     # --- inside -------------------------------------------------------------------------------------------------
