@@ -83,6 +83,7 @@ class OffloadManager:
         self._foreign: Ghosts[MissCause] | None = None
         self._loading: dict[int, Pin] = {}
         self._cascading: dict[int, Pin] = {}
+        self._verifying: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
         self._buried: list[KeyIndex] = []
@@ -249,17 +250,24 @@ class OffloadManager:
             return self.table.unverified_of(slots)
 
     def begin_verification(self, start_slot: int) -> Pin:
-        """Pin the next slots to be verified, from `start_slot` on; none at the end."""
+        """Pin the next slots to be verified, from `start_slot` on; none at the end.
+
+        Their bytes may be looked at until `end_verification`: a reset holds them until then.
+        """
         with self.lock:
-            return self.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
+            pin = self.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
+            if len(pin):
+                self._verifying[id(pin)] = pin
+            return pin
 
     def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
-        """Slots of a pin were looked at: those that are `corrupt` are dropped."""
+        """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""
         with self.lock:
+            del self._verifying[id(pin)]
             if pin.epoch == self.table.epoch:
                 self.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
                 self.table.end_unverified(pin.slots)
-            self.release(pin)
+            self._end_reading(pin)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -404,17 +412,20 @@ class OffloadManager:
         """Forget everything, in time proportional to `held`: the slots that open transfers still touch, once each.
 
         Say how many ready slots were dropped. Held slots come back by `abandon` (what
-        was being filled) and by `end_load` and `end_cascade` (what was being read).
+        was being filled) and by `end_load` and `end_cascade` (what was being read). Slots that are being verified are
+        held as well, until `end_verification`.
         """
         with self.lock:
             dropped = self.table.num_ready
+            if self._verifying:
+                held = np.unique(np.concatenate([held, *(pin.slots for pin in self._verifying.values())]))
             # These waited for pins, which are void now; those under a transfer are among `held`.
             self.table.states[list(self._lingering)] = SlotState.FREE
             self._lingering.clear()
             self.table.begin_epoch(held)
             if self._record is not None:
                 self._record.void_before(self.table.epoch)
-            for pin in (*self._loading.values(), *self._cascading.values()):
+            for pin in (*self._loading.values(), *self._cascading.values(), *self._verifying.values()):
                 self.table.pins[pin.slots] += 1
             self._buried.append(self.index)
             self.index = KeyIndex(self.num_slots)
@@ -502,7 +513,8 @@ class OffloadManager:
             if slot is None:
                 return PinOutcome.NOT_FOUND
             if key not in self._operator_pins:
-                if slot >= self.table.num_slots:
+                # Another size may have been asked for, and not have begun to come about.
+                if slot >= min(self.table.num_slots, self.wanted_slots):
                     return PinOutcome.LEAVING
                 if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
                     return PinOutcome.LIMIT

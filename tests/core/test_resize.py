@@ -456,3 +456,45 @@ def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
     manager.release(manager.pin(manager.find_prefix(low[:1])))
     again = manager.offer([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
     assert sorted([*answer.slots.tolist(), *again.slots.tolist()]) == list(range(10)), "one slot was left"
+
+
+def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_to_come() -> None:
+    """ARC has room for as many ghosts as slots: made for fewer, it would fail an offer once all of it is full."""
+    num_slots = 4 * BATCH_SLOTS
+    pool = Pool(4, num_slots)
+    pool.resize.want(num_slots)
+    while pool.manager.counts().slots < 2 * BATCH_SLOTS:
+        if pool.resize.step(1.0) is Todo.MEMORY:
+            pool.resize.acknowledge(pool.resize.memory_slots)
+    while pool.manager.switch_policy("arc"):
+        continue
+    assert pool.drive() is Todo.NOTHING
+    for start in range(0, 4 * num_slots, 500):
+        assert len(pool.store(range(start, start + 500))) == 500
+        # A second use, so that what is evicted of it is remembered longer.
+        assert pool.store(range(start, start + 250)).tolist() == []
+
+
+def test_memory_that_is_missing_for_one_size_does_not_cancel_a_smaller_one_that_was_asked_for_since() -> None:
+    pool = Pool(8, 40)
+    pool.resize.want(40)
+    while pool.resize.step(1.0) is not Todo.MEMORY:
+        continue
+    pool.resize.want(16)
+    pool.resize.fail()
+    assert pool.drive() is Todo.NOTHING
+    assert pool.manager.counts().slots == pool.manager.counts().wanted_slots == 16
+    assert pool.memory[-1] == 16
+
+
+def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None:
+    """A resize may be busy with memory for another size when a smaller one is asked for, and checked for pins."""
+    pool = Pool(12, 40)
+    pool.store(range(12))
+    by_slot = {int(pool.manager.find_block(key(number)).slots[0]): number for number in range(12)}
+    pool.resize.want(40)
+    while pool.resize.step(1.0) is not Todo.MEMORY:
+        continue
+    pool.resize.want(8)
+    assert pool.manager.pin_block(key(by_slot[9]), 100.0, 1.0) is PinOutcome.LEAVING
+    assert pool.manager.pin_block(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED

@@ -14,6 +14,7 @@ from core.kept import KeptBlocks
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PolicyBook, RequestPolicy
+from core.resize import PoolResize, Todo
 from core.scheduler import OffloadScheduler
 from core.transfers import NO_SLOTS, Slots, TransferResult
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
@@ -200,3 +201,28 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
     assert record.voided == doomed
     scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
     assert manager.counts().ready == 3
+
+
+def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends() -> None:
+    """Freed at once, they could leave the pool with their memory while somebody reads it."""
+    manager = OffloadManager(8, 64)
+    manager.adopt(kept([0, 1, 4, 5]), NO_SLOTS)
+    loading = manager.pin(manager.find_prefix([key(1)]))
+    assert manager.begin_load(loading, 1.0)
+    pin = manager.begin_verification(0)
+    resize = PoolResize(manager, 4)
+    manager.reset(loading.slots, 1.0)
+    manager.reset(loading.slots, 1.0)
+    resize.want(4)
+    now_s = 2.0
+    for _ in range(40):
+        now_s += 1.0
+        assert resize.step(now_s) is not Todo.MEMORY
+    assert not set(store(manager, range(20, 28))) & set(pin.slots.tolist())
+    manager.end_verification(pin, pin.slots, now_s)
+    while resize.step(now_s) is not Todo.MEMORY:
+        continue
+    assert resize.memory_slots == 4
+    assert manager.counts().free == 1, "two are stored, and one is being loaded"
+    manager.end_load(loading)
+    assert manager.counts().free == 2
