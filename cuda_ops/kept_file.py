@@ -183,7 +183,9 @@ class KeptFile:
         return self._shared.map(self.shape.payload_offset + offset, num_bytes)
 
     def free(self, offset: int) -> None:
-        """See `Backing`. Slots do not count any more before they go."""
+        """See `Backing`. Slots do not count any more before they go. Nothing once it is closed: it may be another's."""
+        if self._shared.fileno() < 0:
+            return
         self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
 

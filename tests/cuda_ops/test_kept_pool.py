@@ -289,6 +289,16 @@ def test_no_more_slots_are_added_than_there_is_room_for_headers(full: Path) -> N
         assert kept.file.num_slots == 40
 
 
+def test_a_growth_that_fails_after_the_file_was_closed_takes_nothing_from_whoever_has_it_now(full: Path) -> None:
+    with attached(full) as kept:
+        left_behind = kept.file
+    with attached(full) as kept:
+        left_behind.free(0)
+        assert kept.file.num_slots == 12
+    with attached(full) as kept:
+        assert kept.good() == EXPECTED
+
+
 def test_headers_of_slots_that_are_not_there_take_no_room(path: Path) -> None:
     """Memory and disks have holes, so that a pool may come to be much larger than it is."""
     with attached(path, replace(SHAPE, max_slots=1_000_000)) as kept:
