@@ -24,6 +24,8 @@ SETTING = "pool_bytes"
 BETWEEN_STEPS_S = 0.0001
 """Whoever waits for the manager's lock gets it: a thread that only lets go of it would have it again before them."""
 IN_USE_S = 0.05
+LONG_WAIT_STEPS = 600
+"""So many looks at slots in use, half a minute of them, are worth a line in the log."""
 SETTLE_S = 1.0
 TROUBLE_S = 1.0
 CLOSE_S = 10.0
@@ -69,6 +71,7 @@ class PoolSize:
         self._checked_slots: int | None = None
         self._asked = threading.Event()
         self._closing = False
+        self._num_waits = 0
         self._thread: threading.Thread | None = None
 
     def check(self, pool_bytes: int) -> None:
@@ -86,7 +89,8 @@ class PoolSize:
                 f"is more than this process can come to have, which is {plan.max_slots * row_bytes:,} bytes; start it "
                 "with the new size"
             )
-        else:
+        elif num_slots > self._resize.memory_slots:
+            # What is being taken already counts as taken, and is not asked for twice.
             try:
                 self._pool.check_room(num_slots)
             except NotEnoughMemory as error:
@@ -143,6 +147,7 @@ class PoolSize:
         elif todo is Todo.LATER:
             # Leases and pins run out in steps, which an idle engine takes when it is woken.
             self._wake()
+            self._note_wait()
             self._rest(IN_USE_S)
         else:
             self._rest(None)
@@ -154,15 +159,24 @@ class PoolSize:
         self._asked.wait(seconds)
         self._asked.clear()
 
+    def _note_wait(self) -> None:
+        self._num_waits += 1
+        if self._num_waits == LONG_WAIT_STEPS:
+            _log.warning(
+                "the pool still has memory for %s slots: some that are to go are in use by transfers or tiers, and are "
+                "waited for; readyz says which of those are overdue",
+                f"{self._pool.num_slots:,}",
+            )
+
     def _change_memory(self, num_slots: int) -> None:
         """Have memory for so many slots, which nobody uses yet, or any more."""
         pool = self._pool
         if num_slots > pool.num_slots:
             try:
                 pool.add_slots(num_slots - pool.num_slots)
-            except (NotEnoughMemory, OSError, MemoryError) as error:
-                self._error = str(error)
-                _log.error("the pool stays at %s slots: %s", f"{pool.num_slots:,}", error)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the pool stays as it is, and that is told
+                self._error = str(error) or type(error).__name__
+                _log.error("the pool stays at %s slots: %s", f"{pool.num_slots:,}", self._error)
                 self._resize.fail()
                 return
         elif num_slots < pool.num_slots:
@@ -173,6 +187,7 @@ class PoolSize:
 
     def _end(self) -> None:
         error, self._error = self._error, None
+        self._num_waits = 0
         num_slots, num_bytes = self._pool.num_slots, self._pool.num_bytes
         _log.info("the host pool has %s slots now, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
         self._wake()

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.pool_size import PoolSize
 from app.settings import BadSettings
+from core.events import Origin
 from core.manager import OffloadManager
 from core.resize import PoolResize
 from cuda_ops.extents import plan_pool
@@ -110,6 +112,55 @@ def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
         rig.size.check(1 << 40)
     rig.size.begin()
     assert rig.manager.counts().wanted_slots == 64
+
+
+def test_a_size_whose_memory_is_being_taken_may_be_asked_for_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then there may be no room for it a second time."""
+    taking, go_on = threading.Event(), threading.Event()
+
+    def refuse(num_slots: int) -> None:
+        raise NotEnoughMemory("no room for it twice")
+
+    def take(num_slots: int) -> None:
+        taking.set()
+        assert go_on.wait(60)
+        HostPool.add_slots(rig.pool, num_slots)
+
+    monkeypatch.setattr(rig.pool, "add_slots", take)
+    rig.to(640 * SLOT_BYTES)
+    assert taking.wait(60)
+    monkeypatch.setattr(rig.pool, "check_room", refuse)
+    rig.to(640 * SLOT_BYTES)
+    with pytest.raises(BadSettings, match="no room for it twice"):
+        rig.size.check(648 * SLOT_BYTES)
+    go_on.set()
+    wait_until(lambda: rig.has(640), "the size")
+
+
+def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(num_slots: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rig.pool, "add_slots", fail)
+    rig.to(640 * SLOT_BYTES)
+    wait_until(lambda: rig.told, "the event")
+    assert rig.told[-1]["error"] == "can't start new thread"
+    assert rig.manager.counts().wanted_slots == 64
+
+
+def test_slots_that_stay_in_use_are_told_of_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.pool_size.LONG_WAIT_STEPS", 2)
+    keys = [bytes([number]) * 33 for number in range(64)]
+    slots = rig.manager.offer(keys, Origin("r"), np.arange(64), 1, 1.0).slots
+    rig.to(8 * SLOT_BYTES)
+    wait_until(lambda: "some that are to go are in use" in caplog.text, "the line in the log")
+    rig.manager.abandon(slots)
+    wait_until(lambda: rig.has(8), "the size")
+    assert caplog.text.count("some that are to go are in use") == 1
 
 
 @pytest.mark.parametrize(
