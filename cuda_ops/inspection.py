@@ -1,14 +1,15 @@
-"""A look at a kept pool's file from outside: read-only, without its lock."""
+"""A look at a kept pool's file from outside: read-only, without its lock.
+
+It is read and never mapped: a service that uses it may cut it at any moment, which kills whoever looks at a mapping.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.transfers import Slots
 from cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
@@ -30,7 +31,7 @@ class InspectedPool:
     holders: list[int]
     kept: KeptSlots
     other_boot: bool
-    memory: NDArray[np.uint8]
+    path: Path
     ranks: list[Headers]
 
     def verify(self, slots: Slots) -> Slots:
@@ -38,19 +39,20 @@ class InspectedPool:
         shape = self.header.shape
         starts = (shape.row_offsets(slots) + shape.payload_offset).tolist()
         bad = np.zeros(len(slots), dtype=np.bool_)
-        for rank, headers in enumerate(self.ranks):
-            mine = headers[slots]
-            columns = zip(
-                starts,
-                keys_of(mine),
-                mine["epoch"].tolist(),
-                mine["length"].tolist(),
-                mine["payload_checksum"].tolist(),
-                strict=True,
-            )
-            for i, (row, key, epoch, length, checksum) in enumerate(columns):
-                start = row + rank * shape.slot_bytes
-                bad[i] |= payload_checksum(key, epoch, self.memory[start : start + length]) != checksum
+        with self.path.open("rb", buffering=0) as file:
+            for rank, headers in enumerate(self.ranks):
+                mine = headers[slots]
+                columns = zip(
+                    starts,
+                    keys_of(mine),
+                    mine["epoch"].tolist(),
+                    mine["length"].tolist(),
+                    mine["payload_checksum"].tolist(),
+                    strict=True,
+                )
+                for i, (row, key, epoch, length, checksum) in enumerate(columns):
+                    file.seek(row + rank * shape.slot_bytes)
+                    bad[i] |= payload_checksum(key, epoch, np.fromfile(file, np.uint8, length)) != checksum
         return slots[bad]
 
 
@@ -63,12 +65,11 @@ def inspect_pool(path: Path) -> InspectedPool:
         file_bytes = os.fstat(file).st_size
         if file_bytes < shape.payload_offset:
             raise NotAPool(f"the file has {file_bytes:,} bytes, and its slot headers end at {shape.payload_offset:,}")
-        memory = np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), dtype=np.uint8)
     finally:
         os.close(file)
-    ranks = [_headers(memory, shape, rank) for rank in range(shape.num_ranks)]
+    ranks = [_headers(path, shape, rank) for rank in range(shape.num_ranks)]
     kept = read_slots(ranks, shape, header.min_epoch, shape.count_whole(file_bytes))
-    return InspectedPool(header, _holders_of(path), kept, header.boot_id != read_boot_id(), memory, ranks)
+    return InspectedPool(header, _holders_of(path), kept, header.boot_id != read_boot_id(), path, ranks)
 
 
 def _holders_of(path: Path) -> list[int]:
@@ -82,6 +83,9 @@ def _holders_of(path: Path) -> list[int]:
     return sorted(int(words[4]) for words in map(str.split, lines) if words[1] == "FLOCK" and words[5] == place)
 
 
-def _headers(memory: NDArray[np.uint8], shape: PoolShape, rank: int) -> Headers:
+def _headers(path: Path, shape: PoolShape, rank: int) -> Headers:
     start = POOL_HEADER_BYTES + rank * shape.rank_stride
-    return memory[start : start + shape.num_slots * SLOT_HEADER.itemsize].view(SLOT_HEADER)
+    headers = np.fromfile(path, SLOT_HEADER, shape.num_slots, offset=start)
+    if len(headers) < shape.num_slots:
+        raise NotAPool("the file was cut while it was read: a service has begun with it anew")
+    return headers

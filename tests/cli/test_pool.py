@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from app.cli import main
+from cuda_ops.inspection import inspect_pool
 from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
 from tests.cuda_ops.kept import SHAPE, attached
 
@@ -70,6 +71,17 @@ def test_who_uses_a_pool_is_named_and_not_disturbed(tmp_path: Path, capsys: pyte
         assert f"used by process {os.getpid()} now" in capsys.readouterr().out
     assert main(["pool", "inspect", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["used_by"] == []
+
+
+def test_a_pool_that_a_service_shrinks_meanwhile_ends_nobody_who_looks_at_it(tmp_path: Path) -> None:
+    """To read a mapping behind the end of its file is death without a word."""
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store(list(range(12)), list(range(12)), 1)
+        seen = inspect_pool(path)
+        kept.pool.remove_extents(2)
+        assert seen.verify(seen.kept.slots).tolist() == list(range(4, 12))
+        assert inspect_pool(path).kept.slots.tolist() == list(range(4))
 
 
 def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
