@@ -26,6 +26,7 @@ class PassingFile(SharedFile):
         try:
             super().__init__(path, is_ready=is_ready)
         except BaseException:
+            lock_path(path).unlink(missing_ok=True)
             self._lock.close()
             raise
 

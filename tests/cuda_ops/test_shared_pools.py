@@ -205,6 +205,7 @@ def test_memory_without_a_name_is_shared_by_those_who_have_mapped_it() -> None:
         assert (second.slot(2) == 7).all()
         with pytest.raises(FileNotFoundError):
             PassingFile(name, is_ready=True)
+        assert not list(SHARED_MEMORY.glob(f"kvferry-{name}*"))
     finally:
         first.close()
         second.close()
