@@ -16,7 +16,8 @@ from tests.tiers.mounts import tmpfs
 
 PROMPTS = [[(number * 31 + i) % 240 + 3 for i in range(200)] for number in range(6)]
 DISK_BYTES = 8 << 20
-FILE_LIMIT_BYTES = 64 << 10
+FILE_LIMIT_BYTES = 8 << 10
+"""Less than any transaction adds to the write-ahead log, wherever that begins anew; the log of a start is shorter."""
 
 Trouble = Callable[[Served, Path], AbstractContextManager[None]]
 
