@@ -20,8 +20,9 @@ help:
 serve: $(STAMP)
 	@exec $(BIN)/kvferry serve
 
+# A file of tests at a time on each core; by hand, plain pytest runs them one by one.
 test: $(STAMP)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from app.settings import BadSettings, Settings, Source
 PLACES = ("connector", "env", ".env", "toml")
 
 
-def write(places: set[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Settings:
+def write(places: Collection[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Settings:
     """Give max_running a value in each of these places, 2 in the strongest one to 5 in the weakest."""
     value = dict(zip(PLACES, (2, 3, 4, 5), strict=True))
     if "env" in places:
@@ -26,8 +27,8 @@ def write(places: set[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> Se
     return Settings(**given)
 
 
-@pytest.mark.parametrize("places", [set(c) for n in range(5) for c in itertools.combinations(PLACES, n)], ids=str)
-def test_the_strongest_place_wins(places: set[str], monkeypatch: pytest.MonkeyPatch, clean_world: Path) -> None:
+@pytest.mark.parametrize("places", [c for n in range(5) for c in itertools.combinations(PLACES, n)], ids=str)
+def test_the_strongest_place_wins(places: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, clean_world: Path) -> None:
     settings = write(places, monkeypatch, clean_world)
     order = {
         "connector": (2, Source.CONNECTOR),
