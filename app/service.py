@@ -14,6 +14,7 @@ import uvicorn
 from app.api.app import create_app
 from app.api.context import AdminContext
 from app.logs import start_logging
+from app.server_config import server_config
 from app.settings import Settings
 from app.starting import StartProgress, answering
 from app.wiring import Process, StartRefused
@@ -80,16 +81,7 @@ def make_server(process: Served) -> Server:
     """A server for this process's API, which runs until its `should_exit` is set."""
     servers: list[Server] = []
     app = create_app(process.context(closing=lambda: bool(servers) and servers[0].should_exit))
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S + ABORT_S,
-    )
-    servers.append(Server(config, process.abort_requests))
+    servers.append(Server(server_config(app, GRACE_S + ABORT_S), process.abort_requests))
     return servers[0]
 
 

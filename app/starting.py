@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.problems import Problem
+from app.server_config import server_config
 from cuda_ops.prepare import PoolPhase, PoolProgress
 
 _log = logging.getLogger(__name__)
@@ -57,10 +58,7 @@ def answering(listener: socket.socket, progress: StartProgress) -> Iterator[None
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await _answer(Request(scope), progress)(scope, receive, send)
 
-    config = uvicorn.Config(
-        answer, log_config=None, log_level=logging.WARNING, access_log=False, lifespan="off", server_header=False
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(answer))
     # The server closes what it was given, and who comes next needs the socket.
     sockets = [listener.dup()]
     thread = threading.Thread(target=lambda: server.run(sockets=sockets), name="kvferry-starting", daemon=True)

@@ -378,9 +378,7 @@ class OffloadScheduler:
         """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""
         with self.manager.lock:
             self._expire(now_s)
-            if self._tiers is not None:
-                self._tiers.poll(now_s)
-        self._log_tiers()
+        self.poll_tiers(now_s)
 
     def reset(self, now_s: float, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.

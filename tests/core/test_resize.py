@@ -49,6 +49,14 @@ class Pool:
         self.manager.publish(slots, now_s)
         return slots
 
+    def use_all_once(self) -> None:
+        """Store a block in each slot, one by one, and drop them: all slots are given back, and none is untouched."""
+        numbers = range(self.manager.num_slots)
+        for number in numbers:
+            self.store(range(number, number + 1))
+        for number in numbers:
+            self.manager.drop_block(key(number), 1.0)
+
     def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
         """Step until there is nothing to do, or only something to wait for."""
         for _ in range(max_steps):
@@ -102,10 +110,7 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
 def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> None:
     """An entry of the free stack that a shrink left behind would give its slot to two blocks."""
     pool = Pool(40, 80)
-    for number in range(40):
-        pool.store(range(number, number + 1))
-    for number in range(40):
-        pool.manager.drop_block(key(number), 1.0)
+    pool.use_all_once()
     for size in (8, 40, 4, 24, 80):
         pool.to(size)
         assert pool.manager.counts().free == size
@@ -400,10 +405,7 @@ def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
 
 def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:
     pool = Pool(40, 40)
-    for number in range(40):
-        pool.store(range(number, number + 1))
-    for number in range(40):
-        pool.manager.drop_block(key(number), 1.0)
+    pool.use_all_once()
     pool.resize.want(8)
     pool.resize.step(1.0)
     for number in range(100, 120):

@@ -271,6 +271,22 @@ def pinned_pool(cuda: FakeCuda) -> HostPool:
     return HostPool(8, 4096, preparation=Preparation(registrar=registrar))
 
 
+def engine_that_chooses(
+    cuda: FakeCuda, pool: HostPool, blocks: np.ndarray, file: Path, launches: Launches
+) -> CudaCopyEngine:
+    """One that gives segments below 8 KiB to the kernel, where the device lets it."""
+    driver = CudaDriver(cuda.resolve)
+    return CudaCopyEngine(
+        DeviceLayout.of_arrays([blocks]),
+        pool,
+        lambda: None,
+        driver=driver,
+        device=0,
+        current_stream=lambda: cuda.compute,
+        mover=choose_mover(driver, 0, pool, file, 8192, launches),
+    )
+
+
 def test_a_device_is_calibrated_and_leaves_nothing_behind(tmp_path: Path) -> None:
     cuda = FakeCuda()
     driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
@@ -321,17 +337,9 @@ def test_where_the_device_has_pinned_memory_elsewhere_blocks_go_one_by_one(
 ) -> None:
     """sglang#40232."""
     cuda = FakeCuda(reaches_pinned=False)
-    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    pool, launches = pinned_pool(cuda), Launches(cuda)
     blocks = np.full((8, 4096), 5, dtype=np.uint8)
-    copies = CudaCopyEngine(
-        DeviceLayout.of_arrays([blocks]),
-        pool,
-        lambda: None,
-        driver=driver,
-        device=0,
-        current_stream=lambda: cuda.compute,
-        mover=choose_mover(driver, 0, pool, tmp_path / "file", 8192, launches),
-    )
+    copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
     copies.submit(job(1, Direction.STORE, [0, 2], [1, 3]))
     assert copies.wait([1], PATIENCE_S)
     assert copies.poll()[0].error is None
@@ -351,17 +359,9 @@ def test_a_device_without_room_to_measure_leaves_nothing_behind(tmp_path: Path) 
 
 def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
     cuda = FakeCuda(5)
-    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    pool, launches = pinned_pool(cuda), Launches(cuda)
     blocks = np.random.default_rng(3).integers(0, 256, (8, 4096), dtype=np.uint8)
-    copies = CudaCopyEngine(
-        DeviceLayout.of_arrays([blocks]),
-        pool,
-        lambda: None,
-        driver=driver,
-        device=0,
-        current_stream=lambda: cuda.compute,
-        mover=choose_mover(driver, 0, pool, tmp_path / "file", 8192, launches),
-    )
+    copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
     copies.submit(job(1, Direction.STORE, [0, 2, 4], [1, 3, 5]))
     copies.submit(job(2, Direction.STORE, [5, 6, 7], [6, 7, 0]))
     assert copies.wait([1, 2], PATIENCE_S)
