@@ -393,7 +393,7 @@ class Process:
                     self.store.start(self.manager.inventory)
                 self._pool_size.start()
                 self.scheduler.expire(time.time())
-                while self.manager.bury() and not self._stopping.is_set():
+                while self.manager.index.bury() and not self._stopping.is_set():
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.events import SlotRows
-from core.slots import SlotState, SlotTable
+from core.slots import BATCH_SLOTS, SlotState, SlotTable
 from core.transfers import NO_SLOTS, Slots
 
-_BATCH_SLOTS = 1000
 _SCAN_SLOTS = 1 << 16
 _READY = int(SlotState.READY)
 
@@ -35,11 +34,11 @@ class Inventory:
         start = start_slot
         while missing > 0 and start < self._table.end_slot:
             with self._lock:
-                states = self._table.current_states(start, start + _BATCH_SLOTS)
+                states = self._table.current_states(start, start + BATCH_SLOTS)
             ready = (states == _READY).nonzero()[0][:missing] + start
             chosen.append(ready)
             missing -= len(ready)
-            start += _BATCH_SLOTS
+            start += BATCH_SLOTS
         slots = np.concatenate(chosen) if chosen else NO_SLOTS
         with self._lock:
             return self._table.rows(slots[self._table.is_ready(slots)])
@@ -47,9 +46,9 @@ class Inventory:
     def slot_states(self) -> NDArray[np.uint8]:
         """The state of every slot, a `SlotState` a byte. Not one moment's, since it is read in batches."""
         states = np.empty(self._table.end_slot, dtype=np.uint8)
-        for start in range(0, len(states), _BATCH_SLOTS):
+        for start in range(0, len(states), BATCH_SLOTS):
             with self._lock:
-                end = min(start + _BATCH_SLOTS, len(states))
+                end = min(start + BATCH_SLOTS, len(states))
                 states[start:end] = self._table.current_states(start, end)
         return states
 

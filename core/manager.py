@@ -21,20 +21,17 @@ from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
 from core.ghosts import Ghosts
 from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
-from core.index import KeyIndex, MovingIndex
 from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
 from core.misses import FoundMisses, MissCause, NotStored
 from core.policy import PRIORITY_CLASS, Priority
+from core.pool_index import PoolIndex
 from core.room import Room
-from core.slots import SlotState, SlotTable
+from core.slots import BATCH_SLOTS, SlotState, SlotTable
 from core.stats import EvictionCounts, PoolCounts
 from core.transfers import NO_SLOTS, SlotLabels, Slots
-
-BATCH_SLOTS = 1000
-"""The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
 _ROOM_ROUNDS = 4
 """How often an offer asks for room while the pool shrinks, when what it gets is leaving."""
@@ -67,7 +64,7 @@ class OffloadManager:
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
         self.inventory = Inventory(self.table, self.lock)
-        self.index = KeyIndex(num_slots)
+        self.index = PoolIndex(self.table, self.lock)
         self.room = Room(self.table, eviction_policy)
         self.admission = Admission(num_slots, store_threshold)
         self.max_pinned_fraction = max_pinned_fraction
@@ -86,8 +83,6 @@ class OffloadManager:
         self._verifying: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
         self._lingering: set[int] = set()
-        self._buried: list[KeyIndex] = []
-        self._next_moved = 0
 
     @property
     def num_slots(self) -> int:
@@ -133,7 +128,7 @@ class OffloadManager:
         with self.lock:
             table = self.table
             num_answered = len(keys)
-            found = self.index.find(keys)
+            found = self.index.current.find(keys)
             absent = found.count(None)
             if absent == num_answered:
                 own, wanted, wanted_at = NO_SLOTS, keys, counting(num_answered)
@@ -154,7 +149,7 @@ class OffloadManager:
                     wanted,
                     slots,
                     len(own) + len(prefix),
-                    lambda: np.concatenate((own, _slots_in(self.index.find(prefix)))),
+                    lambda: np.concatenate((own, _slots_in(self.index.current.find(prefix)))),
                 )
                 staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
                 if len(staying):
@@ -184,7 +179,7 @@ class OffloadManager:
         with self.lock:
             wanted = slots.tolist()
             keys = self.table.keys[slots].tolist()
-            holders = self.index.claim(keys, wanted)
+            holders = self.index.current.claim(keys, wanted)
             if holders != wanted:
                 won = slots == np.array(holders)
                 self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
@@ -207,7 +202,7 @@ class OffloadManager:
         """
         if keys:
             with self.lock:
-                slots = _slots_in(self.index.find(keys))
+                slots = _slots_in(self.index.current.find(keys))
                 self.room.policy.reorder(slots[self.table.pins[slots] == 0])
 
     def abandon(self, slots: Slots) -> None:
@@ -239,7 +234,7 @@ class OffloadManager:
         with self.lock:
             if self.table.num_free < self.table.num_slots:
                 raise RuntimeError("blocks of an earlier process can only be taken over by an empty pool")
-            self.index.claim(blocks.keys, blocks.slots.tolist())
+            self.index.current.claim(blocks.keys, blocks.slots.tolist())
             self.table.adopt(blocks, PRIORITY_CLASS[Priority.NORMAL])
             self.table.dirty[stale] = True
             self.room.policy.admit(blocks.slots)
@@ -274,12 +269,12 @@ class OffloadManager:
     def find_prefix(self, keys: Sequence[Key]) -> Slots:
         """The slots of the leading keys that are ready."""
         with self.lock:
-            return self.index.find_prefix(keys)
+            return self.index.current.find_prefix(keys)
 
     def find_each(self, keys: Sequence[Key]) -> Slots:
         """The slot of each key, -1 where it is not ready."""
         with self.lock:
-            return np.array([-1 if slot is None else slot for slot in self.index.find(keys)], dtype=np.int64)
+            return np.array([-1 if slot is None else slot for slot in self.index.current.find(keys)], dtype=np.int64)
 
     def pin(self, slots: Slots) -> Pin:
         """Pin slots that were found under this same hold of the lock; the pin may be empty."""
@@ -297,7 +292,7 @@ class OffloadManager:
         if not keys:
             return FoundMisses([], None)
         with self.lock:
-            found = self.index.find(keys)
+            found = self.index.current.find(keys)
             missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
             left = self._ghosts.regret(missing)
             count = int(np.count_nonzero(left.is_first))
@@ -427,8 +422,7 @@ class OffloadManager:
                 self._record.void_before(self.table.epoch)
             for pin in (*self._loading.values(), *self._cascading.values(), *self._verifying.values()):
                 self.table.pins[pin.slots] += 1
-            self._buried.append(self.index)
-            self.index = KeyIndex(self.num_slots)
+            self.index.begin_epoch()
             self.room.policy.clear()
             self._ghosts.begin_epoch()
             self._kept_out.begin_epoch()
@@ -439,27 +433,6 @@ class OffloadManager:
             self._count_reason(EvictionReason.RESET, dropped)
             self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
             return dropped
-
-    def bury(self) -> bool:
-        """Free the memory of an index that a reset left behind, a batch a call; True while there is more to do.
-
-        Off the engine's path: freeing all keys of a large pool at once would stop every thread meanwhile.
-        """
-        with self.lock:
-            if not self._buried:
-                return False
-            # The oldest: resets add behind it, so that it is still the first once it is empty.
-            shards = self._buried[0].shards()
-        if not shards:
-            with self.lock:
-                del self._buried[0]
-                return bool(self._buried)
-        shard = shards[-1]
-        for _ in range(min(BATCH_SLOTS, len(shard))):
-            shard.popitem()
-        if not shard:
-            shards.pop()
-        return True
 
     # --- what operators see and do ------------------------------------------------------------------------------
 
@@ -484,7 +457,7 @@ class OffloadManager:
     def find_block(self, key: Key) -> SlotRows | None:
         """The row of one key, or None."""
         with self.lock:
-            slot = self.index.get(key) if key else None
+            slot = self.index.current.get(key) if key else None
             return None if slot is None else self.table.rows(np.array([slot]))
 
     def holds(self, rows: SlotRows) -> list[BlockHold | None]:
@@ -502,14 +475,14 @@ class OffloadManager:
     def drop_block(self, key: Key, now_s: float) -> bool:
         """Take one block out of the pool; False if it is not there."""
         with self.lock:
-            slot = self.index.get(key) if key else None
+            slot = self.index.current.get(key) if key else None
             return slot is not None and self.drop(np.array([slot]), EvictionReason.OPERATOR, now_s) == 1
 
     def pin_block(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
         """Keep one block from eviction until `expires_s`. Pinning it again moves the time."""
         with self.lock:
             self.expire_pins(now_s)
-            slot = self.index.get(key) if key else None
+            slot = self.index.current.get(key) if key else None
             if slot is None:
                 return PinOutcome.NOT_FOUND
             if key not in self._operator_pins:
@@ -527,7 +500,7 @@ class OffloadManager:
         with self.lock:
             pinned = self._operator_pins.discard(key)
             if pinned:
-                self._unpin(_slots_in(self.index.find([key])))
+                self._unpin(_slots_in(self.index.current.find([key])))
             return pinned
 
     def expire_pins(self, now_s: float) -> bool:
@@ -535,7 +508,7 @@ class OffloadManager:
         with self.lock:
             due = self._operator_pins.pop_due(now_s, BATCH_SLOTS)
             if due:
-                self._unpin(_slots_in(self.index.find(due)))
+                self._unpin(_slots_in(self.index.current.find(due)))
             return self._operator_pins.is_due(now_s)
 
     def switch_policy(self, name: str) -> bool:
@@ -564,32 +537,6 @@ class OffloadManager:
         ]
         return lambda: [put_in_force() for put_in_force in plans]
 
-    @property
-    def is_spreading(self) -> bool:
-        """Whether keys are on their way to an index for more slots."""
-        return isinstance(self.index, MovingIndex)
-
-    def spread_index(self, num_slots: int) -> bool:
-        """Have an index that is made for so many slots: keys move a batch a call; True while there is more to do."""
-        with self.lock:
-            index, table = self.index, self.table
-            if not isinstance(index, MovingIndex):
-                if index.is_small_for(num_slots):
-                    self.index, self._next_moved = MovingIndex(index, KeyIndex(num_slots)), 0
-                return self.index is not index
-            start = self._next_moved
-            self._next_moved = min(start + BATCH_SLOTS, table.end_slot)
-            slots = (table.current_states(start, self._next_moved) == SlotState.READY).nonzero()[0] + start
-            index.move(table.keys[slots].tolist(), slots.tolist())
-            if self._next_moved < table.end_slot:
-                return True
-            if len(index.old):
-                self._next_moved = 0
-                return True
-            self.index = index.new
-        # Only here the old one goes, with what memory its dictionaries still have.
-        return False
-
     def grow(self, end_slot: int) -> None:
         """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""
         with self.lock:
@@ -616,7 +563,7 @@ class OffloadManager:
         for start in range(0, len(keys), BATCH_SLOTS):
             some = keys[start : start + BATCH_SLOTS]
             with self.lock:
-                slots = self.index.find(some)
+                slots = self.index.current.find(some)
             found += [key for key, slot in zip(some, slots, strict=True) if slot is not None and slot >= start_slot]
         return found
 
@@ -691,7 +638,7 @@ class OffloadManager:
         """Make ready slots unfindable and say so."""
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
-        self.index.remove(rows.keys)
+        self.index.current.remove(rows.keys)
         self._ghosts.add(rows.keys, reason, now_s)
         table.dirty[slots] = True
         table.end_unverified(slots)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from enum import Enum
 
 from core.keys import Key
-from core.manager import BATCH_SLOTS, OffloadManager
+from core.manager import OffloadManager
+from core.slots import BATCH_SLOTS
 
 PATIENCE_S = 5.0
 """How long slots that are pinned are waited for. After that their blocks can be found no more, so that it comes to an
@@ -61,7 +62,7 @@ class PoolResize:
         manager, table = self._manager, self._manager.table
         with manager.lock:
             sizes = {manager.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
-            return len(sizes) > 1 or bool(self._waiting_for) or manager.is_spreading
+            return len(sizes) > 1 or bool(self._waiting_for) or manager.index.is_spreading
 
     def want(self, num_slots: int) -> None:
         """The pool is to have so many slots, in whole extents. Takes the place of what was wanted before.
@@ -94,7 +95,7 @@ class PoolResize:
         if self._memory_slots != table.end_slot:
             return self._ask_for(table.end_slot)
         # Keys may be on their way for a larger pool that is not wanted any more.
-        return Todo.AGAIN if manager.spread_index(table.num_slots) else Todo.NOTHING
+        return Todo.AGAIN if manager.index.spread(table.num_slots) else Todo.NOTHING
 
     def acknowledge(self, num_slots: int, worker: int = 0) -> None:
         """A worker has memory for exactly so many slots now."""
@@ -128,7 +129,7 @@ class PoolResize:
             return self._ask_for(wanted)
         if self._planned < end:
             self._resize_columns(wanted)
-        if manager.spread_index(wanted):
+        if manager.index.spread(wanted):
             return Todo.AGAIN
         manager.grow(min(end, table.num_slots + BATCH_SLOTS))
         return Todo.AGAIN

@@ -22,6 +22,9 @@ from core.kept import KeptBlocks
 from core.keys import Key
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
+BATCH_SLOTS = 1000
+"""The most slots that anything but the engine's own batches may work on while it holds the lock."""
+
 _FRONTIER_CHUNK = 128
 
 _RECORD = np.dtype(

@@ -213,7 +213,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         ready = table.current_states(0, self.size) == 2
         candidates = ready & (table.pins == 0)
         assert len(policy) == int(candidates.sum())
-        assert len(self.manager.index) == int(ready.sum()) == table.num_ready
+        assert len(self.manager.index.current) == int(ready.sum()) == table.num_ready
         slots = np.flatnonzero(candidates)
         in_segments = sum(segment.holds(slots).astype(int) for segment in policy.hand_over())
         assert (in_segments == 1).all()

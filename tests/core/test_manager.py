@@ -188,7 +188,7 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
     assert manager.counts().free == num_slots - 500
     taken = manager.offer(keys(10**6, num_slots), Origin("all"), np.arange(num_slots), NORMAL, 1.0)
     assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
-    while manager.bury():
+    while manager.index.bury():
         continue
 
 
@@ -313,17 +313,17 @@ def test_burying_an_old_index_leaves_newer_ones_alone() -> None:
     store(manager, keys(0, 50))
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     store(manager, keys(100, 50))
-    first = manager._buried[0]
+    first = manager.index._buried[0]
     while first.shards():
-        manager.bury()
-        if len(manager._buried) == 1:
+        manager.index.bury()
+        if len(manager.index._buried) == 1:
             manager.reset(np.empty(0, dtype=np.int64), 2.0)
-    second = manager._buried[-1]
-    manager.bury()
-    assert second in manager._buried
-    while manager.bury():
+    second = manager.index._buried[-1]
+    manager.index.bury()
+    assert second in manager.index._buried
+    while manager.index.bury():
         continue
-    assert not manager._buried
+    assert not manager.index._buried
 
 
 def test_rows_tell_the_real_size_of_what_a_slot_holds() -> None:

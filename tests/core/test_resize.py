@@ -9,10 +9,10 @@ from core.events import EvictionBatch, EvictionReason, NullSink, Origin
 from core.eviction import EVICTION_POLICIES
 from core.grants import PinOutcome
 from core.index import MovingIndex
-from core.manager import BATCH_SLOTS, OffloadManager
+from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.resize import PATIENCE_S, PoolResize, Todo
-from core.slots import SlotState
+from core.slots import BATCH_SLOTS, SlotState
 from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of
 from tests.core.toy_tokens import BLOCK_SIZE
 
@@ -331,7 +331,7 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.resize.step(1.0) is Todo.MEMORY
     pool.resize.acknowledge(200_000)
     assert pool.resize.step(1.0) is Todo.AGAIN
-    assert isinstance(manager.index, MovingIndex)
+    assert isinstance(manager.index.current, MovingIndex)
     assert pool.has(range(60)) == list(range(60))
     pool.store(range(60, 70))
     assert len(manager.offer([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
@@ -344,10 +344,10 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     expected = [] if num_between == 3 else [number for number in range(70) if number not in (5, 65)]
     assert pool.has(range(70)) == expected
     assert pool.drive() is Todo.NOTHING
-    assert not isinstance(manager.index, MovingIndex)
-    assert not manager.index.is_small_for(200_000)
+    assert not isinstance(manager.index.current, MovingIndex)
+    assert not manager.index.current.is_small_for(200_000)
     assert pool.has(range(70)) == expected
-    while manager.bury():
+    while manager.index.bury():
         pass
 
 
@@ -359,13 +359,13 @@ def test_a_reset_takes_an_index_apart_that_is_on_its_way() -> None:
     pool.resize.acknowledge(200_000)
     for _ in range(2):
         pool.resize.step(1.0)
-    assert isinstance(pool.manager.index, MovingIndex)
-    assert (len(pool.manager.index.old), len(pool.manager.index.new)) == (1000, 1000)
+    assert isinstance(pool.manager.index.current, MovingIndex)
+    assert (len(pool.manager.index.current.old), len(pool.manager.index.current.new)) == (1000, 1000)
     pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
-    while pool.manager.bury():
+    while pool.manager.index.bury():
         pass
     assert pool.drive() is Todo.NOTHING
-    assert not pool.manager.index.is_small_for(200_000)
+    assert not pool.manager.index.current.is_small_for(200_000)
     pool.store(range(2000))
     assert pool.has(range(2000)) == list(range(2000))
 
@@ -377,9 +377,9 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     pool.resize.step(1.0)
     pool.resize.acknowledge(200_000)
     pool.resize.step(1.0)
-    assert pool.manager.is_spreading
+    assert pool.manager.index.is_spreading
     assert pool.to(1000) is Todo.NOTHING
-    assert not pool.manager.is_spreading
+    assert not pool.manager.index.is_spreading
     assert not pool.resize.is_open
     assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
 

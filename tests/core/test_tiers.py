@@ -13,9 +13,9 @@ import pytest
 from core.engine import StoreMode
 from core.events import EvictionBatch, NullSink, Origin
 from core.kept import KeptBlocks
-from core.manager import BATCH_SLOTS
 from core.origins import OriginMatch
 from core.policy import Level, Override, RequestPolicy
+from core.slots import BATCH_SLOTS
 from core.tiers import HOST
 from core.transfers import NO_SLOTS
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest

@@ -223,7 +223,7 @@ class EngineCoreHost:
                     _log.error("the journal's thread died and is started again")
                     self.store.start(self.manager.inventory)
                 self.core.expire(time.time())
-                while self.manager.bury() and not self._stopping.is_set():
+                while self.manager.index.bury() and not self._stopping.is_set():
                     continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
