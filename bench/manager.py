@@ -82,9 +82,9 @@ def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
         manager.publish(answer.slots, 2.0)
 
     def load(keys: list[bytes]) -> None:
-        pin = manager.pin(manager.find_prefix(keys))
-        manager.begin_load(pin, 3.0)
-        manager.end_load(pin)
+        pin = manager.pins.pin(manager.find_prefix(keys))
+        manager.pins.begin_load(pin, 3.0)
+        manager.pins.end_load(pin)
 
     for _ in range(0, num_slots, KEYS_THROUGH):
         fill = batches([rng.randbytes(KEY_BYTES - 1) + b"\0" for _ in range(min(KEYS_THROUGH, num_slots))])

@@ -80,15 +80,15 @@ class CascadeSide:
         link.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return
-        pin = self._manager.pin(slots)
-        self._manager.begin_cascade(pin)
+        pin = self._manager.pins.pin(slots)
+        self._manager.pins.begin_reading(pin)
         self.num_held += int(np.count_nonzero(self._holds[slots] == 0))
         self._holds[slots] += 1
 
         def end(result: TierResult | None, now_s: float) -> None:
             self._holds[slots] -= 1
             self.num_held -= int(np.count_nonzero(self._holds[slots] == 0))
-            self._manager.end_cascade(pin)
+            self._manager.pins.end_reading(pin)
 
         job = OpenTierJob(self._new_number(), len(slots), now_s, end, slots)
         blocks = TierJob(

@@ -87,7 +87,7 @@ class LazySide:
         """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
         self._ahead = max(self._ahead + self._stores.num_returned - num_taken_blocks, 0)
         self._stores.num_returned = 0
-        if not self._verdicts or self._refused_at == self._manager.space_version:
+        if not self._verdicts or self._refused_at == self._manager.room.version:
             return
         blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
         if blocks is None:
@@ -169,7 +169,7 @@ class LazySide:
             verdict.refused = False
         if answered == len(verdicts):
             return True
-        self._refused_at = self._manager.space_version
+        self._refused_at = self._manager.room.version
         for verdict in verdicts[answered:]:
             verdict.refused = True
         return False

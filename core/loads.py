@@ -141,7 +141,7 @@ class LoadSide:
             return
         state.phase = RequestPhase.RUNNING
         if pin is not None:
-            self._manager.release(pin)
+            self._manager.pins.release(pin)
 
     def take_jobs(self) -> list[TransferJob]:
         """The loads that were committed since the last step."""
@@ -161,7 +161,7 @@ class LoadSide:
     def end(self, ended: OpenJob, now_s: float) -> list[LoadOutcome]:
         """Let go of what a load touched; its outcome, if its request still waits for it."""
         job, pin, hit, state = ended.job, ended.pin or Pin.empty(), ended.hit, ended.request
-        intact = self._manager.end_load(pin)
+        intact = self._manager.pins.end_load(pin)
         for run in job.runs:
             self._device.release(run.block_ids.tolist())
         self.counts.in_flight -= job.num_blocks
@@ -234,12 +234,12 @@ class LoadSide:
         if wanted is not None and runs is not None:
             if wanted is not hit:
                 kept = wanted.slots
-                self._manager.release(Pin(np.setdiff1d(pin.slots, kept), pin.epoch))
+                self._manager.pins.release(Pin(np.setdiff1d(pin.slots, kept), pin.epoch))
                 pin = Pin(kept, pin.epoch)
-            if self._manager.begin_load(pin, now_s):
+            if self._manager.pins.begin_load(pin, now_s):
                 self._open(state, wanted, pin, runs, now_s)
                 return
-        self._manager.release(pin)
+        self._manager.pins.release(pin)
         self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
         state.load_failed = True
         state.lost_load = LoadOutcome(state.request.request_id, False, first, num_tokens)
@@ -278,7 +278,7 @@ class LoadSide:
     def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
         """Pin what a waiting request has found, instead of what it had."""
         old, state.hit = state.pin, hit
-        state.pin = None if hit is None else self._manager.pin(hit.slots)
+        state.pin = None if hit is None else self._manager.pins.pin(hit.slots)
         self._num_pinned += len(state.pin or ()) - len(old or ())
         if old is not None and release:
-            self._manager.release(old)
+            self._manager.pins.release(old)

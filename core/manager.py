@@ -26,6 +26,7 @@ from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
 from core.misses import FoundMisses, MissCause, NotStored
+from core.pins import Pins
 from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
 from core.room import Room
@@ -66,11 +67,10 @@ class OffloadManager:
         self.inventory = Inventory(self.table, self.lock)
         self.index = PoolIndex(self.table, self.lock)
         self.room = Room(self.table, eviction_policy)
+        self.pins = Pins(self.table, self.room, self.lock)
         self.admission = Admission(num_slots, store_threshold)
         self.max_pinned_fraction = max_pinned_fraction
         self.evictions = EvictionCounts()
-        self.space_version = 0
-        """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self.wanted_slots = num_slots
         """Slots that the pool is to have, once a resize is done."""
         self._sink = sink if sink is not None else NullSink()
@@ -78,11 +78,7 @@ class OffloadManager:
         self._ghosts = Ghosts(2 * num_slots, EvictionReason, is_dated=True)
         self._kept_out = Ghosts(num_slots, NotStored)
         self._foreign: Ghosts[MissCause] | None = None
-        self._loading: dict[int, Pin] = {}
-        self._cascading: dict[int, Pin] = {}
-        self._verifying: dict[int, Pin] = {}
         self._operator_pins: Expiries[Key] = Expiries()
-        self._lingering: set[int] = set()
 
     @property
     def num_slots(self) -> int:
@@ -184,13 +180,13 @@ class OffloadManager:
                 won = slots == np.array(holders)
                 self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
                 self.void(slots[~won])
-                self._free(slots[~won])
+                self.room.free(slots[~won])
                 slots = slots[won]
                 keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
             self.room.policy.admit(slots)
             self.touch(chain)
-            self.space_version += 1
+            self.room.version += 1
             if keys:
                 self._sink.stored(StoreBatch(now_s, self.table.origins[slots[0]], keys))
             return len(slots)
@@ -209,7 +205,7 @@ class OffloadManager:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
         with self.lock:
             self.void(slots)
-            self._free(slots)
+            self.room.free(slots)
 
     def labels(self, slots: Slots) -> SlotLabels | None:
         """What a store has to write beside the bytes of slots that were reserved; None if nothing outlives us."""
@@ -250,19 +246,18 @@ class OffloadManager:
         Their bytes may be looked at until `end_verification`: a reset holds them until then.
         """
         with self.lock:
-            pin = self.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
+            pin = self.pins.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
             if len(pin):
-                self._verifying[id(pin)] = pin
+                self.pins.begin_reading(pin)
             return pin
 
     def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
         """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""
         with self.lock:
-            del self._verifying[id(pin)]
             if pin.epoch == self.table.epoch:
                 self.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
                 self.table.end_unverified(pin.slots)
-            self._end_reading(pin)
+            self.pins.end_reading(pin)
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -275,13 +270,6 @@ class OffloadManager:
         """The slot of each key, -1 where it is not ready."""
         with self.lock:
             return np.array([-1 if slot is None else slot for slot in self.index.current.find(keys)], dtype=np.int64)
-
-    def pin(self, slots: Slots) -> Pin:
-        """Pin slots that were found under this same hold of the lock; the pin may be empty."""
-        with self.lock:
-            if len(slots):
-                self._pin(slots)
-            return Pin(slots, self.table.epoch)
 
     def note_misses(self, keys: Sequence[Key], now_s: float) -> FoundMisses:
         """Why each of these keys, behind a hit, cannot be loaded: why it left the pool, or else why it did not come in.
@@ -317,51 +305,11 @@ class OffloadManager:
             self._foreign = Ghosts(len(keys), MissCause)
             self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
 
-    def release(self, pin: Pin) -> None:
-        """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
-        if not len(pin):
-            return
-        with self.lock:
-            if pin.epoch == self.table.epoch:
-                self._unpin(pin.slots)
-
-    def begin_load(self, pin: Pin, now_s: float) -> bool:
-        """Count a hit on the slots of a pin and mark them as being loaded; False if one of them was dropped since."""
-        with self.lock:
-            if pin.epoch != self.table.epoch or self._lost_any(pin.slots):
-                return False
-            table = self.table
-            table.hits[pin.slots] += 1
-            table.hit_s[pin.slots] = now_s
-            table.dirty[pin.slots] = True
-            self._loading[id(pin)] = pin
-            return True
-
     def note_verified(self, pin: Pin) -> None:
         """All slots of a pin were loaded, and what had to be verified was."""
         with self.lock:
             if pin.epoch == self.table.epoch:
                 self.table.end_unverified(pin.slots)
-
-    def end_load(self, pin: Pin) -> bool:
-        """Undo `begin_load`, which was given this very object, and the pin; False if a slot was dropped meanwhile.
-
-        Those are free once their last load ends.
-        """
-        with self.lock:
-            del self._loading[id(pin)]
-            return self._end_reading(pin)
-
-    def begin_cascade(self, pin: Pin) -> None:
-        """A tier reads the slots of a pin from now on: a reset holds them until `end_cascade`."""
-        with self.lock:
-            self._cascading[id(pin)] = pin
-
-    def end_cascade(self, pin: Pin) -> None:
-        """Undo `begin_cascade`, which was given this very object, and the pin."""
-        with self.lock:
-            del self._cascading[id(pin)]
-            self._end_reading(pin)
 
     def note_origin(self, slots: Slots, origin: Origin) -> None:
         """Slots that are not published yet hold what this request once stored, whoever had it brought back."""
@@ -384,10 +332,9 @@ class OffloadManager:
             busy_mask = self.table.pins[slots] > 0
             idle, busy = slots[~busy_mask], slots[busy_mask]
             self.room.policy.remove(idle)
-            self._free(idle)
+            self.room.free(idle)
             if len(busy):
-                self.table.states[busy] = SlotState.HELD
-                self._lingering.update(busy.tolist())
+                self.pins.linger(busy)
             return len(slots)
 
     def drop_matching(self, matches: Callable[[Origin], bool], start_slot: int, now_s: float) -> tuple[int, int | None]:
@@ -403,32 +350,24 @@ class OffloadManager:
 
     # --- reset --------------------------------------------------------------------------------------------------
 
-    def reset(self, held: Slots, now_s: float) -> int:
-        """Forget everything, in time proportional to `held`: the slots that open transfers still touch, once each.
+    def reset(self, filled: Slots, now_s: float) -> int:
+        """Forget everything, in time proportional to the slots that open transfers still touch. How many were ready.
 
-        Say how many ready slots were dropped. Held slots come back by `abandon` (what
-        was being filled) and by `end_load` and `end_cascade` (what was being read). Slots that are being verified are
-        held as well, until `end_verification`.
+        `filled` are those that are being filled, which come back by `abandon`; what is being read, of which `pins`
+        knows, comes back when that ends.
         """
         with self.lock:
             dropped = self.table.num_ready
-            if self._verifying:
-                held = np.unique(np.concatenate([held, *(pin.slots for pin in self._verifying.values())]))
-            # These waited for pins, which are void now; those under a transfer are among `held`.
-            self.table.states[list(self._lingering)] = SlotState.FREE
-            self._lingering.clear()
-            self.table.begin_epoch(held)
+            self.pins.begin_epoch(filled)
             if self._record is not None:
                 self._record.void_before(self.table.epoch)
-            for pin in (*self._loading.values(), *self._cascading.values(), *self._verifying.values()):
-                self.table.pins[pin.slots] += 1
             self.index.begin_epoch()
             self.room.policy.clear()
             self._ghosts.begin_epoch()
             self._kept_out.begin_epoch()
             self._foreign = None
             self._operator_pins.clear()
-            self.space_version += 1
+            self.room.version += 1
             self.evictions.total += dropped
             self._count_reason(EvictionReason.RESET, dropped)
             self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
@@ -447,7 +386,7 @@ class OffloadManager:
                 free=table.num_free,
                 ready=table.num_ready,
                 storing=table.num_storing,
-                loading=int(np.count_nonzero(table.is_ready(self._loading_slots()))),
+                loading=int(np.count_nonzero(table.is_ready(self.pins.loading_slots()))),
                 pinned=table.num_ready - len(self.room.policy),
                 unverified=table.num_unverified,
                 bytes=table.num_present * table.slot_bytes,
@@ -466,7 +405,7 @@ class OffloadManager:
             slots = rows.slots
             here = self.table.is_ready(slots) & (self.table.generations[slots] == rows.generations)
             pinned = self.table.pins[slots] > 0
-            loading = np.isin(slots, self._loading_slots())
+            loading = np.isin(slots, self.pins.loading_slots())
             until_s = [self._operator_pins.until_s(key) for key in rows.keys]
         states = np.where(loading, BlockState.LOADING, np.where(pinned, BlockState.PINNED, BlockState.READY))
         columns = zip(here.tolist(), states.tolist(), until_s, strict=True)
@@ -491,7 +430,7 @@ class OffloadManager:
                     return PinOutcome.LEAVING
                 if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
                     return PinOutcome.LIMIT
-                self._pin(np.array([slot]))
+                self.pins.pin(np.array([slot]))
             self._operator_pins.set(key, expires_s)
             return PinOutcome.PINNED
 
@@ -500,7 +439,7 @@ class OffloadManager:
         with self.lock:
             pinned = self._operator_pins.discard(key)
             if pinned:
-                self._unpin(_slots_in(self.index.current.find([key])))
+                self.pins.release(Pin(_slots_in(self.index.current.find([key])), self.table.epoch))
             return pinned
 
     def expire_pins(self, now_s: float) -> bool:
@@ -508,7 +447,7 @@ class OffloadManager:
         with self.lock:
             due = self._operator_pins.pop_due(now_s, BATCH_SLOTS)
             if due:
-                self._unpin(_slots_in(self.index.current.find(due)))
+                self.pins.release(Pin(_slots_in(self.index.current.find(due)), self.table.epoch))
             return self._operator_pins.is_due(now_s)
 
     def switch_policy(self, name: str) -> bool:
@@ -541,7 +480,7 @@ class OffloadManager:
         """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""
         with self.lock:
             self.table.grow(end_slot)
-            self.space_version += 1
+            self.room.version += 1
 
     def empty_slots(self, start: int, end: int, now_s: float, *, in_use: bool) -> Slots:
         """Retire those of a batch of leaving slots that nobody uses, and say which are left.
@@ -575,22 +514,8 @@ class OffloadManager:
         gone = victims[leaving]
         if len(gone):
             self._forget(gone, EvictionReason.SHRINK, None, now_s)
-            self._free(gone)
+            self.room.free(gone)
         return victims[~leaving]
-
-    def _end_reading(self, pin: Pin) -> bool:
-        """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""
-        if pin.epoch != self.table.epoch:
-            # Since the reset, a pin of a held slot stands for a transfer that is still open on it.
-            self._free(self._unpinned(pin.slots))
-            return False
-        lost = self._lost_any(pin.slots)
-        self._unpin(pin.slots)
-        return not lost
-
-    def _lost_any(self, pinned: Slots) -> bool:
-        """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
-        return bool(self._lingering) and int(np.count_nonzero(self.table.is_ready(pinned))) < len(pinned)
 
     def _use_again(self, slots: Slots, priority_class: int) -> None:
         """Slots in the order of their request's blocks were offered again, with this priority."""
@@ -607,32 +532,6 @@ class OffloadManager:
         self.room.policy.remove(candidates)
         classes.assign(slots, priority_class)
         self.room.policy.add(candidates)
-
-    def _loading_slots(self) -> Slots:
-        """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
-        open_loads = [pin.slots for pin in self._loading.values() if pin.epoch == self.table.epoch]
-        return np.unique(np.concatenate(open_loads)) if open_loads else NO_SLOTS
-
-    def _pin(self, slots: Slots) -> None:
-        pins = self.table.pins[slots]
-        self.table.pins[slots] = pins + 1
-        self.room.policy.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
-
-    def _unpinned(self, slots: Slots) -> Slots:
-        """Take one pin off each of these slots; those that have none left."""
-        pins = self.table.pins[slots] - 1
-        self.table.pins[slots] = pins
-        return slots[pins == 0] if np.count_nonzero(pins) else slots
-
-    def _unpin(self, slots: Slots) -> None:
-        freed = self._unpinned(slots)
-        if self._lingering:
-            held = self.table.states[freed] == SlotState.HELD
-            self._free(freed[held])
-            self._lingering.difference_update(freed[held].tolist())
-            freed = freed[~held]
-        self.room.policy.add(freed)
-        self.space_version += 1
 
     def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
         """Make ready slots unfindable and say so."""
@@ -651,10 +550,6 @@ class OffloadManager:
     def _count_reason(self, reason: EvictionReason, count: int) -> None:
         by_reason = self.evictions.by_reason
         by_reason[reason.value] = by_reason.get(reason.value, 0) + count
-
-    def _free(self, slots: Slots) -> None:
-        self.table.give_back(slots)
-        self.space_version += 1
 
 
 def _slots_in(found: Sequence[int | None]) -> Slots:

@@ -32,6 +32,8 @@ class Room:
         self._known: dict[str, EvictionPolicy] = {}
         self._planned_slots = table.num_slots
         self.policy = self._start(policy, Segment(table, 0), Segment(table, 1))
+        self.version = 0
+        """Raised whenever room may have appeared, so that a refused store knows when to ask again."""
         self.residency: Residency | None = None
         """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
 
@@ -54,6 +56,11 @@ class Room:
             own = own[~np.isin(own, victims)]
             victims = np.concatenate((victims, self._make(rest, NO_SLOTS, own, 0)))
         return victims
+
+    def free(self, slots: Slots) -> None:
+        """These slots, none of which is free, hold nothing any more."""
+        self._table.give_back(slots)
+        self.version += 1
 
     def exchange_policy(self, name: str, limit: int) -> bool:
         """Move on to another policy, with the order of the candidates as it is; True while there is more to do.

@@ -408,7 +408,7 @@ class OffloadScheduler:
             dropped = 0
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
-                dropped = self.manager.reset(self._touched_slots(), now_s)
+                dropped = self.manager.reset(self._filled_slots(), now_s)
                 self._stores.disown_all()
                 self._lazy.look_again()
             elif of_pool and match is not None:
@@ -584,12 +584,12 @@ class OffloadScheduler:
                 hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
         return hits
 
-    def _touched_slots(self) -> Slots:
-        """The slots that transfers open or decided read or write, each once."""
-        touched = [job.slots for job in self._jobs] + self._stores.touched_slots()
+    def _filled_slots(self) -> Slots:
+        """The slots that transfers open or decided write to, each once."""
+        filled = [job.slots for job in self._jobs if job.is_store] + self._stores.touched_slots()
         if self._tiers is not None:
-            touched += self._tiers.touched_slots()
-        return np.unique(np.concatenate(touched)) if touched else NO_SLOTS
+            filled += self._tiers.promotions.touched_slots()
+        return np.concatenate(filled) if filled else NO_SLOTS
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Whether a minute has passed since this was last said."""

@@ -89,7 +89,7 @@ class StoreSide:
         for progress in state.groups:
             if progress.refused_at is None:
                 self._offer(state, progress, _STEP_SLOTS)
-            elif progress.refused_at != self._manager.space_version:
+            elif progress.refused_at != self._manager.room.version:
                 self._offer(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(state.groups)), 1))
         answered = state.answered_tokens
         if (answered - state.ordered_tokens) * _REORDER_SHARE >= answered:
@@ -163,7 +163,7 @@ class StoreSide:
         offering = Offering(state, state.groups, group, numbers, keys, block_ids, priority)
         answered = self.offer_slots(offering, state.now_s)
         if answered < len(keys):
-            progress.refused_at = self._manager.space_version
+            progress.refused_at = self._manager.room.version
             end = int(numbers[answered])
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
         if busy and self.cascades is not None and self.cascades.wishers(state):

@@ -20,7 +20,6 @@ from core.tier_links import TierInquiry, TierLink
 from core.tier_sessions import TierSession
 from core.tier_stats import TierStats
 from core.tiers import Tier, TierRequest, TierResetResult
-from core.transfers import Slots
 
 
 class TierSide:
@@ -113,10 +112,6 @@ class TierSide:
         asked = set(numbers)
         jobs = sum(job.number in asked for link in self.links for job in link.open_jobs)
         return jobs + sum(reset.ticket in asked for link in self.links for reset in link.open_resets)
-
-    def touched_slots(self) -> list[Slots]:
-        """The slots that tiers read or write."""
-        return [job.slots for link in self.links for job in link.open_jobs]
 
     # --- what operators see -------------------------------------------------------------------------------------
 

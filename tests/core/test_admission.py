@@ -66,7 +66,7 @@ def test_lookups_are_no_offers() -> None:
 def test_what_found_no_space_was_not_offered_yet() -> None:
     manager = OffloadManager(2, 64)
     offer(manager, keys(50, 2))
-    pin = manager.pin(manager.find_prefix(keys(50, 2)))
+    pin = manager.pins.pin(manager.find_prefix(keys(50, 2)))
     manager.admission.threshold = 2
     offer(manager, keys(1, 1))
     answer = manager.offer(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
@@ -74,7 +74,7 @@ def test_what_found_no_space_was_not_offered_yet() -> None:
     for _ in range(3):
         answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
         assert (answer.num_answered, answer.held_back_at.tolist()) == (0, [])
-    manager.release(pin)
+    manager.pins.release(pin)
     answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
     assert answer.held_back_at.tolist() == [1, 2], "asking again for room was no further offer of these"
     assert answer.stored_at.tolist() == [0]

@@ -181,9 +181,9 @@ class Ours:
         self.manager.publish(answer.slots, 1.0)
 
     def load(self, numbers: list[int]) -> int:
-        pin = self.manager.pin(self.manager.find_prefix([key(number) for number in numbers]))
-        assert self.manager.begin_load(pin, 1.0)
-        assert self.manager.end_load(pin)
+        pin = self.manager.pins.pin(self.manager.find_prefix([key(number) for number in numbers]))
+        assert self.manager.pins.begin_load(pin, 1.0)
+        assert self.manager.pins.end_load(pin)
         return len(pin)
 
     def segments(self) -> list[list[list[int]]]:

@@ -29,9 +29,9 @@ def store(manager: OffloadManager, wanted: list[bytes], priority: int = NORMAL) 
 
 
 def load(manager: OffloadManager, wanted: list[bytes]) -> None:
-    pin = manager.pin(manager.find_prefix(wanted))
-    assert manager.begin_load(pin, 1.0)
-    assert manager.end_load(pin)
+    pin = manager.pins.pin(manager.find_prefix(wanted))
+    assert manager.pins.begin_load(pin, 1.0)
+    assert manager.pins.end_load(pin)
 
 
 def held(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
@@ -64,9 +64,9 @@ def test_a_pinned_block_rises_too() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 1), LOW)
     store(manager, keys(10, 2), NORMAL)
-    pin = manager.pin(manager.find_prefix(keys(0, 1)))
+    pin = manager.pins.pin(manager.find_prefix(keys(0, 1)))
     store(manager, keys(0, 1), HIGH)
-    manager.release(pin)
+    manager.pins.release(pin)
     store(manager, keys(20, 2), HIGH)
     assert held(manager, keys(0, 1)) == [True]
 
@@ -97,12 +97,12 @@ def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str)
     manager = OffloadManager(100, 64, eviction_policy=policy)
     store(manager, keys(0, 10))
     store(manager, keys(100, 90))
-    pin = manager.pin(manager.find_prefix(keys(101, 89)))
+    pin = manager.pins.pin(manager.find_prefix(keys(101, 89)))
     load(manager, keys(0, 10))
     answer = manager.offer(keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=keys(0, 10))
     assert (answer.num_answered, len(answer.slots)) == (1, 1), "only key 100 is neither pinned nor its own"
     assert all(held(manager, keys(0, 10)))
-    manager.release(pin)
+    manager.pins.release(pin)
 
 
 def test_arc_keeps_what_was_used_again_through_a_scan_where_lru_does_not() -> None:
@@ -180,13 +180,13 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 500))
     def pin(self, data, count: int) -> None:
         wanted = keys(data.draw(st.integers(0, max(self.next - 1, 0))), count)
-        pin = self.manager.pin(self.manager.find_prefix(wanted))
+        pin = self.manager.pins.pin(self.manager.find_prefix(wanted))
         self.pins.append((pin, wanted[: len(pin)]))
 
     @rule(data=st.data())
     def release(self, data) -> None:
         if self.pins:
-            self.manager.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[0])
+            self.manager.pins.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[0])
 
     @rule(data=st.data(), count=st.integers(1, 500))
     def reorder(self, data, count: int) -> None:
@@ -224,7 +224,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         for pin, _ in self.pins:
-            self.manager.release(pin)
+            self.manager.pins.release(pin)
         ready = self.manager.counts().ready
         found = set()
         while len(

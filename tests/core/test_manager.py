@@ -41,7 +41,7 @@ def store(
 
 
 def pin_prefix(manager: OffloadManager, wanted: list[bytes]) -> Pin:
-    return manager.pin(manager.find_prefix(wanted))
+    return manager.pins.pin(manager.find_prefix(wanted))
 
 
 def holds(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
@@ -64,8 +64,8 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
     manager = OffloadManager(2, 64, sink=sink)
     store(manager, keys(0, 2), origin=Origin("first", "tenant", "lora"), now_s=10.0)
     pin = pin_prefix(manager, keys(0, 1))
-    manager.begin_load(pin, 11.0)
-    manager.end_load(pin)
+    manager.pins.begin_load(pin, 11.0)
+    manager.pins.end_load(pin)
     store(manager, keys(5, 2), origin=Origin("second"), now_s=20.0)
     (batch,) = sink.batches
     assert (batch.reason, batch.needed_by, batch.policy) == (EvictionReason.CAPACITY, "second", "lru")
@@ -83,7 +83,7 @@ def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
     answer = manager.offer([*keys(0, 1), *keys(10, 5)], Origin("r"), np.arange(6), NORMAL, 1.0)
     assert (answer.num_answered, answer.stored_at.tolist(), len(answer.slots)) == (3, [1, 2], 2)
     manager.abandon(answer.slots)
-    manager.release(pin)
+    manager.pins.release(pin)
     assert manager.counts().free == 2
 
 
@@ -112,16 +112,16 @@ def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_g
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 4))
     waiting, loading = pin_prefix(manager, keys(0, 1)), pin_prefix(manager, keys(0, 2))
-    assert manager.begin_load(loading, 1.0)
+    assert manager.pins.begin_load(loading, 1.0)
     manager.pin_block(keys(0, 1)[0], 99.0, 1.0)
     assert manager.drop_block(keys(0, 1)[0], 1.0)
     assert not manager.drop_block(keys(0, 1)[0], 1.0)
     counts = manager.counts()
     assert (counts.ready, counts.storing, counts.loading) == (3, 1, 1)
-    assert not manager.end_load(loading), "the load was disowned"
+    assert not manager.pins.end_load(loading), "the load was disowned"
     assert manager.counts().storing == 1
-    assert not manager.begin_load(waiting, 2.0)
-    manager.release(waiting)
+    assert not manager.pins.begin_load(waiting, 2.0)
+    manager.pins.release(waiting)
     counts = manager.counts()
     assert (counts.free, counts.ready, counts.storing, counts.loading, counts.pinned) == (1, 3, 0, 0, 0)
 
@@ -196,16 +196,16 @@ def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinne
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
     old = pin_prefix(manager, keys(0, 1))
-    assert manager.begin_load(old, 1.0)
+    assert manager.pins.begin_load(old, 1.0)
     manager.reset(old.slots, 2.0)
     store(manager, keys(10, 3))
-    manager.end_load(old)
+    manager.pins.end_load(old)
     store(manager, keys(20, 1))
     loading = pin_prefix(manager, keys(20, 1))
-    assert manager.begin_load(loading, 3.0)
+    assert manager.pins.begin_load(loading, 3.0)
     answer = manager.offer(keys(40, 4), ANYONE, np.arange(4), NORMAL, 4.0)
     assert not set(answer.slots.tolist()) & set(loading.slots.tolist())
-    assert manager.end_load(loading)
+    assert manager.pins.end_load(loading)
 
 
 def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
@@ -215,7 +215,7 @@ def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
     manager.drop_block(keys(0, 1)[0], 1.0)
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
-    manager.release(pin)
+    manager.pins.release(pin)
     assert manager.counts().storing == 3
 
 
@@ -286,13 +286,13 @@ def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> Non
     store(manager, keys(0, 4))
     rows = manager.inventory.list_blocks(0, 4)
     loaded, pinned = (pin_prefix(manager, [key]) for key in keys(0, 2))
-    assert manager.begin_load(loaded, 1.0)
+    assert manager.pins.begin_load(loaded, 1.0)
     manager.drop_block(keys(2, 1)[0], 1.0)
     store(manager, keys(9, 1))
     states = {key: hold and hold.state for key, hold in zip(rows.keys, manager.holds(rows), strict=True)}
     assert [states[key] for key in keys(0, 4)] == ["loading", "pinned", None, "ready"]
-    manager.end_load(loaded)
-    manager.release(pinned)
+    manager.pins.end_load(loaded)
+    manager.pins.release(pinned)
     assert [hold and hold.state for hold in manager.holds(rows)].count(BlockState.READY) == 3
     manager.reset(NO_SLOTS, 2.0)
     store(manager, keys(0, 4))
@@ -341,16 +341,16 @@ def test_a_slot_under_two_loads_at_a_reset_is_free_when_the_second_ends() -> Non
     store(manager, keys(0, 2))
     first, second = pin_prefix(manager, keys(0, 2)), pin_prefix(manager, keys(0, 1))
     waiting = pin_prefix(manager, keys(0, 2))
-    assert manager.begin_load(first, 1.0)
-    assert manager.begin_load(second, 1.0)
+    assert manager.pins.begin_load(first, 1.0)
+    assert manager.pins.begin_load(second, 1.0)
     assert manager.counts().loading == 2
     for now_s in (2.0, 3.0):
         manager.reset(first.slots, now_s)
-    manager.release(waiting)
+    manager.pins.release(waiting)
     assert (manager.counts().loading, manager.counts().free) == (0, 1)
-    assert not manager.end_load(first)
+    assert not manager.pins.end_load(first)
     assert manager.counts().free == 2
-    assert not manager.end_load(second)
+    assert not manager.pins.end_load(second)
     assert manager.counts().free == 3
     taken = manager.offer(keys(5, 3), ANYONE, np.arange(3), NORMAL, 4.0)
     assert sorted(taken.slots.tolist()) == [0, 1, 2]
@@ -379,7 +379,7 @@ def test_a_pin_that_a_reset_voided_does_not_make_its_slots_candidates() -> None:
     store(manager, keys(0, 4))
     pin = pin_prefix(manager, keys(0, 4))
     manager.reset(NO_SLOTS, 1.0)
-    manager.release(pin)
+    manager.pins.release(pin)
     assert (manager.counts().pinned, len(manager.room.policy)) == (0, 0)
     taken = manager.offer(keys(10, 6), ANYONE, np.arange(6), NORMAL, 1.0)
     assert sorted(taken.slots.tolist()) == [0, 1, 2, 3]

@@ -159,13 +159,13 @@ def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leav
 def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
     pool = Pool(40, 40)
     slots = pool.store(range(40))
-    pin = pool.manager.pin(np.array([20]))
-    assert pool.manager.begin_load(pin, 1.0)
+    pin = pool.manager.pins.pin(np.array([20]))
+    assert pool.manager.pins.begin_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert min(pool.memory) == 24, "the extents behind it went, and that of the load stays"
     assert pool.manager.counts().slots == 9
     assert pool.manager.counts().loading == 1
-    assert pool.manager.end_load(pin), "nobody touched it"
+    assert pool.manager.pins.end_load(pin), "nobody touched it"
     assert pool.drive() is Todo.NOTHING
     assert pool.memory[-1] == 8
     assert len(slots) == 40
@@ -175,7 +175,7 @@ def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_ar
     pool = Pool(40, 40)
     pool.store(range(40))
     (kept,) = [number for number in range(40) if pool.manager.find_block(key(number)).slots[0] == 20]
-    pin = pool.manager.pin(np.array([20]))
+    pin = pool.manager.pins.pin(np.array([20]))
     assert pool.to(8, now_s=10.0) is Todo.LATER
     assert pool.has(range(kept, kept + 1))
     assert pool.drive(now_s=10.0 + PATIENCE_S) is Todo.LATER
@@ -183,8 +183,8 @@ def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_ar
     assert pool.drive(now_s=10.1 + PATIENCE_S) is Todo.LATER
     assert not pool.has(range(kept, kept + 1))
     assert min(pool.memory) == 24
-    assert not pool.manager.begin_load(pin, 20.0), "whoever wanted to load it computes it"
-    pool.manager.release(pin)
+    assert not pool.manager.pins.begin_load(pin, 20.0), "whoever wanted to load it computes it"
+    pool.manager.pins.release(pin)
     assert pool.drive(now_s=20.0) is Todo.NOTHING
     assert pool.memory[-1] == 8
 
@@ -259,14 +259,14 @@ def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> No
 def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    pin = pool.manager.pin(np.array([20]))
-    assert pool.manager.begin_load(pin, 1.0)
+    pin = pool.manager.pins.pin(np.array([20]))
+    assert pool.manager.pins.begin_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert pool.manager.reset(np.array([20]), 2.0) == 9
     counts = pool.manager.counts()
     assert (counts.slots, counts.free, counts.storing) == (9, 8, 1)
     assert max(pool.store(range(100, 120)).tolist()) < 8
-    pool.manager.end_load(pin)
+    pool.manager.pins.end_load(pin)
     assert pool.drive() is Todo.NOTHING
     assert pool.manager.counts().slots == 8
 
@@ -455,7 +455,7 @@ def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
     wanted = [key(number) for number in range(50, 59)]
     answer = manager.offer(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=low[-1:])
     assert len(answer.slots) == 9
-    manager.release(manager.pin(manager.find_prefix(low[:1])))
+    manager.pins.release(manager.pins.pin(manager.find_prefix(low[:1])))
     again = manager.offer([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
     assert sorted([*answer.slots.tolist(), *again.slots.tolist()]) == list(range(10)), "one slot was left"
 

@@ -149,8 +149,8 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     sink = Recorder()
     manager = OffloadManager(8, 64, sink=sink)
     manager.adopt(kept([0, 1, 2, 3, 4]), NO_SLOTS)
-    loading = manager.pin(manager.find_prefix([key(1), key(2)]))
-    assert manager.begin_load(loading, 1.0)
+    loading = manager.pins.pin(manager.find_prefix([key(1), key(2)]))
+    assert manager.pins.begin_load(loading, 1.0)
     assert manager.unverified(loading.slots).tolist() == [1, 2]
     pin = manager.begin_verification(0)
     assert pin.slots.tolist() == [0, 1, 2, 3, 4]
@@ -158,7 +158,7 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4], "nothing goes while it is looked at"
     manager.end_verification(pin, np.array([1, 3]), 2.0)
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 2, 4]
-    assert not manager.end_load(loading), "one of its slots is gone"
+    assert not manager.pins.end_load(loading), "one of its slots is gone"
     assert manager.counts().unverified == 0
     assert not len(manager.begin_verification(0))
     failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
@@ -207,8 +207,8 @@ def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends(
     """Freed at once, they could leave the pool with their memory while somebody reads it."""
     manager = OffloadManager(8, 64)
     manager.adopt(kept([0, 1, 4, 5]), NO_SLOTS)
-    loading = manager.pin(manager.find_prefix([key(1)]))
-    assert manager.begin_load(loading, 1.0)
+    loading = manager.pins.pin(manager.find_prefix([key(1)]))
+    assert manager.pins.begin_load(loading, 1.0)
     pin = manager.begin_verification(0)
     resize = PoolResize(manager, 4)
     manager.reset(loading.slots, 1.0)
@@ -224,5 +224,5 @@ def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends(
         continue
     assert resize.memory_slots == 4
     assert manager.counts().free == 1, "two are stored, and one is being loaded"
-    manager.end_load(loading)
+    manager.pins.end_load(loading)
     assert manager.counts().free == 2

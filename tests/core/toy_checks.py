@@ -83,10 +83,10 @@ def _check_slots(engine: ToyEngine) -> None:
     assert np.count_nonzero(ready) == table.num_ready == len(manager.index.current)
     assert len(manager.room.policy) == np.count_nonzero(ready & (pins == 0))
     loads_on = np.zeros_like(pins)
-    for pin in manager._loading.values():
+    for pin in manager.pins._loading.values():
         loads_on[pin.slots] += 1
     assert (loads_on <= pins).all(), "a slot under a load may be given out"
-    assert manager._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
+    assert manager.pins._loading.keys() == {id(job.pin) for job in offload._jobs if not job.is_store}
     free = set(table._returned[: table._num_returned].tolist())
     assert len(free) == table._num_returned, "a slot is free twice"
     assert table._frontier <= table.num_slots
@@ -101,7 +101,7 @@ def _check_slots(engine: ToyEngine) -> None:
     stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
     loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
     stores += [slot for slots in promoting_slots(engine) for slot in slots.tolist()]
-    cascading = {slot for pin in manager._cascading.values() for slot in pin.slots.tolist()}
+    cascading = {slot for pin in manager.pins._reading.values() for slot in pin.slots.tolist()}
     under_stores = set(stores)
     assert len(stores) == len(under_stores), "a slot is under two stores"
     assert under_stores.isdisjoint(loads), "a slot is stored and loaded at once"
@@ -121,7 +121,7 @@ def _check_size(engine: ToyEngine, retired: list[int], last_free: int) -> None:
     assert not table.pins[retired][table.epochs[retired] == table.epoch].any(), "a slot was retired under a pin"
     used = [slots for job in engine.offload._jobs for slots in [job.slots]]
     used += [*engine.offload._stores.touched_slots(), *promoting_slots(engine)]
-    used += [pin.slots for pin in manager._cascading.values()]
+    used += [pin.slots for pin in manager.pins._reading.values()]
     named = {slot for slots in used for slot in slots.tolist()}
     assert named.isdisjoint(retired), "a slot was retired under a transfer"
     assert max(named, default=-1) < table.end_slot, "a transfer touches a slot that is not there"
@@ -137,7 +137,7 @@ def _check_pins(engine: ToyEngine) -> None:
     num_hit = sum(map(len, pins))
     assert engine.offload._loads._num_pinned == num_hit
     transfers = (job.pin for job in engine.offload._jobs if job.pin is not None)
-    for pin in (*pins, *transfers, *manager._cascading.values()):
+    for pin in (*pins, *transfers, *manager.pins._reading.values()):
         if pin.epoch == epoch:
             for slot in pin.slots.tolist():
                 owned[slot] += 1
@@ -146,8 +146,8 @@ def _check_pins(engine: ToyEngine) -> None:
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
     ready = manager.table.is_ready(np.arange(manager.table.end_slot))
-    if manager._lingering:
-        ready[list(manager._lingering)] = True
+    if manager.pins._lingering:
+        ready[list(manager.pins._lingering)] = True
     assert not np.array(owned)[~ready].any(), "a slot is pinned that holds no block"
     assert (manager.table.pins[: len(ready)][ready] == np.array(owned)[ready]).all(), (
         "a pin without an owner, or the reverse"
@@ -197,7 +197,7 @@ def _check_tiers(engine: ToyEngine) -> None:
     side = engine.offload._tiers
     if side is None:
         return
-    held = {slot for pin in engine.manager._cascading.values() for slot in pin.slots.tolist()}
+    held = {slot for pin in engine.manager.pins._reading.values() for slot in pin.slots.tolist()}
     assert side.cascades.num_held == len(held) <= max(engine.manager.table.last_end_slot // 4, 1), (
         "cascades hold too much"
     )

@@ -80,9 +80,9 @@ def fill(manager: OffloadManager, numbers: Sequence[int], now_s: float = START_S
 
 def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
     """Load blocks from the pool as an engine does."""
-    pin = manager.pin(manager.find_prefix(keys_of(numbers)))
-    assert manager.begin_load(pin, now_s)
-    manager.end_load(pin)
+    pin = manager.pins.pin(manager.find_prefix(keys_of(numbers)))
+    assert manager.pins.begin_load(pin, now_s)
+    manager.pins.end_load(pin)
 
 
 def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -1,0 +1,136 @@
+"""Pins: what keeps blocks in their slots, and which transfers read them.
+
+A pinned slot is no candidate for eviction. If its block is dropped all the same, nobody finds it any more, and the slot
+is free when the last pin on it ends.
+"""
+
+from __future__ import annotations
+
+from threading import RLock
+
+import numpy as np
+
+from core.grants import Pin
+from core.room import Room
+from core.slots import SlotState, SlotTable
+from core.transfers import NO_SLOTS, Slots
+
+
+class Pins:
+    """Each method takes the lock itself, which is the manager's."""
+
+    def __init__(self, table: SlotTable, room: Room, lock: RLock) -> None:
+        self._table = table
+        self._room = room
+        self._lock = lock
+        self._loading: dict[int, Pin] = {}
+        self._reading: dict[int, Pin] = {}
+        self._lingering: set[int] = set()
+
+    def pin(self, slots: Slots) -> Pin:
+        """Pin slots that were found under this same hold of the lock; the pin may be empty."""
+        with self._lock:
+            if len(slots):
+                pins = self._table.pins[slots]
+                self._table.pins[slots] = pins + 1
+                self._room.policy.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
+            return Pin(slots, self._table.epoch)
+
+    def release(self, pin: Pin) -> None:
+        """Undo a pin. Its slots were used just now. Void once a reset has come in between."""
+        if not len(pin):
+            return
+        with self._lock:
+            if pin.epoch == self._table.epoch:
+                self._unpin(pin.slots)
+
+    def begin_load(self, pin: Pin, now_s: float) -> bool:
+        """Count a hit on the slots of a pin and mark them as being loaded; False if one of them was dropped since."""
+        with self._lock:
+            if pin.epoch != self._table.epoch or self._lost_any(pin.slots):
+                return False
+            table = self._table
+            table.hits[pin.slots] += 1
+            table.hit_s[pin.slots] = now_s
+            table.dirty[pin.slots] = True
+            self._loading[id(pin)] = pin
+            return True
+
+    def end_load(self, pin: Pin) -> bool:
+        """Undo `begin_load`, which was given this very object, and the pin; False if a slot was dropped meanwhile.
+
+        Those are free once their last load ends.
+        """
+        with self._lock:
+            del self._loading[id(pin)]
+            return self._end(pin)
+
+    def begin_reading(self, pin: Pin) -> None:
+        """Something that is no load reads the slots of a pin from now on: a reset holds them until `end_reading`."""
+        with self._lock:
+            self._reading[id(pin)] = pin
+
+    def end_reading(self, pin: Pin) -> None:
+        """Undo `begin_reading`, which was given this very object, and the pin."""
+        with self._lock:
+            del self._reading[id(pin)]
+            self._end(pin)
+
+    def loading_slots(self) -> Slots:
+        """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
+        with self._lock:
+            open_loads = [pin.slots for pin in self._loading.values() if pin.epoch == self._table.epoch]
+            return np.unique(np.concatenate(open_loads)) if open_loads else NO_SLOTS
+
+    def linger(self, slots: Slots) -> None:
+        """These pinned slots hold nothing that can be found any more: they are free when their last pin ends."""
+        with self._lock:
+            self._table.states[slots] = SlotState.HELD
+            self._lingering.update(slots.tolist())
+
+    def begin_epoch(self, filled: Slots) -> None:
+        """Begin the table's next epoch, in which no pin counts.
+
+        Slots that are `filled` by open transfers, or read by them, are held until those end.
+        """
+        with self._lock:
+            read = [pin.slots for pin in (*self._loading.values(), *self._reading.values())]
+            held = np.unique(np.concatenate((filled, *read)))
+            # These waited for pins, which are void now; those under a transfer are among the held.
+            self._table.states[list(self._lingering)] = SlotState.FREE
+            self._lingering.clear()
+            self._table.begin_epoch(held)
+            for slots in read:
+                self._table.pins[slots] += 1
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _end(self, pin: Pin) -> bool:
+        """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""
+        if pin.epoch != self._table.epoch:
+            # Since the reset, a pin of a held slot stands for a transfer that is still open on it.
+            self._room.free(self._unpinned(pin.slots))
+            return False
+        lost = self._lost_any(pin.slots)
+        self._unpin(pin.slots)
+        return not lost
+
+    def _lost_any(self, pinned: Slots) -> bool:
+        """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
+        return bool(self._lingering) and int(np.count_nonzero(self._table.is_ready(pinned))) < len(pinned)
+
+    def _unpinned(self, slots: Slots) -> Slots:
+        """Take one pin off each of these slots; those that have none left."""
+        pins = self._table.pins[slots] - 1
+        self._table.pins[slots] = pins
+        return slots[pins == 0] if np.count_nonzero(pins) else slots
+
+    def _unpin(self, slots: Slots) -> None:
+        freed = self._unpinned(slots)
+        if self._lingering:
+            held = self._table.states[freed] == SlotState.HELD
+            self._room.free(freed[held])
+            self._lingering.difference_update(freed[held].tolist())
+            freed = freed[~held]
+        self._room.policy.add(freed)
+        self._room.version += 1
