@@ -159,7 +159,7 @@ def warm_start(
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
     if foreign_keys:
-        manager.note_foreign(foreign_keys)
+        manager.missing.note_foreign(foreign_keys)
         dropped[DropReason.FOREIGN.value] = len(foreign_keys)
     return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
 

@@ -214,7 +214,7 @@ class LoadSide:
                 first = end_token // group.slot_tokens
                 end = (state.request.num_tokens - 1) // group.slot_tokens
                 keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
-                causes, evicted_between_s = self._manager.note_misses(keys, state.now_s)
+                causes, evicted_between_s = self._manager.missing.explain(keys, state.now_s)
                 if not state.misses.runs:
                     # The first such group has the say: a hit needs them all, and they are stored together.
                     causes += [MissCause.UNEXAMINED] * (end - first - len(keys))

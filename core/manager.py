@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,12 @@ from core.arrays import counting
 from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
 from core.eviction import EVICTION_POLICIES
 from core.expiry import Expiries
-from core.ghosts import Ghosts
 from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
 from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
 from core.marks import marks_of
-from core.misses import FoundMisses, MissCause, NotStored
+from core.missing import MissingKeys
 from core.pins import Pins
 from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
@@ -75,9 +73,7 @@ class OffloadManager:
         """Slots that the pool is to have, once a resize is done."""
         self._sink = sink if sink is not None else NullSink()
         self._record = record
-        self._ghosts = Ghosts(2 * num_slots, EvictionReason, is_dated=True)
-        self._kept_out = Ghosts(num_slots, NotStored)
-        self._foreign: Ghosts[MissCause] | None = None
+        self.missing = MissingKeys(num_slots, self.index, self.evictions, self._sink, self.lock)
         self._operator_pins: Expiries[Key] = Expiries()
 
     @property
@@ -271,40 +267,6 @@ class OffloadManager:
         with self.lock:
             return np.array([-1 if slot is None else slot for slot in self.index.current.find(keys)], dtype=np.int64)
 
-    def note_misses(self, keys: Sequence[Key], now_s: float) -> FoundMisses:
-        """Why each of these keys, behind a hit, cannot be loaded: why it left the pool, or else why it did not come in.
-
-        A whole reset makes all that was before it forgotten, and a forgotten key is new. What was evicted is a regret,
-        and counted once each time that it was.
-        """
-        if not keys:
-            return FoundMisses([], None)
-        with self.lock:
-            found = self.index.current.find(keys)
-            missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
-            left = self._ghosts.regret(missing)
-            count = int(np.count_nonzero(left.is_first))
-            if count:
-                self.evictions.regretted += count
-                self._sink.regretted([missing[i] for i in left.is_first.nonzero()[0].tolist()], now_s)
-            kept_out = self._kept_out.reasons(missing)
-            foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
-            known = zip(left.reasons, kept_out, foreign, strict=False)
-            reasons = iter([gone or never or other or MissCause.NEW for gone, never, other in known])
-            causes = [MissCause.GAP if slot is not None else next(reasons) for slot in found]
-            return FoundMisses(causes, left.between_s)
-
-    def note_kept_out(self, keys: Sequence[Key], reason: NotStored) -> None:
-        """Remember why these keys were not stored, in bounded memory."""
-        with self.lock:
-            self._kept_out.add(keys, reason)
-
-    def note_foreign(self, keys: Sequence[Key]) -> None:
-        """Remember that an earlier process had these keys with bytes that mean something else here."""
-        with self.lock:
-            self._foreign = Ghosts(len(keys), MissCause)
-            self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
-
     def note_verified(self, pin: Pin) -> None:
         """All slots of a pin were loaded, and what had to be verified was."""
         with self.lock:
@@ -363,9 +325,7 @@ class OffloadManager:
                 self._record.void_before(self.table.epoch)
             self.index.begin_epoch()
             self.room.policy.clear()
-            self._ghosts.begin_epoch()
-            self._kept_out.begin_epoch()
-            self._foreign = None
+            self.missing.begin_epoch()
             self._operator_pins.clear()
             self.room.version += 1
             self.evictions.total += dropped
@@ -471,8 +431,7 @@ class OffloadManager:
         plans = [
             self.room.plan_size(num_slots),
             self.admission.plan_size(num_slots),
-            self._ghosts.plan_size(2 * num_slots),
-            self._kept_out.plan_size(num_slots),
+            self.missing.plan_size(num_slots),
         ]
         return lambda: [put_in_force() for put_in_force in plans]
 
@@ -538,7 +497,7 @@ class OffloadManager:
         table, count = self.table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
         self.index.current.remove(rows.keys)
-        self._ghosts.add(rows.keys, reason, now_s)
+        self.missing.note_gone(rows.keys, reason, now_s)
         table.dirty[slots] = True
         table.end_unverified(slots)
         self.void(slots)

@@ -140,7 +140,7 @@ class StoreSide:
         """The slots up to `end` have their answer: they are not stored."""
         first, progress.answered = progress.answered, end
         self._count_skipped(state, reason, (end - first) * progress.group.slot_blocks)
-        self._manager.note_kept_out(progress.keys[first:end], NotStored(reason.value))
+        self._manager.missing.note_kept_out(progress.keys[first:end], NotStored(reason.value))
 
     def _put_in_order(self, state: RequestState) -> None:
         """What was offered last has moved up, and the blocks before it have to be younger still."""
@@ -190,7 +190,7 @@ class StoreSide:
             self.cascades.found(state, [keys[i] for i in range(answer.num_answered) if i not in others], now_s)
         self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
         if num_held_back:
-            self._manager.note_kept_out([keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION)
+            self._manager.missing.note_kept_out([keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION)
         if len(answer.slots):
             self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
         return answer.num_answered
@@ -313,7 +313,7 @@ class StoreSide:
         published = 0
         keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
         if failed and not disowned:
-            self._manager.note_kept_out(keys, NotStored.FAILED)
+            self._manager.missing.note_kept_out(keys, NotStored.FAILED)
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:

@@ -59,7 +59,7 @@ def test_lookups_are_no_offers() -> None:
     for _ in range(5):
         manager.find_prefix(keys(0, 3))
         manager.find_each(keys(0, 3))
-        manager.note_misses(keys(0, 3), 1.0)
+        manager.missing.explain(keys(0, 3), 1.0)
     assert len(offer(manager, keys(0, 3)).held_back_at) == 3
 
 

@@ -43,7 +43,7 @@ def test_each_missing_block_has_its_reason() -> None:
     manager.drop_block(keys(20, 1)[0], 1.0)
     manager.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
     asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
-    found = dict(zip(asked, manager.note_misses(asked, 1.0).causes, strict=True))
+    found = dict(zip(asked, manager.missing.explain(asked, 1.0).causes, strict=True))
     assert found == {
         keys(0, 1)[0]: MissCause.GAP,
         keys(1, 1)[0]: MissCause.GAP,
@@ -56,7 +56,7 @@ def test_each_missing_block_has_its_reason() -> None:
         keys(22, 1)[0]: MissCause.GAP,
         keys(99, 1)[0]: MissCause.NEW,
     }
-    assert manager.note_misses([], 1.0).causes == []
+    assert manager.missing.explain([], 1.0).causes == []
 
 
 def test_whatever_was_evicted_is_regretted_once() -> None:
@@ -65,9 +65,9 @@ def test_whatever_was_evicted_is_regretted_once() -> None:
     store(manager, keys(0, 4))
     manager.drop_block(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
-    told = manager.note_misses(keys(0, 4), 1.0).causes
+    told = manager.missing.explain(keys(0, 4), 1.0).causes
     assert told == [EvictionReason.OPERATOR, MissCause.GAP, MissCause.GAP, EvictionReason.CAPACITY]
-    assert manager.note_misses(keys(0, 4), 1.0).causes == told, "the reason stays"
+    assert manager.missing.explain(keys(0, 4), 1.0).causes == told, "the reason stays"
     assert sink.keys == [*keys(0, 1), *keys(3, 1)]
     assert manager.evictions.regretted == 2
 
@@ -77,26 +77,26 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     store(manager, keys(0, 2))
     store(manager, keys(10, 2))
     store(manager, keys(0, 2))
-    assert manager.note_misses(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
+    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
     assert manager.evictions.regretted == 0
     manager.drop_block(keys(0, 1)[0], 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
+    assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
     assert manager.evictions.regretted == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
+    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
     assert manager.evictions.regretted == 1
 
 
 def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> None:
     manager = OffloadManager(2, 64)
     for number, reason in enumerate(NotStored):
-        manager.note_kept_out(keys(number, 1), reason)
-    assert manager.note_misses(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
+        manager.missing.note_kept_out(keys(number, 1), reason)
+    assert manager.missing.explain(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
     store(manager, keys(0, 1))
     manager.drop_block(keys(0, 1)[0], 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
+    assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
     manager.reset(NOBODY, 1.0)
-    assert manager.note_misses(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
+    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
 
 
 def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
@@ -116,9 +116,9 @@ def test_what_was_evicted_says_between_when_and_when() -> None:
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
         manager.drop_block(keys(number, 1)[0], now_s)
-    assert manager.note_misses(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
-    assert manager.note_misses(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
-    assert manager.note_misses(keys(4, 9), 600.0).evicted_between_s is None
+    assert manager.missing.explain(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
+    assert manager.missing.explain(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
+    assert manager.missing.explain(keys(4, 9), 600.0).evicted_between_s is None
 
 
 def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:

@@ -103,7 +103,7 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
     assert pool.manager.evictions.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
-    assert set(pool.manager.note_misses(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
+    assert set(pool.manager.missing.explain(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 
@@ -435,7 +435,7 @@ def test_ghosts_and_counted_offers_outlast_a_resize() -> None:
     manager.drop_block(key(12), 5.0)
     for size in (80_000, 8):
         assert pool.to(size) is Todo.NOTHING
-        assert manager.note_misses([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
+        assert manager.missing.explain([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
     manager.admission.threshold = 2
     answer = manager.offer(some, ORIGIN, positions, 1, 2.0)
     assert len(answer.slots) == 4, "they were offered once before"

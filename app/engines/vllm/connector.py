@@ -151,7 +151,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             if isinstance(facts, RankFacts):
                 self._compare(facts)
                 if facts.foreign_keys:
-                    self._the_scheduler().core.manager.note_foreign(facts.foreign_keys)
+                    self._the_scheduler().core.manager.missing.note_foreign(facts.foreign_keys)
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""

@@ -1,0 +1,83 @@
+"""Why keys are missing: what left the pool, what was kept out of it, and what an earlier process had of no use here.
+
+All of it is remembered in bounded memory, and forgotten at a reset: a forgotten key is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from threading import RLock
+
+import numpy as np
+
+from core.events import EventSink, EvictionReason
+from core.ghosts import Ghosts
+from core.keys import Key
+from core.misses import FoundMisses, MissCause, NotStored
+from core.pool_index import PoolIndex
+from core.stats import EvictionCounts
+
+
+class MissingKeys:
+    """The lock is the manager's. What others tell and ask takes it; the rest says that it does not."""
+
+    def __init__(
+        self, num_slots: int, index: PoolIndex, evictions: EvictionCounts, sink: EventSink, lock: RLock
+    ) -> None:
+        """Remembers about twice as many evicted keys as there are slots, and once as many that were kept out."""
+        self._index = index
+        self._evictions = evictions
+        self._sink = sink
+        self._lock = lock
+        self._gone = Ghosts(2 * num_slots, EvictionReason, is_dated=True)
+        self._kept_out = Ghosts(num_slots, NotStored)
+        self._foreign: Ghosts[MissCause] | None = None
+
+    def explain(self, keys: Sequence[Key], now_s: float) -> FoundMisses:
+        """Why each of these keys, behind a hit, cannot be loaded: why it left the pool, or else why it did not come in.
+
+        What was evicted is a regret, and counted once each time that it was.
+        """
+        if not keys:
+            return FoundMisses([], None)
+        with self._lock:
+            found = self._index.current.find(keys)
+            missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+            left = self._gone.regret(missing)
+            count = int(np.count_nonzero(left.is_first))
+            if count:
+                self._evictions.regretted += count
+                self._sink.regretted([missing[i] for i in left.is_first.nonzero()[0].tolist()], now_s)
+            kept_out = self._kept_out.reasons(missing)
+            foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
+            known = zip(left.reasons, kept_out, foreign, strict=False)
+            reasons = iter([gone or never or other or MissCause.NEW for gone, never, other in known])
+            causes = [MissCause.GAP if slot is not None else next(reasons) for slot in found]
+            return FoundMisses(causes, left.between_s)
+
+    def note_gone(self, keys: Sequence[Key], reason: EvictionReason, now_s: float) -> None:
+        """Remember why these keys left the pool. Called under the lock."""
+        self._gone.add(keys, reason, now_s)
+
+    def note_kept_out(self, keys: Sequence[Key], reason: NotStored) -> None:
+        """Remember why these keys were not stored."""
+        with self._lock:
+            self._kept_out.add(keys, reason)
+
+    def note_foreign(self, keys: Sequence[Key]) -> None:
+        """Remember that an earlier process had these keys with bytes that mean something else here."""
+        with self._lock:
+            self._foreign = Ghosts(len(keys), MissCause)
+            self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
+
+    def plan_size(self, num_slots: int) -> Callable[[], object]:
+        """See `OffloadManager.plan_size`."""
+        plans = [self._gone.plan_size(2 * num_slots), self._kept_out.plan_size(num_slots)]
+        return lambda: [put_in_force() for put_in_force in plans]
+
+    def begin_epoch(self) -> None:
+        """Forget everything, in O(1). Called under the lock."""
+        self._gone.begin_epoch()
+        self._kept_out.begin_epoch()
+        self._foreign = None
