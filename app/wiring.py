@@ -365,7 +365,7 @@ class Process:
     def _apply(self, settings: Settings) -> None:
         """Carry settings that changed while running to whoever holds a copy."""
         self._logs.set_level(settings.log_level)
-        self.manager.max_pinned_fraction = settings.max_pinned_fraction
+        self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
         self.scheduler.choice.decision = settings.load_decision
         self.scheduler.set_store_mode(settings.store_mode)
         self.manager.admission.threshold = settings.store_threshold

@@ -265,9 +265,9 @@ class LoadSide:
     def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
         """Drop the slots that failed: those that did not verify, and all where something else went wrong."""
         corrupt = np.intersect1d(slots, np.fromiter(ended.corrupt, dtype=np.int64))
-        self.counts.corrupt += self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        self.counts.corrupt += self._manager.leaving.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
         if not ended.only_corrupt:
-            self._manager.drop(slots, EvictionReason.LOAD_FAILED, now_s)
+            self._manager.leaving.drop(slots, EvictionReason.LOAD_FAILED, now_s)
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING

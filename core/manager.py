@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 
 from core.admission import Admission
 from core.arrays import counting
-from core.events import EventSink, EvictionBatch, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
+from core.events import EventSink, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
 from core.eviction import EVICTION_POLICIES
-from core.expiry import Expiries
-from core.grants import BlockHold, BlockState, Offer, Pin, PinOutcome
+from core.grants import BlockHold, BlockState, Offer, Pin
 from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
+from core.leaving import Leaving
 from core.marks import marks_of
 from core.missing import MissingKeys
+from core.operator_pins import OperatorPins
 from core.pins import Pins
 from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
@@ -34,8 +35,6 @@ from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _ROOM_ROUNDS = 4
 """How often an offer asks for room while the pool shrinks, when what it gets is leaving."""
-
-_LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 
 
 class OffloadManager:
@@ -67,14 +66,23 @@ class OffloadManager:
         self.room = Room(self.table, eviction_policy)
         self.pins = Pins(self.table, self.room, self.lock)
         self.admission = Admission(num_slots, store_threshold)
-        self.max_pinned_fraction = max_pinned_fraction
-        self.evictions = EvictionCounts()
-        self.wanted_slots = num_slots
-        """Slots that the pool is to have, once a resize is done."""
         self._sink = sink if sink is not None else NullSink()
         self._record = record
-        self.missing = MissingKeys(num_slots, self.index, self.evictions, self._sink, self.lock)
-        self._operator_pins: Expiries[Key] = Expiries()
+        evictions = EvictionCounts()
+        self.missing = MissingKeys(num_slots, self.index, evictions, self._sink, self.lock)
+        self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.lock, max_pinned_fraction)
+        self.leaving = Leaving(
+            self.table,
+            self.index,
+            self.room,
+            self.pins,
+            self.operator_pins,
+            self.missing,
+            evictions,
+            record,
+            self._sink,
+            self.lock,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -145,7 +153,7 @@ class OffloadManager:
                 )
                 staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
                 if len(staying):
-                    self._forget(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
+                    self.leaving.forget(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
                     slots = np.concatenate((slots, staying)) if len(slots) else staying
                 if len(staying) == len(victims):
                     break
@@ -175,7 +183,7 @@ class OffloadManager:
             if holders != wanted:
                 won = slots == np.array(holders)
                 self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
-                self.void(slots[~won])
+                self.leaving.void(slots[~won])
                 self.room.free(slots[~won])
                 slots = slots[won]
                 keys = self.table.keys[slots].tolist()
@@ -200,7 +208,7 @@ class OffloadManager:
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
         with self.lock:
-            self.void(slots)
+            self.leaving.void(slots)
             self.room.free(slots)
 
     def labels(self, slots: Slots) -> SlotLabels | None:
@@ -209,12 +217,6 @@ class OffloadManager:
             return None
         with self.lock:
             return self.table.labels(slots)
-
-    def void(self, slots: Slots) -> None:
-        """What these slots hold, or are about to hold, is not to come back after a restart."""
-        if self._record is not None and len(slots):
-            with self.lock:
-                self._record.void(slots, self.table.generations[slots])
 
     # --- what an earlier process left -----------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class OffloadManager:
         """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""
         with self.lock:
             if pin.epoch == self.table.epoch:
-                self.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+                self.leaving.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
                 self.table.end_unverified(pin.slots)
             self.pins.end_reading(pin)
 
@@ -278,38 +280,6 @@ class OffloadManager:
         with self.lock:
             self.table.origins[slots] = origin
 
-    def drop(self, slots: Slots, reason: EvictionReason, now_s: float) -> int:
-        """Take ready slots out of the pool and say how many.
-
-        A slot under a transfer or a pin cannot be found any more at once, and is freed when the last of them ends.
-        """
-        with self.lock:
-            slots = slots[self.table.is_ready(slots)]
-            if not len(slots):
-                return 0
-            if self._operator_pins:
-                for key in self.table.keys[slots].tolist():
-                    self.unpin_block(key)
-            self._forget(slots, reason, None, now_s)
-            busy_mask = self.table.pins[slots] > 0
-            idle, busy = slots[~busy_mask], slots[busy_mask]
-            self.room.policy.remove(idle)
-            self.room.free(idle)
-            if len(busy):
-                self.pins.linger(busy)
-            return len(slots)
-
-    def drop_matching(self, matches: Callable[[Origin], bool], start_slot: int, now_s: float) -> tuple[int, int | None]:
-        """Drop the blocks of one batch of slots whose origin matches: how many, and where to go on, None at the end."""
-        end = min(start_slot + BATCH_SLOTS, self.table.end_slot)
-        with self.lock:
-            slots = np.flatnonzero(self.table.current_states(start_slot, end) == SlotState.READY) + start_slot
-            origins = self.table.origins[slots].tolist()
-            verdicts = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
-            matching = np.array([verdicts[id(origin)] for origin in origins], dtype=np.bool_)
-            dropped = self.drop(slots[matching], EvictionReason.RESET, now_s) if matching.any() else 0
-        return dropped, end if end < self.table.end_slot else None
-
     # --- reset --------------------------------------------------------------------------------------------------
 
     def reset(self, filled: Slots, now_s: float) -> int:
@@ -326,10 +296,9 @@ class OffloadManager:
             self.index.begin_epoch()
             self.room.policy.clear()
             self.missing.begin_epoch()
-            self._operator_pins.clear()
+            self.operator_pins.begin_epoch()
             self.room.version += 1
-            self.evictions.total += dropped
-            self._count_reason(EvictionReason.RESET, dropped)
+            self.leaving.count(EvictionReason.RESET, dropped)
             self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
             return dropped
 
@@ -341,7 +310,7 @@ class OffloadManager:
             table = self.table
             return PoolCounts(
                 slots=table.num_present,
-                wanted_slots=self.wanted_slots,
+                wanted_slots=self.table.wanted_slots,
                 slot_bytes=table.slot_bytes,
                 free=table.num_free,
                 ready=table.num_ready,
@@ -366,49 +335,10 @@ class OffloadManager:
             here = self.table.is_ready(slots) & (self.table.generations[slots] == rows.generations)
             pinned = self.table.pins[slots] > 0
             loading = np.isin(slots, self.pins.loading_slots())
-            until_s = [self._operator_pins.until_s(key) for key in rows.keys]
+            until_s = self.operator_pins.until_s(rows.keys)
         states = np.where(loading, BlockState.LOADING, np.where(pinned, BlockState.PINNED, BlockState.READY))
         columns = zip(here.tolist(), states.tolist(), until_s, strict=True)
         return [BlockHold(BlockState(state), until) if there else None for there, state, until in columns]
-
-    def drop_block(self, key: Key, now_s: float) -> bool:
-        """Take one block out of the pool; False if it is not there."""
-        with self.lock:
-            slot = self.index.current.get(key) if key else None
-            return slot is not None and self.drop(np.array([slot]), EvictionReason.OPERATOR, now_s) == 1
-
-    def pin_block(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
-        """Keep one block from eviction until `expires_s`. Pinning it again moves the time."""
-        with self.lock:
-            self.expire_pins(now_s)
-            slot = self.index.current.get(key) if key else None
-            if slot is None:
-                return PinOutcome.NOT_FOUND
-            if key not in self._operator_pins:
-                # Another size may have been asked for, and not have begun to come about.
-                if slot >= min(self.table.num_slots, self.wanted_slots):
-                    return PinOutcome.LEAVING
-                if len(self._operator_pins) + 1 > self.max_pinned_fraction * self.table.num_slots:
-                    return PinOutcome.LIMIT
-                self.pins.pin(np.array([slot]))
-            self._operator_pins.set(key, expires_s)
-            return PinOutcome.PINNED
-
-    def unpin_block(self, key: Key) -> bool:
-        """Take an operator's pin away; False if there is none."""
-        with self.lock:
-            pinned = self._operator_pins.discard(key)
-            if pinned:
-                self.pins.release(Pin(_slots_in(self.index.current.find([key])), self.table.epoch))
-            return pinned
-
-    def expire_pins(self, now_s: float) -> bool:
-        """Let go of the operators' pins whose time is over, a bounded number a call; True while there are more."""
-        with self.lock:
-            due = self._operator_pins.pop_due(now_s, BATCH_SLOTS)
-            if due:
-                self.pins.release(Pin(_slots_in(self.index.current.find(due)), self.table.epoch))
-            return self._operator_pins.is_due(now_s)
 
     def switch_policy(self, name: str) -> bool:
         """Exchange the eviction policy and keep the contents and their order; True while it has to be called again.
@@ -450,20 +380,8 @@ class OffloadManager:
         with self.lock:
             table = self.table
             ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            self.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
+            self.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
             return table.retire(start, end)
-
-    def pinned_by_operators(self, start_slot: int) -> list[Key]:
-        """The keys of blocks in slots from `start_slot` on that operators keep from eviction."""
-        with self.lock:
-            keys = self._operator_pins.keys()
-        found: list[Key] = []
-        for start in range(0, len(keys), BATCH_SLOTS):
-            some = keys[start : start + BATCH_SLOTS]
-            with self.lock:
-                slots = self.index.current.find(some)
-            found += [key for key, slot in zip(some, slots, strict=True) if slot is not None and slot >= start_slot]
-        return found
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -472,7 +390,7 @@ class OffloadManager:
         leaving = victims >= self.table.num_slots
         gone = victims[leaving]
         if len(gone):
-            self._forget(gone, EvictionReason.SHRINK, None, now_s)
+            self.leaving.forget(gone, EvictionReason.SHRINK, None, now_s)
             self.room.free(gone)
         return victims[~leaving]
 
@@ -491,24 +409,6 @@ class OffloadManager:
         self.room.policy.remove(candidates)
         classes.assign(slots, priority_class)
         self.room.policy.add(candidates)
-
-    def _forget(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
-        """Make ready slots unfindable and say so."""
-        table, count = self.table, len(slots)
-        rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
-        self.index.current.remove(rows.keys)
-        self.missing.note_gone(rows.keys, reason, now_s)
-        table.dirty[slots] = True
-        table.end_unverified(slots)
-        self.void(slots)
-        table.num_ready -= count
-        self.evictions.total += count
-        self._count_reason(reason, count)
-        self._sink.evicted(EvictionBatch(now_s, reason, self.room.policy.name, rows, needed_by))
-
-    def _count_reason(self, reason: EvictionReason, count: int) -> None:
-        by_reason = self.evictions.by_reason
-        by_reason[reason.value] = by_reason.get(reason.value, 0) + count
 
 
 def _slots_in(found: Sequence[int | None]) -> Slots:

@@ -61,7 +61,7 @@ class PoolResize:
         """Whether there is something to do, or to wait for."""
         manager, table = self._manager, self._manager.table
         with manager.lock:
-            sizes = {manager.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
+            sizes = {table.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
             return len(sizes) > 1 or bool(self._waiting_for) or manager.index.is_spreading
 
     def want(self, num_slots: int) -> None:
@@ -73,16 +73,16 @@ class PoolResize:
         if not self.extent_slots <= num_slots <= most or num_slots % self.extent_slots:
             raise ValueError(f"{num_slots:,} slots are no whole extents of {self.extent_slots:,}, up to {most:,}")
         with self._manager.lock:
-            self._manager.wanted_slots = num_slots
+            self._manager.table.wanted_slots = num_slots
 
     def pinned_by_operators(self, num_slots: int) -> list[Key]:
         """The blocks that operators keep from eviction, and that a pool of so many slots would lose."""
-        return self._manager.pinned_by_operators(num_slots)
+        return self._manager.operator_pins.in_slots_from(num_slots)
 
     def step(self, now_s: float) -> Todo:
         """Do some, a batch of slots at most under the lock, and say what is to be done next."""
         manager, table = self._manager, self._manager.table
-        wanted = manager.wanted_slots
+        wanted = table.wanted_slots
         if self._waiting_for:
             return Todo.MEMORY
         if wanted > table.num_slots:
@@ -104,12 +104,12 @@ class PoolResize:
 
     def fail(self) -> None:
         """Memory could not be had: the pool stays as large as it is, and whoever has more lets go of it."""
-        manager = self._manager
-        with manager.lock:
-            if manager.wanted_slots >= self._memory_slots:
+        table = self._manager.table
+        with self._manager.lock:
+            if table.wanted_slots >= self._memory_slots:
                 # Fewer may have been asked for meanwhile, for which there may be memory.
-                manager.wanted_slots = manager.table.end_slot
-            self._ask_for(manager.table.end_slot)
+                table.wanted_slots = table.end_slot
+            self._ask_for(table.end_slot)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

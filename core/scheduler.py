@@ -299,7 +299,7 @@ class OffloadScheduler:
                 prompt_tokens=self._prompt_tokens.copy(),
                 store=self._stores.counts.copy(),
                 load=replace(self._loads.counts),
-                evictions=self.manager.evictions.copy(),
+                evictions=self.manager.leaving.counts.copy(),
                 missed_tokens=self._missed_tokens.copy(),
                 open_jobs=len(self._jobs),
                 transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
@@ -417,7 +417,7 @@ class OffloadScheduler:
             try:
                 next_slot: int | None = 0
                 while next_slot is not None:
-                    count, next_slot = self.manager.drop_matching(match.matches, next_slot, now_s)
+                    count, next_slot = self.manager.leaving.drop_matching(match.matches, next_slot, now_s)
                     dropped += count
             finally:
                 if self._tiers is not None:
@@ -435,7 +435,7 @@ class OffloadScheduler:
         with self.manager.lock:
             if self._tiers is not None:
                 self._tiers.drop(key)
-            return self.manager.drop_block(key, now_s)
+            return self.manager.leaving.drop_key(key, now_s)
 
     def tier_names(self) -> tuple[str, ...]:
         """The tiers below the pool, the fastest first."""
@@ -491,7 +491,7 @@ class OffloadScheduler:
 
     def _expire(self, now_s: float) -> None:
         self._policies.expire(now_s)
-        self.manager.expire_pins(now_s)
+        self.manager.operator_pins.expire(now_s)
 
     def _log_tiers(self) -> None:
         """Say what the tiers complain of; never under the lock."""

@@ -87,6 +87,8 @@ class SlotTable:
 
     def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0) -> None:
         self.num_slots = num_slots
+        self.wanted_slots = num_slots
+        """Slots that there are to be, once a resize is done."""
         self.end_slot = num_slots
         self.num_retired = 0
         self.max_slots = max(max_slots, num_slots)

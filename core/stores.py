@@ -374,7 +374,7 @@ class StoreSide:
         matching = [part for part in parts if match.matches(part.request.origin)]
         for part in matching:
             part.disowned = True
-            self._manager.void(part.slots)
+            self._manager.leaving.void(part.slots)
             self._forget_blocks(part)
         return bool(matching)
 

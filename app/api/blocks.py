@@ -200,7 +200,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         """Pinning again moves the end. At most `MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
         now_s = time.time()
         expires_s = now_s + (body or PinBody()).ttl_s
-        outcome = manager.pin_block(_key_of(block_hash), expires_s, now_s)
+        outcome = manager.operator_pins.pin(_key_of(block_hash), expires_s, now_s)
         if outcome is PinOutcome.NOT_FOUND:
             raise _unknown(block_hash)
         if outcome is PinOutcome.LEAVING:
@@ -211,7 +211,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
                 title="The block is leaving",
             )
         if outcome is PinOutcome.LIMIT:
-            share = f"{manager.max_pinned_fraction:.0%} of the pool (MAX_PINNED_FRACTION)"
+            share = f"{manager.operator_pins.max_fraction:.0%} of the pool (MAX_PINNED_FRACTION)"
             detail = f"operators may pin {share}, and that is reached: unpin a block first"
             raise Problem(409, detail, slug="pin-limit", title="Too many pins")
         return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
@@ -219,7 +219,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.delete("/blocks/{hash}/pin", summary="Take a pin away", status_code=204, dependencies=[EMERGENCY])
     def unpin_block(block_hash: BlockHash) -> None:
         """404 without an operator's pin on this block."""
-        if not manager.unpin_block(_key_of(block_hash)):
+        if not manager.operator_pins.unpin(_key_of(block_hash)):
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
         context.wake()
 

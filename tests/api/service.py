@@ -102,7 +102,7 @@ def engine_router() -> APIRouter:
 
 def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
-    engine.manager.max_pinned_fraction = settings.max_pinned_fraction
+    engine.manager.operator_pins.max_fraction = settings.max_pinned_fraction
     engine.manager.admission.threshold = settings.store_threshold
     while engine.manager.switch_policy(settings.eviction_policy):
         continue

@@ -269,7 +269,7 @@ def test_batches_classes_loads_drops_and_orders_agree_with_the_plain_model(size,
             model.use(numbers[: ours.load(numbers)])
         elif what == "drop":
             for number in numbers:
-                ours.manager.drop_block(key(number), 1.0)
+                ours.manager.leaving.drop_key(key(number), 1.0)
                 model.drop(number)
         else:
             ours.manager.touch([key(number) for number in numbers])

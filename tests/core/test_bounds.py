@@ -42,10 +42,10 @@ def store(manager: OffloadManager, wanted: list[bytes]) -> None:
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
     """Have operators pin all that is in the pool."""
-    engine.manager.max_pinned_fraction = 1.0
+    engine.manager.operator_pins.max_fraction = 1.0
     held = list(engine.manager.inventory.list_blocks(0, 10_000).keys)
     for key in held:
-        engine.manager.pin_block(key, engine.now_s + 1e6, engine.now_s)
+        engine.manager.operator_pins.pin(key, engine.now_s + 1e6, engine.now_s)
     return held
 
 
@@ -158,7 +158,7 @@ def test_of_what_found_no_space_at_most_64_blocks_are_asked_again_in_a_step() ->
     engine.add(request("waits", 300, max_tokens=50))
     assert not engine.step(10**6).stores
     for key in held:
-        engine.manager.unpin_block(key)
+        engine.manager.operator_pins.unpin(key)
     (job,) = engine.step().stores
     assert job.num_blocks == 64
     engine.run()
@@ -170,7 +170,7 @@ def test_a_reset_by_match_looks_at_a_thousand_slots_at_a_time() -> None:
     store(manager, keys(0, 2500))
     dropped, start = [], 0
     while start is not None:
-        count, start = manager.drop_matching(lambda origin: True, start, 1.0)
+        count, start = manager.leaving.drop_matching(lambda origin: True, start, 1.0)
         dropped.append(count)
     assert dropped == [1000, 1000, 500]
 
@@ -305,7 +305,7 @@ def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:
     one = request("r", 2)
     engine.add(one)
     engine.run()
-    engine.manager.pin_block(make_keys(one.block_hashes, 0)[0], engine.now_s + 2.5, engine.now_s)
+    engine.manager.operator_pins.pin(make_keys(one.block_hashes, 0)[0], engine.now_s + 2.5, engine.now_s)
     pinned = []
     for _ in range(4):
         engine.step()

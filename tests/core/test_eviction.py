@@ -195,7 +195,7 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data) -> None:
         if self.next:
-            self.manager.drop_block(keys(data.draw(st.integers(0, self.next - 1)), 1)[0], 1.0)
+            self.manager.leaving.drop_key(keys(data.draw(st.integers(0, self.next - 1)), 1)[0], 1.0)
 
     @rule(name=st.sampled_from(POLICIES))
     def switch_a_step(self, name: str) -> None:

@@ -37,11 +37,11 @@ def test_each_missing_block_has_its_reason() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 4), "old")
     store(manager, keys(10, 4), "dropped")
-    manager.drop_matching(OriginMatch(request="dropped").matches, 0, 1.0)
+    manager.leaving.drop_matching(OriginMatch(request="dropped").matches, 0, 1.0)
     store(manager, keys(20, 4))
     store(manager, keys(30, 1))
-    manager.drop_block(keys(20, 1)[0], 1.0)
-    manager.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
+    manager.leaving.drop_key(keys(20, 1)[0], 1.0)
+    manager.leaving.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
     asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
     found = dict(zip(asked, manager.missing.explain(asked, 1.0).causes, strict=True))
     assert found == {
@@ -63,13 +63,13 @@ def test_whatever_was_evicted_is_regretted_once() -> None:
     sink = Regrets()
     manager = OffloadManager(4, 64, sink=sink)
     store(manager, keys(0, 4))
-    manager.drop_block(keys(0, 1)[0], 1.0)
+    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
     told = manager.missing.explain(keys(0, 4), 1.0).causes
     assert told == [EvictionReason.OPERATOR, MissCause.GAP, MissCause.GAP, EvictionReason.CAPACITY]
     assert manager.missing.explain(keys(0, 4), 1.0).causes == told, "the reason stays"
     assert sink.keys == [*keys(0, 1), *keys(3, 1)]
-    assert manager.evictions.regretted == 2
+    assert manager.leaving.counts.regretted == 2
 
 
 def test_a_block_that_was_stored_again_is_no_regret() -> None:
@@ -78,13 +78,13 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     store(manager, keys(10, 2))
     store(manager, keys(0, 2))
     assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
-    assert manager.evictions.regretted == 0
-    manager.drop_block(keys(0, 1)[0], 1.0)
+    assert manager.leaving.counts.regretted == 0
+    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
-    assert manager.evictions.regretted == 1, "it left once more"
+    assert manager.leaving.counts.regretted == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
     assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
-    assert manager.evictions.regretted == 1
+    assert manager.leaving.counts.regretted == 1
 
 
 def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> None:
@@ -93,7 +93,7 @@ def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> 
         manager.missing.note_kept_out(keys(number, 1), reason)
     assert manager.missing.explain(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
     store(manager, keys(0, 1))
-    manager.drop_block(keys(0, 1)[0], 1.0)
+    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
     manager.reset(NOBODY, 1.0)
     assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
@@ -115,7 +115,7 @@ def test_what_was_evicted_says_between_when_and_when() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
-        manager.drop_block(keys(number, 1)[0], now_s)
+        manager.leaving.drop_key(keys(number, 1)[0], now_s)
     assert manager.missing.explain(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
     assert manager.missing.explain(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
     assert manager.missing.explain(keys(4, 9), 600.0).evicted_between_s is None

@@ -208,10 +208,10 @@ def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
     for number in range(4):
         answer(engine, f"r{number}", 5, first=1000 * (number + 1))
     for row in engine.manager.inventory.list_blocks(0, 10).keys:
-        engine.manager.pin_block(row, engine.now_s + 1e6, engine.now_s)
-    engine.manager.max_pinned_fraction = 1.0
+        engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
+    engine.manager.operator_pins.max_fraction = 1.0
     for row in engine.manager.inventory.list_blocks(0, 10).keys:
-        engine.manager.pin_block(row, engine.now_s + 1e6, engine.now_s)
+        engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
     for number in range(10, 20):
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert engine.offload.snapshot().store.skipped["no_space"] > 0

@@ -91,18 +91,18 @@ def test_operator_pins_hold_are_limited_and_end() -> None:
     manager = OffloadManager(8, 64, max_pinned_fraction=0.25)
     store(manager, keys(0, 8))
     first, second, third = keys(0, 3)
-    assert manager.pin_block(first, 100.0, 1.0) is PinOutcome.PINNED
-    assert manager.pin_block(first, 200.0, 1.0) is PinOutcome.PINNED
-    assert manager.pin_block(second, 50.0, 1.0) is PinOutcome.PINNED
-    assert manager.pin_block(third, 50.0, 1.0) is PinOutcome.LIMIT
-    assert manager.pin_block(b"nothing", 50.0, 1.0) is PinOutcome.NOT_FOUND
+    assert manager.operator_pins.pin(first, 100.0, 1.0) is PinOutcome.PINNED
+    assert manager.operator_pins.pin(first, 200.0, 1.0) is PinOutcome.PINNED
+    assert manager.operator_pins.pin(second, 50.0, 1.0) is PinOutcome.PINNED
+    assert manager.operator_pins.pin(third, 50.0, 1.0) is PinOutcome.LIMIT
+    assert manager.operator_pins.pin(b"nothing", 50.0, 1.0) is PinOutcome.NOT_FOUND
     store(manager, keys(100, 8))
     assert holds(manager, [first, second, third]) == [True, True, False]
-    manager.expire_pins(60.0)
+    manager.operator_pins.expire(60.0)
     store(manager, keys(200, 8))
     assert holds(manager, [first, second]) == [True, False], "the later time counts"
-    assert manager.unpin_block(first)
-    assert not manager.unpin_block(first)
+    assert manager.operator_pins.unpin(first)
+    assert not manager.operator_pins.unpin(first)
     store(manager, keys(300, 8))
     assert not manager.find_block(first)
     assert manager.counts().pinned == 0
@@ -113,9 +113,9 @@ def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_g
     store(manager, keys(0, 4))
     waiting, loading = pin_prefix(manager, keys(0, 1)), pin_prefix(manager, keys(0, 2))
     assert manager.pins.begin_load(loading, 1.0)
-    manager.pin_block(keys(0, 1)[0], 99.0, 1.0)
-    assert manager.drop_block(keys(0, 1)[0], 1.0)
-    assert not manager.drop_block(keys(0, 1)[0], 1.0)
+    manager.operator_pins.pin(keys(0, 1)[0], 99.0, 1.0)
+    assert manager.leaving.drop_key(keys(0, 1)[0], 1.0)
+    assert not manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     counts = manager.counts()
     assert (counts.ready, counts.storing, counts.loading) == (3, 1, 1)
     assert not manager.pins.end_load(loading), "the load was disowned"
@@ -129,7 +129,7 @@ def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_g
 def test_listings_walk_the_slots_and_the_map_shows_every_one() -> None:
     manager = OffloadManager(3000, 64)
     store(manager, keys(0, 2500))
-    manager.drop_block(keys(7, 1)[0], 1.0)
+    manager.leaving.drop_key(keys(7, 1)[0], 1.0)
     seen: list[bytes] = []
     start = 0
     while len((rows := manager.inventory.list_blocks(start, 400)).slots):
@@ -160,7 +160,7 @@ def test_every_change_is_told_once_by_the_dirty_rows() -> None:
     assert project() == 4000
     store(manager, keys(10_000, 1500))
     for key in keys(20, 5):
-        manager.drop_block(key, 1.0)
+        manager.leaving.drop_key(key, 1.0)
     assert project() == 1500 + 5
     assert project() == 0
     rows = manager.inventory.list_blocks(0, 10_000)
@@ -212,7 +212,7 @@ def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 3))
     pin = pin_prefix(manager, keys(0, 2))
-    manager.drop_block(keys(0, 1)[0], 1.0)
+    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
     manager.pins.release(pin)
@@ -223,7 +223,7 @@ def test_slots_of_an_offer_are_its_own_whatever_is_given_back_meanwhile() -> Non
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 4))
     for key in keys(0, 4):
-        manager.drop_block(key, 1.0)
+        manager.leaving.drop_key(key, 1.0)
     answer = manager.offer(keys(10, 2), ANYONE, np.arange(2), NORMAL, 1.0)
     before = answer.slots.tolist()
     other = manager.offer(keys(20, 2), ANYONE, np.arange(2), NORMAL, 1.0)
@@ -256,12 +256,12 @@ def test_what_was_stored_before_a_reset_is_told_as_gone() -> None:
 def test_an_operator_pin_does_not_outlive_a_reset() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
-    manager.pin_block(keys(0, 1)[0], 50.0, 1.0)
+    manager.operator_pins.pin(keys(0, 1)[0], 50.0, 1.0)
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     store(manager, keys(0, 1))
-    manager.expire_pins(60.0)
+    manager.operator_pins.expire(60.0)
     assert (manager.counts().pinned, manager.counts().ready) == (0, 1)
-    assert manager.pin_block(keys(0, 1)[0], 90.0, 61.0) is PinOutcome.PINNED
+    assert manager.operator_pins.pin(keys(0, 1)[0], 90.0, 61.0) is PinOutcome.PINNED
 
 
 def pinned_until(manager: OffloadManager, key: bytes) -> float | None:
@@ -275,8 +275,8 @@ def test_a_pin_that_was_moved_ends_at_its_new_time() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
     for until_s in (50.0, 200.0):
-        manager.pin_block(keys(0, 1)[0], until_s, 1.0)
-    manager.expire_pins(60.0)
+        manager.operator_pins.pin(keys(0, 1)[0], until_s, 1.0)
+    manager.operator_pins.expire(60.0)
     assert pinned_until(manager, keys(0, 1)[0]) == 200.0
     assert manager.counts().pinned == 1
 
@@ -287,7 +287,7 @@ def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> Non
     rows = manager.inventory.list_blocks(0, 4)
     loaded, pinned = (pin_prefix(manager, [key]) for key in keys(0, 2))
     assert manager.pins.begin_load(loaded, 1.0)
-    manager.drop_block(keys(2, 1)[0], 1.0)
+    manager.leaving.drop_key(keys(2, 1)[0], 1.0)
     store(manager, keys(9, 1))
     states = {key: hold and hold.state for key, hold in zip(rows.keys, manager.holds(rows), strict=True)}
     assert [states[key] for key in keys(0, 4)] == ["loading", "pinned", None, "ready"]
@@ -303,8 +303,8 @@ def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 1))
     for number in range(5000):
-        manager.pin_block(keys(0, 1)[0], 1000.0 + number, 1.0)
-    assert len(manager._operator_pins) < 1000
+        manager.operator_pins.pin(keys(0, 1)[0], 1000.0 + number, 1.0)
+    assert len(manager.operator_pins._until_s) < 1000
     assert pinned_until(manager, keys(0, 1)[0]) == 5999.0
 
 
@@ -370,7 +370,7 @@ def test_a_prefix_has_no_gap() -> None:
     for missing in (1, 63, 64, 130):
         manager.reset(NO_SLOTS, 1.0)
         store(manager, keys(0, 200))
-        manager.drop_block(keys(missing, 1)[0], 1.0)
+        manager.leaving.drop_key(keys(missing, 1)[0], 1.0)
         assert len(manager.find_prefix(keys(0, 200))) == missing
 
 
@@ -398,11 +398,11 @@ def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
     manager = OffloadManager(6000, 64, max_pinned_fraction=1.0)
     store(manager, keys(0, 2600))
     for number, key in enumerate(keys(0, 2600)):
-        manager.pin_block(key, 10.0 if number < 2500 else 30.0, 1.0)
-    assert not manager.expire_pins(9.0)
+        manager.operator_pins.pin(key, 10.0 if number < 2500 else 30.0, 1.0)
+    assert not manager.operator_pins.expire(9.0)
     assert manager.counts().pinned == 2600
     left = []
-    while manager.expire_pins(20.0):
+    while manager.operator_pins.expire(20.0):
         left.append(manager.counts().pinned)
     assert left == [1600, 600]
     assert manager.counts().pinned == 100

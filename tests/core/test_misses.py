@@ -100,8 +100,8 @@ def test_what_was_held_back_or_failed_says_so() -> None:
 def test_what_was_evicted_says_why(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     slots = engine.offload.manager.find_prefix(engine.offload.manager.table.keys[:5].tolist())
-    engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
-    engine.offload.manager.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
+    engine.offload.manager.leaving.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
+    engine.offload.manager.leaving.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {

@@ -55,7 +55,7 @@ class Pool:
         for number in numbers:
             self.store(range(number, number + 1))
         for number in numbers:
-            self.manager.drop_block(key(number), 1.0)
+            self.manager.leaving.drop_key(key(number), 1.0)
 
     def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
         """Step until there is nothing to do, or only something to wait for."""
@@ -101,7 +101,7 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
     assert {reason for _, reason in pool.sink.gone} == {EvictionReason.SHRINK}
     counts = pool.manager.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
-    assert pool.manager.evictions.by_reason == {"shrink": 28}
+    assert pool.manager.leaving.counts.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
     assert set(pool.manager.missing.explain(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
@@ -122,7 +122,7 @@ def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
     pool = Pool(40, 40)
     slots = pool.store(range(30))
     for number in range(0, 30, 3):
-        pool.manager.drop_block(key(number), 1.0)
+        pool.manager.leaving.drop_key(key(number), 1.0)
     pool.resize.want(8)
     for _ in range(num_steps):
         if pool.resize.step(1.0) is Todo.MEMORY:
@@ -150,7 +150,7 @@ def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leav
     answer = pool.manager.offer([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
     assert answer.num_answered == 4
     assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
-    assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
+    assert pool.manager.leaving.counts.by_reason == {"capacity": 4, "shrink": 3}
     pool.manager.publish(answer.slots, 2.0)
     assert pool.drive() is Todo.NOTHING
     assert pool.has(range(100, 104)) == list(range(100, 104))
@@ -243,17 +243,17 @@ def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> No
     pool = Pool(12, 12)
     pool.store(range(12))
     by_slot = {int(pool.manager.find_block(key(number)).slots[0]): number for number in range(12)}
-    assert pool.manager.pin_block(key(by_slot[2]), 100.0, 1.0) is PinOutcome.PINNED
-    assert pool.manager.pin_block(key(by_slot[9]), 100.0, 1.0) is PinOutcome.PINNED
+    assert pool.manager.operator_pins.pin(key(by_slot[2]), 100.0, 1.0) is PinOutcome.PINNED
+    assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.PINNED
     assert pool.resize.pinned_by_operators(8) == [key(by_slot[9])]
     pool.resize.want(8)
     pool.resize.step(1.0)
-    assert pool.manager.pin_block(key(by_slot[10]), 100.0, 1.0) is PinOutcome.LEAVING
-    assert pool.manager.pin_block(key(by_slot[9]), 200.0, 1.0) is PinOutcome.PINNED, "it was pinned before"
+    assert pool.manager.operator_pins.pin(key(by_slot[10]), 100.0, 1.0) is PinOutcome.LEAVING
+    assert pool.manager.operator_pins.pin(key(by_slot[9]), 200.0, 1.0) is PinOutcome.PINNED, "it was pinned before"
     assert pool.drive(2.0) is Todo.LATER
     assert pool.drive(20.0) is Todo.NOTHING
-    assert not pool.manager.unpin_block(key(by_slot[9]))
-    assert pool.manager.unpin_block(key(by_slot[2]))
+    assert not pool.manager.operator_pins.unpin(key(by_slot[9]))
+    assert pool.manager.operator_pins.unpin(key(by_slot[2]))
 
 
 def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> None:
@@ -278,7 +278,7 @@ def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
     pool.resize.step(1.0)
     dropped, after = 0, 0
     while after is not None:
-        count, after = pool.manager.drop_matching(OriginMatch(request="r").matches, after, 1.0)
+        count, after = pool.manager.leaving.drop_matching(OriginMatch(request="r").matches, after, 1.0)
         dropped += count
     assert dropped == 40
     assert pool.drive() is Todo.NOTHING
@@ -306,7 +306,7 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
     for start in range(0, count, BATCH_SLOTS):
         pool.store(range(start, start + BATCH_SLOTS))
     for start in range(0, count, 2):
-        pool.manager.drop_block(key(start), 1.0)
+        pool.manager.leaving.drop_key(key(start), 1.0)
     pool.resize.want(BATCH_SLOTS)
     for wanted in (BATCH_SLOTS, 2 * count):
         pool.resize.want(wanted)
@@ -335,8 +335,8 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(60)) == list(range(60))
     pool.store(range(60, 70))
     assert len(manager.offer([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
-    assert manager.drop_block(key(5), 1.0)
-    assert manager.drop_block(key(65), 1.0)
+    assert manager.leaving.drop_key(key(5), 1.0)
+    assert manager.leaving.drop_key(key(65), 1.0)
     for _ in range(num_between):
         pool.resize.step(1.0)
     if num_between == 3:
@@ -432,7 +432,7 @@ def test_ghosts_and_counted_offers_outlast_a_resize() -> None:
     assert len(manager.offer(some, ORIGIN, positions, 1, 1.0).slots) == 0
     manager.admission.threshold = 1
     pool.store(range(10, 18))
-    manager.drop_block(key(12), 5.0)
+    manager.leaving.drop_key(key(12), 5.0)
     for size in (80_000, 8):
         assert pool.to(size) is Todo.NOTHING
         assert manager.missing.explain([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
@@ -498,5 +498,5 @@ def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue
     pool.resize.want(8)
-    assert pool.manager.pin_block(key(by_slot[9]), 100.0, 1.0) is PinOutcome.LEAVING
-    assert pool.manager.pin_block(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED
+    assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.LEAVING
+    assert pool.manager.operator_pins.pin(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED

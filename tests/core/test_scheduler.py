@@ -449,17 +449,17 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
 def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: OriginMatch | None) -> None:
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
-    engine.manager.max_pinned_fraction = 1.0
+    engine.manager.operator_pins.max_fraction = 1.0
     engine.add(request("other", 8, first=900))
     engine.run()
     keys = engine.manager.inventory.list_blocks(0, 8).keys
     for key in keys:
-        engine.manager.pin_block(key, 1e9, engine.now_s)
+        engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
     for name in ("first", "second"):
         engine.add(request(name, 3, max_tokens=30))
         engine.step()
     for key in keys:
-        engine.manager.unpin_block(key)
+        engine.manager.operator_pins.unpin(key)
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
     engine.reset(match)
@@ -630,9 +630,9 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
     engine.add(request("x", 4))
     engine.run()
     held = make_keys(request("x", 4).block_hashes, 0)
-    engine.manager.max_pinned_fraction = 1.0
+    engine.manager.operator_pins.max_fraction = 1.0
     for key in held:
-        engine.manager.pin_block(key, 9e9, 1.0)
+        engine.manager.operator_pins.pin(key, 9e9, 1.0)
     victim = request("victim", 3, first=500)
     engine.add(victim)
     engine.admit(victim)
@@ -640,7 +640,7 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
     engine.offload.on_step_failed(["victim"], 1.0)
     engine.ledger.step_failed([victim])
     for key in held:
-        engine.manager.unpin_block(key)
+        engine.manager.operator_pins.unpin(key)
     engine.finish(victim)
     assert not engine.offload.plan_step([], 2.0)
 
@@ -729,7 +729,7 @@ def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() 
     engine.add(request("first", 4, tenant="t"))
     store = engine.step().stores[0]
     engine.end_job(store.job_id)
-    engine.manager.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
+    engine.manager.leaving.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
     engine.reset(OriginMatch(tenant="t"))

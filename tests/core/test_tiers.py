@@ -399,7 +399,7 @@ def test_a_hit_in_the_pool_is_made_longer_by_a_tier() -> None:
     engine = engine_with()
     serve(engine, request("r", 5))
     for key in keys(5, first=2):
-        assert engine.manager.drop_block(key, engine.now_s)
+        assert engine.manager.leaving.drop_key(key, engine.now_s)
     engine.device.forget_all()
     serve(engine, request("s", 5))
     counts = prompt_tokens(engine, "s")
@@ -495,10 +495,10 @@ def test_room_for_a_promotion_is_made_as_for_a_store() -> None:
         serve(engine, request(f"f{family}", 4, family=family))
     engine.device.forget_all()
     assert engine.manager.counts().free == 0
-    before = engine.manager.evictions.total
+    before = engine.manager.leaving.counts.total
     serve(engine, request("s", 4))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
-    assert engine.manager.evictions.total == before + 4
+    assert engine.manager.leaving.counts.total == before + 4
 
 
 def test_a_promotion_takes_half_the_pool_at_most() -> None:

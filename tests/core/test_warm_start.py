@@ -125,7 +125,7 @@ def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
     manager.adopt(kept([0, 1, 2, 3]), NO_SLOTS)
     store(manager, [20])
     assert record.voided == {(3, 103)}, "evicted"
-    manager.drop_block(key(1), 1.0)
+    manager.leaving.drop_key(key(1), 1.0)
     assert record.voided == {(3, 103), (1, 101)}, "dropped"
     offer = manager.offer([key(21)], Origin("new"), np.arange(1), 1, 9.0)
     manager.abandon(offer.slots)
@@ -141,7 +141,7 @@ def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
 def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
     manager = OffloadManager(8, 64)
     manager.adopt(kept([0, 1, 2], [Origin("a", "t1"), Origin("b", "t2"), Origin("")]), NO_SLOTS)
-    manager.drop_matching(OriginMatch(tenant="t1").matches, 0, 1.0)
+    manager.leaving.drop_matching(OriginMatch(tenant="t1").matches, 0, 1.0)
     assert present(manager, [0, 1, 2]) == [1]
 
 
@@ -163,7 +163,7 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     assert not len(manager.begin_verification(0))
     failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
     assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
-    assert manager.evictions.by_reason == {"failed_verification": 2}
+    assert manager.leaving.counts.by_reason == {"failed_verification": 2}
     assert manager.counts().free == 8 - manager.counts().ready
 
 

@@ -141,7 +141,7 @@ def _check_pins(engine: ToyEngine) -> None:
         if pin.epoch == epoch:
             for slot in pin.slots.tolist():
                 owned[slot] += 1
-    for key in manager._operator_pins._until_s:
+    for key in manager.operator_pins._until_s._until_s:
         slot = manager.index.current.get(key)
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
@@ -248,4 +248,4 @@ def check_idle(engine: ToyEngine) -> None:
     table = engine.manager.table
     assert not table.pins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].any()
     assert not engine.resize.is_open
-    assert (table.num_slots, table.num_retired) == (engine.manager.wanted_slots, 0)
+    assert (table.num_slots, table.num_retired) == (engine.manager.table.wanted_slots, 0)

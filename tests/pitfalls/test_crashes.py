@@ -40,7 +40,7 @@ def test_a_hit_that_cannot_be_honored_any_more_becomes_a_shorter_one() -> None:
     second = request("second", 4)
     engine.add(second)
     assert engine.offload.match("second", 0, engine.now_s) == Hit(4 * BLOCK_SIZE)
-    assert engine.manager.drop_block(first.block_hashes[2] + b"\0", engine.now_s)
+    assert engine.manager.leaving.drop_key(first.block_hashes[2] + b"\0", engine.now_s)
     assert engine.offload.match("second", 0, engine.now_s) == Hit(2 * BLOCK_SIZE)
     engine.run()
     assert engine.offload.find_request("second", engine.now_s).prompt_tokens.host_hit == 2 * BLOCK_SIZE

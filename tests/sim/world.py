@@ -423,9 +423,9 @@ class World:
         if key is not None:
             if self.picks.chance(0.7):
                 now_s = self.engine.now_s
-                self.engine.manager.pin_block(key, now_s + self.picks.integer(1, 20), now_s)
+                self.engine.manager.operator_pins.pin(key, now_s + self.picks.integer(1, 20), now_s)
             else:
-                self.engine.manager.unpin_block(key)
+                self.engine.manager.operator_pins.unpin(key)
 
     def drop_block(self) -> None:
         """Take a block out, whatever is being done with it."""

@@ -51,7 +51,7 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
             within_deadline(traffic)
             wait_until(lambda: told(store, "locked"), "health says that the database is locked")
             stats = store.journal_stats()
-            evicted = manager.counts().slots and manager.evictions.total
+            evicted = manager.counts().slots and manager.leaving.counts.total
             assert stats.written + stats.queued + stats.dropped == evicted == 3800
             assert stats.queued <= 500
             assert stats.dropped >= 3300

@@ -81,7 +81,7 @@ def test_regrets_of_a_real_pool_reach_the_row(where: Where) -> None:
         fill(manager, [1, 2], START_S)
         fill(manager, [3, 4], START_S + 1)
         manager.missing.explain(keys_of([1, 77]), START_S + 2)
-        assert manager.evictions.regretted == 1
+        assert manager.leaving.counts.regretted == 1
         assert store.journal.flush(DEADLINE_S)
         marked = [item.key for item in store.reader.evictions().items if item.regretted_at_s == START_S + 2]
         assert marked == [key_of(1).hex()]

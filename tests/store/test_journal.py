@@ -35,7 +35,7 @@ def test_the_projection_follows_the_pool_through_traffic(where: Where) -> None:
             fill(manager, numbers, now_s, Origin(f"request-{step}", f"{step % 3:016x}"))
             hit(manager, numbers[:50], now_s)
             if step % 9 == 8:
-                manager.drop_block(key_of(first), now_s)
+                manager.leaving.drop_key(key_of(first), now_s)
             if step in (20, 41):
                 manager.reset(np.empty(0, dtype=np.int64), now_s)
             if step in (10, 20, 30, 45):

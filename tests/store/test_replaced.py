@@ -176,7 +176,7 @@ def test_rows_of_an_older_copy_go_even_if_memory_tells_of_live_slots_only(path: 
     with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     for number in range(30):
-        assert manager.drop_block(key_of(number), START_S + 1)
+        assert manager.leaving.drop_key(key_of(number), START_S + 1)
     assert store.journal.flush(DEADLINE_S)
     os.replace(copy, path)
     wait_until(lambda: store.health() != [], "health says that the file was replaced")

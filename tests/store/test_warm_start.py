@@ -101,7 +101,7 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     assert first.store.journal.flush(DEADLINE_S)
     first.store.close(DEADLINE_S)
     first.put([4], "r", 20.0)
-    first.manager.drop_block(key_of(2), 1.0)
+    first.manager.leaving.drop_key(key_of(2), 1.0)
     first.file.close()
     second = Engine(tmp_path)
     assert second.present() == {1, 3, 4}
@@ -122,7 +122,7 @@ def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) ->
     rows = second.manager.inventory.list_blocks(0, NUM_SLOTS)
     assert (rows.stored_s >= before_s).all()
     assert (rows.hit_s == 0).all()
-    second.manager.drop_block(key_of(1), time.time())
+    second.manager.leaving.drop_key(key_of(1), time.time())
     assert second.store.journal.flush(DEADLINE_S)
     ((age_s, idle_s),) = shell(tmp_path / "e.db", "SELECT age_s, idle_s FROM evictions")
     assert age_s == idle_s <= time.time() - before_s
@@ -152,8 +152,8 @@ def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_p
     first.die()
     second = Engine(tmp_path)
     assert second.started.known == 3
-    assert second.manager.drop_matching(OriginMatch(request="d").matches, 0, 30.0) == (0, None)
-    assert second.manager.drop_matching(OriginMatch(request='ask "b"*').matches, 0, 30.0) == (2, None)
+    assert second.manager.leaving.drop_matching(OriginMatch(request="d").matches, 0, 30.0) == (0, None)
+    assert second.manager.leaving.drop_matching(OriginMatch(request='ask "b"*').matches, 0, 30.0) == (2, None)
     assert second.present() == {3}
     second.die()
 
@@ -205,7 +205,7 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     assert verification.reason() is None
     assert second.present() == {1, 2, 4}
     assert second.manager.counts().unverified == 0
-    assert second.manager.evictions.by_reason == {"failed_verification": 1}
+    assert second.manager.leaving.counts.by_reason == {"failed_verification": 1}
     assert second.store.journal.flush(DEADLINE_S)
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
     second.die()

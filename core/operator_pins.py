@@ -1,0 +1,91 @@
+"""Operators' pins: single blocks that are kept from eviction until a time, within a share of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+
+import numpy as np
+
+from core.expiry import Expiries
+from core.grants import Pin, PinOutcome
+from core.keys import Key
+from core.pins import Pins
+from core.pool_index import PoolIndex
+from core.slots import BATCH_SLOTS, SlotTable
+
+
+class OperatorPins:
+    """Each method takes the lock itself, which is the manager's. A pin ends with its time, or with its block."""
+
+    def __init__(self, table: SlotTable, index: PoolIndex, pins: Pins, lock: RLock, max_fraction: float) -> None:
+        self.max_fraction = max_fraction
+        """The most of the pool that may be pinned."""
+        self._table = table
+        self._index = index
+        self._pins = pins
+        self._lock = lock
+        self._until_s: Expiries[Key] = Expiries()
+
+    def pin(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
+        """Keep one block from eviction until `expires_s`. Pinning it again moves the time."""
+        with self._lock:
+            self.expire(now_s)
+            slot = self._index.current.get(key) if key else None
+            if slot is None:
+                return PinOutcome.NOT_FOUND
+            if key not in self._until_s:
+                # Another size may have been asked for, and not have begun to come about.
+                if slot >= min(self._table.num_slots, self._table.wanted_slots):
+                    return PinOutcome.LEAVING
+                if len(self._until_s) + 1 > self.max_fraction * self._table.num_slots:
+                    return PinOutcome.LIMIT
+                self._pins.pin(np.array([slot]))
+            self._until_s.set(key, expires_s)
+            return PinOutcome.PINNED
+
+    def unpin(self, key: Key) -> bool:
+        """Take a pin away; False if there is none."""
+        with self._lock:
+            pinned = self._until_s.discard(key)
+            if pinned:
+                self._release([key])
+            return pinned
+
+    def expire(self, now_s: float) -> bool:
+        """Let go of pins whose time is over, a bounded number a call; True while there are more."""
+        with self._lock:
+            due = self._until_s.pop_due(now_s, BATCH_SLOTS)
+            if due:
+                self._release(due)
+            return self._until_s.is_due(now_s)
+
+    def until_s(self, keys: Sequence[Key]) -> list[float | None]:
+        """When the pin of each of these keys ends; None for those that have none."""
+        with self._lock:
+            return [self._until_s.until_s(key) for key in keys]
+
+    def in_slots_from(self, start_slot: int) -> list[Key]:
+        """The pinned keys whose blocks are in slots from `start_slot` on."""
+        with self._lock:
+            keys = self._until_s.keys()
+        found: list[Key] = []
+        for start in range(0, len(keys), BATCH_SLOTS):
+            some = keys[start : start + BATCH_SLOTS]
+            with self._lock:
+                slots = self._index.current.find(some)
+            found += [key for key, slot in zip(some, slots, strict=True) if slot is not None and slot >= start_slot]
+        return found
+
+    def end_with(self, keys: Sequence[Key]) -> None:
+        """These keys, which can still be found, are about to leave the pool. Called under the lock."""
+        if self._until_s:
+            self._release([key for key in keys if self._until_s.discard(key)])
+
+    def begin_epoch(self) -> None:
+        """A reset has voided every pin. Called under the lock."""
+        self._until_s.clear()
+
+    def _release(self, keys: Sequence[Key]) -> None:
+        slots = [slot for slot in self._index.current.find(keys) if slot is not None]
+        self._pins.release(Pin(np.array(slots, dtype=np.int64), self._table.epoch))
