@@ -218,14 +218,14 @@ class BootVerification:
         self._file = file
         self._headers = headers
         self._manager = manager
-        self._total = manager.counts().unverified
+        self._total = manager.inventory.counts().unverified
         self._done = not file.found.other_boot
 
     def reason(self) -> str | None:
         """Why this process is not ready yet, as far as it is this."""
         if self._done:
             return None
-        left = self._manager.counts().unverified
+        left = self._manager.inventory.counts().unverified
         return f"verifying the pool after the machine was started anew: {self._total - left:,} of {self._total:,} slots"
 
     def run(self, stopping: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""What is in the pool, for those who look at it beside the engine: listings, the map, and the rows that changed.
+"""What is in the pool, for those who look at it beside the engine: counts, listings, the map, and rows that changed.
 
 Everything is read in batches, each copied under the lock, so that a look at ten million slots never holds it for long.
 """
@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.events import SlotRows
+from core.grants import BlockHold, BlockState
+from core.keys import Key
+from core.operator_pins import OperatorPins
+from core.pins import Pins
+from core.pool_index import PoolIndex
+from core.room import Room
 from core.slots import BATCH_SLOTS, SlotState, SlotTable
+from core.stats import PoolCounts
 from core.transfers import NO_SLOTS, Slots
 
 _SCAN_SLOTS = 1 << 16
@@ -19,13 +26,55 @@ _READY = int(SlotState.READY)
 
 
 class Inventory:
-    """A reader of the slot table. `dirty_rows` is for one caller; the rest may be called from any thread."""
+    """A reader. `dirty_rows` is for one caller; the rest may be called from any thread."""
 
-    def __init__(self, table: SlotTable, lock: RLock) -> None:
-        """`lock` is the manager's, which guards the table."""
+    def __init__(
+        self, table: SlotTable, index: PoolIndex, room: Room, pins: Pins, operator_pins: OperatorPins, lock: RLock
+    ) -> None:
+        """`lock` is the manager's, which guards all of it."""
         self._table = table
+        self._index = index
+        self._room = room
+        self._pins = pins
+        self._operator_pins = operator_pins
         self._lock = lock
         self._dirty_cursor = 0
+
+    def counts(self) -> PoolCounts:
+        """The pool's slots by state."""
+        with self._lock:
+            table = self._table
+            return PoolCounts(
+                slots=table.num_present,
+                wanted_slots=table.wanted_slots,
+                slot_bytes=table.slot_bytes,
+                free=table.num_free,
+                ready=table.num_ready,
+                storing=table.num_storing,
+                loading=int(np.count_nonzero(table.is_ready(self._pins.loading_slots()))),
+                pinned=table.num_ready - len(self._room.policy),
+                unverified=table.num_unverified,
+                bytes=table.num_present * table.slot_bytes,
+                eviction_policy=self._room.policy.name,
+            )
+
+    def find_block(self, key: Key) -> SlotRows | None:
+        """The row of one key, or None."""
+        with self._lock:
+            slot = self._index.current.get(key) if key else None
+            return None if slot is None else self._table.rows(np.array([slot]))
+
+    def holds(self, rows: SlotRows) -> list[BlockHold | None]:
+        """What each of these blocks is under now; None for one that has left the pool since the rows were copied."""
+        with self._lock:
+            slots, table = rows.slots, self._table
+            here = table.is_ready(slots) & (table.generations[slots] == rows.generations)
+            pinned = table.pins[slots] > 0
+            loading = np.isin(slots, self._pins.loading_slots())
+            until_s = self._operator_pins.until_s(rows.keys)
+        states = np.where(loading, BlockState.LOADING, np.where(pinned, BlockState.PINNED, BlockState.READY))
+        columns = zip(here.tolist(), states.tolist(), until_s, strict=True)
+        return [BlockHold(BlockState(state), until) if there else None for there, state, until in columns]
 
     def list_blocks(self, start_slot: int, limit: int) -> SlotRows:
         """Up to `limit` ready slots from `start_slot` on, in the order of their numbers."""

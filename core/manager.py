@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from core.admission import Admission
 from core.arrays import counting
-from core.events import EventSink, EvictionReason, NullSink, Origin, ResetEvent, SlotRows, StoreBatch
+from core.events import EventSink, EvictionReason, NullSink, Origin, ResetEvent, StoreBatch
 from core.eviction import EVICTION_POLICIES
-from core.grants import BlockHold, BlockState, Offer, Pin
+from core.grants import Offer, Pin
 from core.inventory import Inventory
 from core.kept import KeptBlocks, PoolRecord
 from core.keys import Key
@@ -30,7 +30,7 @@ from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotState, SlotTable
-from core.stats import EvictionCounts, PoolCounts
+from core.stats import EvictionCounts
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _ROOM_ROUNDS = 4
@@ -61,7 +61,6 @@ class OffloadManager:
         """
         self.lock = threading.RLock()
         self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
-        self.inventory = Inventory(self.table, self.lock)
         self.index = PoolIndex(self.table, self.lock)
         self.room = Room(self.table, eviction_policy)
         self.pins = Pins(self.table, self.room, self.lock)
@@ -71,6 +70,7 @@ class OffloadManager:
         evictions = EvictionCounts()
         self.missing = MissingKeys(num_slots, self.index, evictions, self._sink, self.lock)
         self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.lock, max_pinned_fraction)
+        self.inventory = Inventory(self.table, self.index, self.room, self.pins, self.operator_pins, self.lock)
         self.leaving = Leaving(
             self.table,
             self.index,
@@ -301,44 +301,6 @@ class OffloadManager:
             self.leaving.count(EvictionReason.RESET, dropped)
             self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
             return dropped
-
-    # --- what operators see and do ------------------------------------------------------------------------------
-
-    def counts(self) -> PoolCounts:
-        """The pool's slots by state."""
-        with self.lock:
-            table = self.table
-            return PoolCounts(
-                slots=table.num_present,
-                wanted_slots=self.table.wanted_slots,
-                slot_bytes=table.slot_bytes,
-                free=table.num_free,
-                ready=table.num_ready,
-                storing=table.num_storing,
-                loading=int(np.count_nonzero(table.is_ready(self.pins.loading_slots()))),
-                pinned=table.num_ready - len(self.room.policy),
-                unverified=table.num_unverified,
-                bytes=table.num_present * table.slot_bytes,
-                eviction_policy=self.room.policy.name,
-            )
-
-    def find_block(self, key: Key) -> SlotRows | None:
-        """The row of one key, or None."""
-        with self.lock:
-            slot = self.index.current.get(key) if key else None
-            return None if slot is None else self.table.rows(np.array([slot]))
-
-    def holds(self, rows: SlotRows) -> list[BlockHold | None]:
-        """What each of these blocks is under now; None for one that has left the pool since the rows were copied."""
-        with self.lock:
-            slots = rows.slots
-            here = self.table.is_ready(slots) & (self.table.generations[slots] == rows.generations)
-            pinned = self.table.pins[slots] > 0
-            loading = np.isin(slots, self.pins.loading_slots())
-            until_s = self.operator_pins.until_s(rows.keys)
-        states = np.where(loading, BlockState.LOADING, np.where(pinned, BlockState.PINNED, BlockState.READY))
-        columns = zip(here.tolist(), states.tolist(), until_s, strict=True)
-        return [BlockHold(BlockState(state), until) if there else None for there, state, until in columns]
 
     def switch_policy(self, name: str) -> bool:
         """Exchange the eviction policy and keep the contents and their order; True while it has to be called again.

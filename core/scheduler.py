@@ -294,7 +294,7 @@ class OffloadScheduler:
         with self.manager.lock:
             return Snapshot(
                 epoch=self._num_resets,
-                pool=self.manager.counts(),
+                pool=self.manager.inventory.counts(),
                 requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
                 prompt_tokens=self._prompt_tokens.copy(),
                 store=self._stores.counts.copy(),

@@ -110,7 +110,7 @@ def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[st
     """The blocks of these rows, but for those that have left the pool by now."""
     places = _places(scheduler, rows.keys)
     columns = zip(
-        scheduler.manager.holds(rows),
+        scheduler.manager.inventory.holds(rows),
         places,
         rows.keys,
         rows.slots.tolist(),
@@ -180,7 +180,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.get("/blocks/{hash}", summary="One block", response_model=Block)
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 when the pool does not hold it."""
-        rows = manager.find_block(_key_of(block_hash))
+        rows = manager.inventory.find_block(_key_of(block_hash))
         blocks = [] if rows is None else _rows_to_blocks(context.scheduler, rows)
         if not blocks:
             raise _unknown(block_hash)

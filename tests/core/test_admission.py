@@ -39,7 +39,7 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
         assert len(answer.slots) == expected
         assert answer.num_answered == 4
         assert len(answer.held_back_at) == 4 - expected
-    assert manager.counts().ready == 4
+    assert manager.inventory.counts().ready == 4
 
 
 def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:

@@ -42,7 +42,7 @@ def exchange(manager: OffloadManager, name: str) -> int:
     calls = 1
     while manager.switch_policy(name):
         calls += 1
-    assert manager.counts().eviction_policy == name
+    assert manager.inventory.counts().eviction_policy == name
     return calls
 
 
@@ -158,7 +158,7 @@ def test_a_call_to_exchange_policies_moves_no_more_than_a_thousand_slots() -> No
     assert exchange(manager, "lru") >= 2500 // 1000
     assert exchange(manager, "arc") == 1
     assert exchange(manager, "arc") == 1
-    assert manager.counts().ready == 5000
+    assert manager.inventory.counts().ready == 5000
 
 
 class ExchangeMachine(RuleBasedStateMachine):
@@ -199,9 +199,9 @@ class ExchangeMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(POLICIES))
     def switch_a_step(self, name: str) -> None:
-        before = self.manager.counts()
+        before = self.manager.inventory.counts()
         more = self.manager.switch_policy(name)
-        after = self.manager.counts()
+        after = self.manager.inventory.counts()
         assert (before.ready, before.pinned, before.free) == (after.ready, after.pinned, after.free)
         assert more or after.eviction_policy == name
 
@@ -225,7 +225,7 @@ class ExchangeMachine(RuleBasedStateMachine):
             return
         for pin, _ in self.pins:
             self.manager.pins.release(pin)
-        ready = self.manager.counts().ready
+        ready = self.manager.inventory.counts().ready
         found = set()
         while len(
             victims := self.manager.room.policy.make_room(

@@ -152,8 +152,8 @@ def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None
         engine.step(copy=True)
     assert engine.offload.snapshot().evictions.total == 5
     held_keys, cold_keys = make_keys(held.block_hashes, 0), make_keys(cold.block_hashes, 0)
-    assert all(engine.manager.find_block(key) is None for key in held_keys)
-    assert all(engine.manager.find_block(key) is not None for key in cold_keys)
+    assert all(engine.manager.inventory.find_block(key) is None for key in held_keys)
+    assert all(engine.manager.inventory.find_block(key) is not None for key in cold_keys)
     engine.check()
 
 
@@ -228,7 +228,7 @@ def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_blo
     assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
     held = []
     for number in range(6, 14):
-        held.append(sum(engine.manager.find_block(key) is not None for key in keys))
+        held.append(sum(engine.manager.inventory.find_block(key) is not None for key in keys))
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert held[0] == 5
     gone = held.index(0)

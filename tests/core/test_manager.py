@@ -45,7 +45,7 @@ def pin_prefix(manager: OffloadManager, wanted: list[bytes]) -> Pin:
 
 
 def holds(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
-    return [manager.find_block(key) is not None for key in wanted]
+    return [manager.inventory.find_block(key) is not None for key in wanted]
 
 
 def test_lower_priorities_go_first_and_the_highest_last() -> None:
@@ -84,7 +84,7 @@ def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
     assert (answer.num_answered, answer.stored_at.tolist(), len(answer.slots)) == (3, [1, 2], 2)
     manager.abandon(answer.slots)
     manager.pins.release(pin)
-    assert manager.counts().free == 2
+    assert manager.inventory.counts().free == 2
 
 
 def test_operator_pins_hold_are_limited_and_end() -> None:
@@ -104,8 +104,8 @@ def test_operator_pins_hold_are_limited_and_end() -> None:
     assert manager.operator_pins.unpin(first)
     assert not manager.operator_pins.unpin(first)
     store(manager, keys(300, 8))
-    assert not manager.find_block(first)
-    assert manager.counts().pinned == 0
+    assert not manager.inventory.find_block(first)
+    assert manager.inventory.counts().pinned == 0
 
 
 def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_go() -> None:
@@ -116,13 +116,13 @@ def test_a_dropped_block_that_is_pinned_or_loading_is_freed_when_the_last_lets_g
     manager.operator_pins.pin(keys(0, 1)[0], 99.0, 1.0)
     assert manager.leaving.drop_key(keys(0, 1)[0], 1.0)
     assert not manager.leaving.drop_key(keys(0, 1)[0], 1.0)
-    counts = manager.counts()
+    counts = manager.inventory.counts()
     assert (counts.ready, counts.storing, counts.loading) == (3, 1, 1)
     assert not manager.pins.end_load(loading), "the load was disowned"
-    assert manager.counts().storing == 1
+    assert manager.inventory.counts().storing == 1
     assert not manager.pins.begin_load(waiting, 2.0)
     manager.pins.release(waiting)
-    counts = manager.counts()
+    counts = manager.inventory.counts()
     assert (counts.free, counts.ready, counts.storing, counts.loading, counts.pinned) == (1, 3, 0, 0, 0)
 
 
@@ -181,11 +181,11 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
     finally:
         tracemalloc.stop()
     assert peak < 300_000
-    assert manager.counts().storing == 2
+    assert manager.inventory.counts().storing == 2
     store(manager, keys(0, 500))
     assert all(holds(manager, keys(0, 500)))
     manager.abandon(np.array([3, 5]))
-    assert manager.counts().free == num_slots - 500
+    assert manager.inventory.counts().free == num_slots - 500
     taken = manager.offer(keys(10**6, num_slots), Origin("all"), np.arange(num_slots), NORMAL, 1.0)
     assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
     while manager.index.bury():
@@ -216,7 +216,7 @@ def test_a_pinned_block_that_was_dropped_is_free_after_a_reset() -> None:
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     assert sorted(manager.offer(keys(9, 3), ANYONE, np.arange(3), NORMAL, 1.0).slots.tolist()) == [0, 1, 2]
     manager.pins.release(pin)
-    assert manager.counts().storing == 3
+    assert manager.inventory.counts().storing == 3
 
 
 def test_slots_of_an_offer_are_its_own_whatever_is_given_back_meanwhile() -> None:
@@ -260,14 +260,14 @@ def test_an_operator_pin_does_not_outlive_a_reset() -> None:
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
     store(manager, keys(0, 1))
     manager.operator_pins.expire(60.0)
-    assert (manager.counts().pinned, manager.counts().ready) == (0, 1)
+    assert (manager.inventory.counts().pinned, manager.inventory.counts().ready) == (0, 1)
     assert manager.operator_pins.pin(keys(0, 1)[0], 90.0, 61.0) is PinOutcome.PINNED
 
 
 def pinned_until(manager: OffloadManager, key: bytes) -> float | None:
-    rows = manager.find_block(key)
+    rows = manager.inventory.find_block(key)
     assert rows is not None
-    (hold,) = manager.holds(rows)
+    (hold,) = manager.inventory.holds(rows)
     return None if hold is None else hold.pinned_until_s
 
 
@@ -278,7 +278,7 @@ def test_a_pin_that_was_moved_ends_at_its_new_time() -> None:
         manager.operator_pins.pin(keys(0, 1)[0], until_s, 1.0)
     manager.operator_pins.expire(60.0)
     assert pinned_until(manager, keys(0, 1)[0]) == 200.0
-    assert manager.counts().pinned == 1
+    assert manager.inventory.counts().pinned == 1
 
 
 def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> None:
@@ -289,14 +289,14 @@ def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> Non
     assert manager.pins.begin_load(loaded, 1.0)
     manager.leaving.drop_key(keys(2, 1)[0], 1.0)
     store(manager, keys(9, 1))
-    states = {key: hold and hold.state for key, hold in zip(rows.keys, manager.holds(rows), strict=True)}
+    states = {key: hold and hold.state for key, hold in zip(rows.keys, manager.inventory.holds(rows), strict=True)}
     assert [states[key] for key in keys(0, 4)] == ["loading", "pinned", None, "ready"]
     manager.pins.end_load(loaded)
     manager.pins.release(pinned)
-    assert [hold and hold.state for hold in manager.holds(rows)].count(BlockState.READY) == 3
+    assert [hold and hold.state for hold in manager.inventory.holds(rows)].count(BlockState.READY) == 3
     manager.reset(NO_SLOTS, 2.0)
     store(manager, keys(0, 4))
-    assert manager.holds(rows) == [None] * 4
+    assert manager.inventory.holds(rows) == [None] * 4
 
 
 def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
@@ -343,15 +343,15 @@ def test_a_slot_under_two_loads_at_a_reset_is_free_when_the_second_ends() -> Non
     waiting = pin_prefix(manager, keys(0, 2))
     assert manager.pins.begin_load(first, 1.0)
     assert manager.pins.begin_load(second, 1.0)
-    assert manager.counts().loading == 2
+    assert manager.inventory.counts().loading == 2
     for now_s in (2.0, 3.0):
         manager.reset(first.slots, now_s)
     manager.pins.release(waiting)
-    assert (manager.counts().loading, manager.counts().free) == (0, 1)
+    assert (manager.inventory.counts().loading, manager.inventory.counts().free) == (0, 1)
     assert not manager.pins.end_load(first)
-    assert manager.counts().free == 2
+    assert manager.inventory.counts().free == 2
     assert not manager.pins.end_load(second)
-    assert manager.counts().free == 3
+    assert manager.inventory.counts().free == 3
     taken = manager.offer(keys(5, 3), ANYONE, np.arange(3), NORMAL, 4.0)
     assert sorted(taken.slots.tolist()) == [0, 1, 2]
 
@@ -380,7 +380,7 @@ def test_a_pin_that_a_reset_voided_does_not_make_its_slots_candidates() -> None:
     pin = pin_prefix(manager, keys(0, 4))
     manager.reset(NO_SLOTS, 1.0)
     manager.pins.release(pin)
-    assert (manager.counts().pinned, len(manager.room.policy)) == (0, 0)
+    assert (manager.inventory.counts().pinned, len(manager.room.policy)) == (0, 0)
     taken = manager.offer(keys(10, 6), ANYONE, np.arange(6), NORMAL, 1.0)
     assert sorted(taken.slots.tolist()) == [0, 1, 2, 3]
 
@@ -400,12 +400,12 @@ def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
     for number, key in enumerate(keys(0, 2600)):
         manager.operator_pins.pin(key, 10.0 if number < 2500 else 30.0, 1.0)
     assert not manager.operator_pins.expire(9.0)
-    assert manager.counts().pinned == 2600
+    assert manager.inventory.counts().pinned == 2600
     left = []
     while manager.operator_pins.expire(20.0):
-        left.append(manager.counts().pinned)
+        left.append(manager.inventory.counts().pinned)
     assert left == [1600, 600]
-    assert manager.counts().pinned == 100
+    assert manager.inventory.counts().pinned == 100
     store(manager, keys(10_000, 6000))
     assert sum(holds(manager, keys(0, 2600))) == 100
 

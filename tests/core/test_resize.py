@@ -73,7 +73,7 @@ class Pool:
         return self.drive(now_s)
 
     def has(self, numbers: range) -> list[int]:
-        return [number for number in numbers if self.manager.find_block(key(number)) is not None]
+        return [number for number in numbers if self.manager.inventory.find_block(key(number)) is not None]
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
@@ -82,7 +82,7 @@ def test_a_pool_that_grows_keeps_what_it_has_and_gives_each_new_slot_out_once(po
     first = pool.store(range(8))
     assert pool.to(40) is Todo.NOTHING
     assert pool.memory == [40]
-    counts = pool.manager.counts()
+    counts = pool.manager.inventory.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready) == (40, 40, 32, 8)
     assert sorted([*first, *pool.store(range(8, 40))]) == list(range(40))
     assert pool.has(range(40)) == list(range(40))
@@ -99,7 +99,7 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
     assert pool.to(12) is Todo.NOTHING
     assert {each for each, _ in pool.sink.gone} == lost
     assert {reason for _, reason in pool.sink.gone} == {EvictionReason.SHRINK}
-    counts = pool.manager.counts()
+    counts = pool.manager.inventory.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
     assert pool.manager.leaving.counts.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
@@ -113,7 +113,7 @@ def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> 
     pool.use_all_once()
     for size in (8, 40, 4, 24, 80):
         pool.to(size)
-        assert pool.manager.counts().free == size
+        assert pool.manager.inventory.counts().free == size
     assert sorted(pool.store(range(100, 180)).tolist()) == list(range(80))
 
 
@@ -129,7 +129,7 @@ def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
             pool.resize.acknowledge(pool.resize.memory_slots)
     pool.resize.want(36)
     assert pool.drive() is Todo.NOTHING
-    counts = pool.manager.counts()
+    counts = pool.manager.inventory.counts()
     assert counts.slots == 36 == counts.free + counts.ready
     kept = pool.has(range(30))
     assert {number for number in range(30) if number % 3 and slots[number] < 8} <= set(kept)
@@ -163,8 +163,8 @@ def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
     assert pool.manager.pins.begin_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert min(pool.memory) == 24, "the extents behind it went, and that of the load stays"
-    assert pool.manager.counts().slots == 9
-    assert pool.manager.counts().loading == 1
+    assert pool.manager.inventory.counts().slots == 9
+    assert pool.manager.inventory.counts().loading == 1
     assert pool.manager.pins.end_load(pin), "nobody touched it"
     assert pool.drive() is Todo.NOTHING
     assert pool.memory[-1] == 8
@@ -174,7 +174,7 @@ def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
 def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    (kept,) = [number for number in range(40) if pool.manager.find_block(key(number)).slots[0] == 20]
+    (kept,) = [number for number in range(40) if pool.manager.inventory.find_block(key(number)).slots[0] == 20]
     pin = pool.manager.pins.pin(np.array([20]))
     assert pool.to(8, now_s=10.0) is Todo.LATER
     assert pool.has(range(kept, kept + 1))
@@ -228,7 +228,7 @@ def test_a_pool_whose_memory_cannot_be_had_stays_as_it_is() -> None:
     pool.resize.fail()
     assert (pool.resize.step(1.0), pool.resize.memory_slots) == (Todo.MEMORY, 8)
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().wanted_slots == pool.manager.counts().slots == 8
+    assert pool.manager.inventory.counts().wanted_slots == pool.manager.inventory.counts().slots == 8
     assert pool.has(range(8)) == list(range(8))
     assert pool.to(16) is Todo.NOTHING, "less may fit"
 
@@ -242,7 +242,7 @@ def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
 def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> None:
     pool = Pool(12, 12)
     pool.store(range(12))
-    by_slot = {int(pool.manager.find_block(key(number)).slots[0]): number for number in range(12)}
+    by_slot = {int(pool.manager.inventory.find_block(key(number)).slots[0]): number for number in range(12)}
     assert pool.manager.operator_pins.pin(key(by_slot[2]), 100.0, 1.0) is PinOutcome.PINNED
     assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.PINNED
     assert pool.resize.pinned_by_operators(8) == [key(by_slot[9])]
@@ -263,12 +263,12 @@ def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> No
     assert pool.manager.pins.begin_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert pool.manager.reset(np.array([20]), 2.0) == 9
-    counts = pool.manager.counts()
+    counts = pool.manager.inventory.counts()
     assert (counts.slots, counts.free, counts.storing) == (9, 8, 1)
     assert max(pool.store(range(100, 120)).tolist()) < 8
     pool.manager.pins.end_load(pin)
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == 8
+    assert pool.manager.inventory.counts().slots == 8
 
 
 def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
@@ -310,15 +310,15 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
     pool.resize.want(BATCH_SLOTS)
     for wanted in (BATCH_SLOTS, 2 * count):
         pool.resize.want(wanted)
-        before = pool.manager.counts()
+        before = pool.manager.inventory.counts()
         while (todo := pool.resize.step(1.0)) is not Todo.NOTHING:
             if todo is Todo.MEMORY:
                 pool.resize.acknowledge(pool.resize.memory_slots)
-            now = pool.manager.counts()
+            now = pool.manager.inventory.counts()
             assert abs(now.slots - before.slots) <= BATCH_SLOTS
             assert abs(now.ready - before.ready) <= BATCH_SLOTS
             before = now
-    assert pool.manager.counts().slots == 2 * count
+    assert pool.manager.inventory.counts().slots == 2 * count
 
 
 @pytest.mark.parametrize("num_between", [0, 3, 150, 400])
@@ -381,7 +381,7 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     assert pool.to(1000) is Todo.NOTHING
     assert not pool.manager.index.is_spreading
     assert not pool.resize.is_open
-    assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
+    assert len(pool.has(range(2000))) == pool.manager.inventory.counts().ready == 1000
 
 
 def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
@@ -400,7 +400,7 @@ def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
     engine.finish_resize()
     engine.check()
     assert engine.offload.snapshot().load.blocks == len(slots_of(load))
-    assert engine.manager.counts().slots == 4
+    assert engine.manager.inventory.counts().slots == 4
 
 
 def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:
@@ -411,7 +411,7 @@ def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it(
     for number in range(100, 120):
         assert all(slot < 8 for slot in pool.store(range(number, number + 1)).tolist())
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == 8
+    assert pool.manager.inventory.counts().slots == 8
 
 
 def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
@@ -465,7 +465,7 @@ def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_t
     num_slots = 4 * BATCH_SLOTS
     pool = Pool(4, num_slots)
     pool.resize.want(num_slots)
-    while pool.manager.counts().slots < 2 * BATCH_SLOTS:
+    while pool.manager.inventory.counts().slots < 2 * BATCH_SLOTS:
         if pool.resize.step(1.0) is Todo.MEMORY:
             pool.resize.acknowledge(pool.resize.memory_slots)
     while pool.manager.switch_policy("arc"):
@@ -485,7 +485,7 @@ def test_memory_that_is_missing_for_one_size_does_not_cancel_a_smaller_one_that_
     pool.resize.want(16)
     pool.resize.fail()
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == pool.manager.counts().wanted_slots == 16
+    assert pool.manager.inventory.counts().slots == pool.manager.inventory.counts().wanted_slots == 16
     assert pool.memory[-1] == 16
 
 
@@ -493,7 +493,7 @@ def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None
     """A resize may be busy with memory for another size when a smaller one is asked for, and checked for pins."""
     pool = Pool(12, 40)
     pool.store(range(12))
-    by_slot = {int(pool.manager.find_block(key(number)).slots[0]): number for number in range(12)}
+    by_slot = {int(pool.manager.inventory.find_block(key(number)).slots[0]): number for number in range(12)}
     pool.resize.want(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue

@@ -494,7 +494,7 @@ def test_room_for_a_promotion_is_made_as_for_a_store() -> None:
     for family in (2, 3, 4, 5):
         serve(engine, request(f"f{family}", 4, family=family))
     engine.device.forget_all()
-    assert engine.manager.counts().free == 0
+    assert engine.manager.inventory.counts().free == 0
     before = engine.manager.leaving.counts.total
     serve(engine, request("s", 4))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
@@ -668,7 +668,7 @@ def test_a_reset_of_a_tier_alone_leaves_the_pool() -> None:
     assert engine.reset(places=["a"]).dropped_blocks == 0
     settle(engine)
     assert (len(engine.tiers["a"].blocks), len(engine.tiers["b"].blocks)) == (0, 5)
-    assert engine.manager.counts().ready == 5
+    assert engine.manager.inventory.counts().ready == 5
 
 
 @pytest.mark.parametrize("engine", [engine_with("disk"), ToyEngine(4, 4)], ids=["tiers", "none"])
@@ -721,11 +721,11 @@ def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
     serve_without_rest(engine, request("r", 3))
     ticket = engine.reset(places=[HOST])
     engine.check()
-    assert engine.manager.counts().storing == 3
+    assert engine.manager.inventory.counts().storing == 3
     assert engine.offload.open_jobs(ticket.job_ids) == 1
     engine.now_s += 1.0
     settle(engine)
-    assert engine.manager.counts().storing == 0
+    assert engine.manager.inventory.counts().storing == 0
     assert tier.blocks.keys() == set(keys(3)), "the tiers were not meant"
     assert not tier.wrongs
 

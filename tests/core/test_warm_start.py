@@ -69,20 +69,20 @@ def store(manager: OffloadManager, numbers: Sequence[int]) -> Slots:
 
 
 def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
-    return [number for number in numbers if manager.find_block(key(number)) is not None]
+    return [number for number in numbers if manager.inventory.find_block(key(number)) is not None]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(policy: str) -> None:
     manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
     manager.adopt(kept([5, 0, 7, 2]), NO_SLOTS)
-    counts = manager.counts()
+    counts = manager.inventory.counts()
     assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
     assert manager.find_prefix([key(5), key(0), key(1)]).tolist() == [5, 0]
     assert sorted(store(manager, [20, 21, 22, 23]).tolist()) == [1, 3, 4, 6], "free slots are those that nobody has"
     store(manager, [30])
     assert present(manager, [5, 0, 7, 2]) == [5, 0, 7]
-    assert manager.counts().unverified == 3
+    assert manager.inventory.counts().unverified == 3
     store(manager, [31])
     assert present(manager, [5, 0, 7, 2]) == [5, 0]
 
@@ -99,7 +99,7 @@ def test_generations_and_epochs_go_on_where_they_were() -> None:
     assert labels.keys == [key(20)]
     manager.reset(NO_SLOTS, 1.0)
     assert record.epochs == [4]
-    assert manager.counts().unverified == 0
+    assert manager.inventory.counts().unverified == 0
     assert manager.epoch == 4
 
 
@@ -159,12 +159,12 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     manager.end_verification(pin, np.array([1, 3]), 2.0)
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 2, 4]
     assert not manager.pins.end_load(loading), "one of its slots is gone"
-    assert manager.counts().unverified == 0
+    assert manager.inventory.counts().unverified == 0
     assert not len(manager.begin_verification(0))
     failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
     assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
     assert manager.leaving.counts.by_reason == {"failed_verification": 2}
-    assert manager.counts().free == 8 - manager.counts().ready
+    assert manager.inventory.counts().free == 8 - manager.inventory.counts().ready
 
 
 def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
@@ -176,7 +176,7 @@ def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
     manager.end_verification(pin, pin.slots, 2.0)
     assert present(manager, [20, 21]) == [20, 21]
     assert len(slots) == 2
-    assert manager.counts().free == 6
+    assert manager.inventory.counts().free == 6
 
 
 def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_reset_returns() -> None:
@@ -200,7 +200,7 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
     scheduler.reset(2.0, OriginMatch(tenant="tenant0"))
     assert record.voided == doomed
     scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
-    assert manager.counts().ready == 3
+    assert manager.inventory.counts().ready == 3
 
 
 def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends() -> None:
@@ -223,6 +223,6 @@ def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends(
     while resize.step(now_s) is not Todo.MEMORY:
         continue
     assert resize.memory_slots == 4
-    assert manager.counts().free == 1, "two are stored, and one is being loaded"
+    assert manager.inventory.counts().free == 1, "two are stored, and one is being loaded"
     manager.pins.end_load(loading)
-    assert manager.counts().free == 2
+    assert manager.inventory.counts().free == 2

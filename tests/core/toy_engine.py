@@ -281,7 +281,7 @@ class ToyEngine(ToySchedule):
                 return
             if self.drive_resize() is Todo.LATER:
                 self.now_s += 1.0
-        raise AssertionError(f"the pool has {self.manager.counts().slots} slots after {max_steps} steps")
+        raise AssertionError(f"the pool has {self.manager.inventory.counts().slots} slots after {max_steps} steps")
 
     def set_override(self, override: Override) -> None:
         """Set a request's policy."""

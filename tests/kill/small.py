@@ -155,7 +155,7 @@ class Small:
         self.notes[Note.CORRUPT] = 0
         self.notes[Note.HITS] = 0
         self._check_recovered()
-        self.notes[Note.READY] = self.manager.counts().ready
+        self.notes[Note.READY] = self.manager.inventory.counts().ready
         self.store.start(self.manager.inventory)
         self._size.start()
 
@@ -242,7 +242,7 @@ class Small:
         for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
             self._finish(request, now_s)
         self._scheduler.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
-        self.notes[Note.READY] = self.manager.counts().ready
+        self.notes[Note.READY] = self.manager.inventory.counts().ready
         for each in range(NUM_TENANTS) if tenant is None else [tenant]:
             self.notes[Note.ERAS + each] += 1
         self.notes[Note.RESETS] += 1

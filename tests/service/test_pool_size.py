@@ -49,7 +49,7 @@ class Rig:
         self.size.begin()
 
     def has(self, num_slots: int) -> bool:
-        return self.pool.num_slots == self.manager.counts().slots == num_slots
+        return self.pool.num_slots == self.manager.inventory.counts().slots == num_slots
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is(
     wait_until(lambda: rig.told, "the event")
     assert rig.told[-1]["error"] == "somebody else has taken it"
     assert rig.has(64)
-    assert rig.manager.counts().wanted_slots == 64
+    assert rig.manager.inventory.counts().wanted_slots == 64
     assert "the pool stays at 64 slots: somebody else has taken it" in caplog.text
     rig.pool.is_full = False
     rig.to(640 * SLOT_BYTES)
@@ -111,7 +111,7 @@ def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
     with pytest.raises(BadSettings, match="more than this process can come to have, which is 16,777,216 bytes"):
         rig.size.check(1 << 40)
     rig.size.begin()
-    assert rig.manager.counts().wanted_slots == 64
+    assert rig.manager.inventory.counts().wanted_slots == 64
 
 
 def test_a_size_whose_memory_is_being_taken_may_be_asked_for_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
     assert rig.told[-1]["error"] == "can't start new thread"
-    assert rig.manager.counts().wanted_slots == 64
+    assert rig.manager.inventory.counts().wanted_slots == 64
 
 
 def test_slots_that_stay_in_use_are_told_of_once(

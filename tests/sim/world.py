@@ -432,7 +432,7 @@ class World:
         key = self._some_key()
         if key is not None:
             assert self.engine.offload.drop_block(key, self.engine.now_s)
-            assert self.engine.manager.find_block(key) is None
+            assert self.engine.manager.inventory.find_block(key) is None
 
     def _some_key(self) -> bytes | None:
         rows = self.engine.manager.inventory.list_blocks(0, 100)

@@ -51,7 +51,7 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
             within_deadline(traffic)
             wait_until(lambda: told(store, "locked"), "health says that the database is locked")
             stats = store.journal_stats()
-            evicted = manager.counts().slots and manager.leaving.counts.total
+            evicted = manager.inventory.counts().slots and manager.leaving.counts.total
             assert stats.written + stats.queued + stats.dropped == evicted == 3800
             assert stats.queued <= 500
             assert stats.dropped >= 3300
@@ -103,7 +103,7 @@ def test_a_full_database_is_told_and_recovers(path: Path) -> None:
         for step in range(1, 60):
             fill(manager, range(step * 50, step * 50 + 50), START_S + step, Origin("long " * 20))
         wait_until(lambda: told(store, "full", "EVICTION_HISTORY_ROWS"), "health says that the database is full")
-        assert manager.counts().ready == 50
+        assert manager.inventory.counts().ready == 50
         assert store.reader.slots() != []
         store.database.limit_bytes(None)
         wait_until(lambda: store.health() == [], "health is well again")
@@ -164,7 +164,7 @@ with running(path, 50, max_queued_rows=1000) as (store, manager):
     for step in range(1, 60):
         fill(manager, range(step * 50, step * 50 + 50), START_S + step, Origin("long " * 20))
     wait_until(lambda: any("cannot grow" in r or "full" in r for r in store.health()), "health says it cannot grow")
-    assert manager.counts().ready == 50
+    assert manager.inventory.counts().ready == 50
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     wait_until(lambda: store.health() == [], "health is well again")
     assert store.journal.flush(DEADLINE_S)

@@ -81,8 +81,8 @@ def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path
     first.file.close()
     second = Engine(tmp_path)
     assert (second.started.recovered, second.started.known, second.started.dropped) == (12, 8, {})
-    assert second.manager.counts().unverified == 12
-    found = second.manager.find_block(key_of(2))
+    assert second.manager.inventory.counts().unverified == 12
+    found = second.manager.inventory.find_block(key_of(2))
     assert found is not None
     assert (found.origins[0].request_id, found.hits.tolist(), found.hit_s.tolist()) == ("early", [1], [30.0])
     for gone, number in zip(([12, 11, 10, 9], [4, 3], [8, 7, 6, 5], [2, 1]), (100, 200, 300, 400), strict=True):
@@ -204,7 +204,7 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     verification.run(stopping)
     assert verification.reason() is None
     assert second.present() == {1, 2, 4}
-    assert second.manager.counts().unverified == 0
+    assert second.manager.inventory.counts().unverified == 0
     assert second.manager.leaving.counts.by_reason == {"failed_verification": 1}
     assert second.store.journal.flush(DEADLINE_S)
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
