@@ -155,7 +155,7 @@ def warm_start(
         rows = KeptRows.none()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
     note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
-    manager.adopt(blocks, stale)
+    manager.recovered.adopt(blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
     if foreign_keys:
@@ -233,7 +233,7 @@ class BootVerification:
         start = 0
         num_bad = 0
         while not self._done and not stopping.is_set():
-            pin = self._manager.begin_verification(start)
+            pin = self._manager.recovered.begin_verification(start)
             if not len(pin):
                 self._file.note_boot()
                 self._done = True
@@ -244,6 +244,6 @@ class BootVerification:
             except Exception:  # noqa: BLE001 - what cannot be looked at goes, and the rest is looked at
                 _log.exception("%d slots cannot be verified, and are dropped", len(pin))
                 bad = pin.slots
-            self._manager.end_verification(pin, bad, time.time())
+            self._manager.recovered.end_verification(pin, bad, time.time())
             num_bad += len(bad)
             start = int(pin.slots[-1]) + 1

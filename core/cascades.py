@@ -72,7 +72,7 @@ class CascadeSide:
             doomed = [any(match.matches(origin) for match in self.resets) for origin in origins]
             slots = slots[~np.array(doomed, dtype=np.bool_)]
         # What an earlier process left may be damaged, and a tier would vouch for it.
-        unverified = self._manager.unverified(slots)
+        unverified = self._manager.recovered.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
         most_held = max(self._manager.num_slots // _SLOTS_SHARE, 1)

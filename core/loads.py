@@ -170,7 +170,7 @@ class LoadSide:
             self._drop_failed(ended, pin.slots, now_s)
         ok = intact and not ended.errors
         if ok:
-            self._manager.note_verified(pin)
+            self._manager.recovered.note_verified(pin)
             self.counts.blocks += job.num_blocks
             self.counts.bytes += ended.num_bytes
             self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
@@ -246,7 +246,7 @@ class LoadSide:
         self._lost.append((state, state.lost_load))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
-        verify = self._manager.unverified(pin.slots)
+        verify = self._manager.recovered.unverified(pin.slots)
         job = TransferJob(
             self._jobs.new_id(),
             Direction.LOAD,

@@ -17,17 +17,17 @@ from core.admission import Admission
 from core.arrays import counting
 from core.events import EventSink, EvictionReason, NullSink, Origin, ResetEvent, StoreBatch
 from core.eviction import EVICTION_POLICIES
-from core.grants import Offer, Pin
+from core.grants import Offer
 from core.inventory import Inventory
-from core.kept import KeptBlocks, PoolRecord
+from core.kept import PoolRecord
 from core.keys import Key
 from core.leaving import Leaving
 from core.marks import marks_of
 from core.missing import MissingKeys
 from core.operator_pins import OperatorPins
 from core.pins import Pins
-from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
+from core.recovered import Recovered
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotState, SlotTable
 from core.stats import EvictionCounts
@@ -83,6 +83,7 @@ class OffloadManager:
             self._sink,
             self.lock,
         )
+        self.recovered = Recovered(self.table, self.index, self.room, self.pins, self.leaving, self.lock)
 
     @property
     def num_slots(self) -> int:
@@ -218,45 +219,6 @@ class OffloadManager:
         with self.lock:
             return self.table.labels(slots)
 
-    # --- what an earlier process left -----------------------------------------------------------------------------
-
-    def adopt(self, blocks: KeptBlocks, stale: Slots) -> None:
-        """Begin with what an earlier process left; slots of the earlier process with wrong or no rows are `stale`.
-
-        Before anything else: raises `RuntimeError` once a slot was given out. In time proportional to all slots.
-        """
-        with self.lock:
-            if self.table.num_free < self.table.num_slots:
-                raise RuntimeError("blocks of an earlier process can only be taken over by an empty pool")
-            self.index.current.claim(blocks.keys, blocks.slots.tolist())
-            self.table.adopt(blocks, PRIORITY_CLASS[Priority.NORMAL])
-            self.table.dirty[stale] = True
-            self.room.policy.admit(blocks.slots)
-
-    def unverified(self, slots: Slots) -> Slots:
-        """Those of these slots whose bytes nobody has looked at since an earlier process wrote them."""
-        with self.lock:
-            return self.table.unverified_of(slots)
-
-    def begin_verification(self, start_slot: int) -> Pin:
-        """Pin the next slots to be verified, from `start_slot` on; none at the end.
-
-        Their bytes may be looked at until `end_verification`: a reset holds them until then.
-        """
-        with self.lock:
-            pin = self.pins.pin(self.table.unverified_from(start_slot, BATCH_SLOTS))
-            if len(pin):
-                self.pins.begin_reading(pin)
-            return pin
-
-    def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
-        """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""
-        with self.lock:
-            if pin.epoch == self.table.epoch:
-                self.leaving.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
-                self.table.end_unverified(pin.slots)
-            self.pins.end_reading(pin)
-
     # --- loads --------------------------------------------------------------------------------------------------
 
     def find_prefix(self, keys: Sequence[Key]) -> Slots:
@@ -268,12 +230,6 @@ class OffloadManager:
         """The slot of each key, -1 where it is not ready."""
         with self.lock:
             return np.array([-1 if slot is None else slot for slot in self.index.current.find(keys)], dtype=np.int64)
-
-    def note_verified(self, pin: Pin) -> None:
-        """All slots of a pin were loaded, and what had to be verified was."""
-        with self.lock:
-            if pin.epoch == self.table.epoch:
-                self.table.end_unverified(pin.slots)
 
     def note_origin(self, slots: Slots, origin: Origin) -> None:
         """Slots that are not published yet hold what this request once stored, whoever had it brought back."""

@@ -75,7 +75,7 @@ def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(policy: str) -> None:
     manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
-    manager.adopt(kept([5, 0, 7, 2]), NO_SLOTS)
+    manager.recovered.adopt(kept([5, 0, 7, 2]), NO_SLOTS)
     counts = manager.inventory.counts()
     assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
     assert manager.find_prefix([key(5), key(0), key(1)]).tolist() == [5, 0]
@@ -90,7 +90,7 @@ def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(
 def test_generations_and_epochs_go_on_where_they_were() -> None:
     record = Record()
     manager = OffloadManager(8, 64, record=record, epoch=3)
-    manager.adopt(kept([5, 0]), NO_SLOTS)
+    manager.recovered.adopt(kept([5, 0]), NO_SLOTS)
     slots = store(manager, [20])
     labels = manager.labels(slots)
     assert labels is not None
@@ -107,12 +107,12 @@ def test_only_an_empty_pool_takes_over() -> None:
     manager = OffloadManager(8, 64)
     store(manager, [1])
     with pytest.raises(RuntimeError, match="empty"):
-        manager.adopt(kept([5]), NO_SLOTS)
+        manager.recovered.adopt(kept([5]), NO_SLOTS)
 
 
 def test_rows_that_do_not_fit_are_written_again() -> None:
     manager = OffloadManager(8, 64)
-    manager.adopt(kept([5, 0]), np.array([0, 3]))
+    manager.recovered.adopt(kept([5, 0]), np.array([0, 3]))
     rows = manager.inventory.dirty_rows(10)
     assert rows is not None
     assert (rows.slots.tolist(), rows.live.tolist()) == ([0, 3], [True, False])
@@ -122,7 +122,7 @@ def test_rows_that_do_not_fit_are_written_again() -> None:
 def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
     record = Record()
     manager = OffloadManager(4, 64, record=record)
-    manager.adopt(kept([0, 1, 2, 3]), NO_SLOTS)
+    manager.recovered.adopt(kept([0, 1, 2, 3]), NO_SLOTS)
     store(manager, [20])
     assert record.voided == {(3, 103)}, "evicted"
     manager.leaving.drop_key(key(1), 1.0)
@@ -140,7 +140,7 @@ def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
 
 def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
     manager = OffloadManager(8, 64)
-    manager.adopt(kept([0, 1, 2], [Origin("a", "t1"), Origin("b", "t2"), Origin("")]), NO_SLOTS)
+    manager.recovered.adopt(kept([0, 1, 2], [Origin("a", "t1"), Origin("b", "t2"), Origin("")]), NO_SLOTS)
     manager.leaving.drop_matching(OriginMatch(tenant="t1").matches, 0, 1.0)
     assert present(manager, [0, 1, 2]) == [1]
 
@@ -148,19 +148,19 @@ def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
 def test_verification_drops_what_is_bad_and_ends() -> None:
     sink = Recorder()
     manager = OffloadManager(8, 64, sink=sink)
-    manager.adopt(kept([0, 1, 2, 3, 4]), NO_SLOTS)
+    manager.recovered.adopt(kept([0, 1, 2, 3, 4]), NO_SLOTS)
     loading = manager.pins.pin(manager.find_prefix([key(1), key(2)]))
     assert manager.pins.begin_load(loading, 1.0)
-    assert manager.unverified(loading.slots).tolist() == [1, 2]
-    pin = manager.begin_verification(0)
+    assert manager.recovered.unverified(loading.slots).tolist() == [1, 2]
+    pin = manager.recovered.begin_verification(0)
     assert pin.slots.tolist() == [0, 1, 2, 3, 4]
     store(manager, [20, 21, 22, 23, 24, 25])
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4], "nothing goes while it is looked at"
-    manager.end_verification(pin, np.array([1, 3]), 2.0)
+    manager.recovered.end_verification(pin, np.array([1, 3]), 2.0)
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 2, 4]
     assert not manager.pins.end_load(loading), "one of its slots is gone"
     assert manager.inventory.counts().unverified == 0
-    assert not len(manager.begin_verification(0))
+    assert not len(manager.recovered.begin_verification(0))
     failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
     assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
     assert manager.leaving.counts.by_reason == {"failed_verification": 2}
@@ -169,11 +169,11 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
 
 def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
     manager = OffloadManager(8, 64)
-    manager.adopt(kept([0, 1]), NO_SLOTS)
-    pin = manager.begin_verification(0)
+    manager.recovered.adopt(kept([0, 1]), NO_SLOTS)
+    pin = manager.recovered.begin_verification(0)
     manager.reset(NO_SLOTS, 1.0)
     slots = store(manager, [20, 21])
-    manager.end_verification(pin, pin.slots, 2.0)
+    manager.recovered.end_verification(pin, pin.slots, 2.0)
     assert present(manager, [20, 21]) == [20, 21]
     assert len(slots) == 2
     assert manager.inventory.counts().free == 6
@@ -206,10 +206,10 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
 def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends() -> None:
     """Freed at once, they could leave the pool with their memory while somebody reads it."""
     manager = OffloadManager(8, 64)
-    manager.adopt(kept([0, 1, 4, 5]), NO_SLOTS)
+    manager.recovered.adopt(kept([0, 1, 4, 5]), NO_SLOTS)
     loading = manager.pins.pin(manager.find_prefix([key(1)]))
     assert manager.pins.begin_load(loading, 1.0)
-    pin = manager.begin_verification(0)
+    pin = manager.recovered.begin_verification(0)
     resize = PoolResize(manager, 4)
     manager.reset(loading.slots, 1.0)
     manager.reset(loading.slots, 1.0)
@@ -219,7 +219,7 @@ def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends(
         now_s += 1.0
         assert resize.step(now_s) is not Todo.MEMORY
     assert not set(store(manager, range(20, 28))) & set(pin.slots.tolist())
-    manager.end_verification(pin, pin.slots, now_s)
+    manager.recovered.end_verification(pin, pin.slots, now_s)
     while resize.step(now_s) is not Todo.MEMORY:
         continue
     assert resize.memory_slots == 4
