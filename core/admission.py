@@ -47,7 +47,7 @@ class Admission:
         self._threshold = threshold
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `OffloadManager.plan_size`. Offers that come meanwhile are not counted."""
+        """See `core.resize.plan_size`. Offers that come meanwhile are not counted."""
         old = self._filter
         resized = None if old is None else old.resized(num_slots)
 

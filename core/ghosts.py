@@ -82,7 +82,7 @@ class Ghosts(Generic[R]):
             self._flush()
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
-        """See `OffloadManager.plan_size`. Ghosts that come meanwhile are forgotten."""
+        """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
         bits = _bits_for(num_keys)
         shift, old, old_seconds = np.uint64(64 - bits), self._table, self._seconds
         if len(old) == 1 << bits:

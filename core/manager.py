@@ -8,7 +8,7 @@ and policies of requests are the scheduler's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from core.pins import Pins
 from core.pool_index import PoolIndex
 from core.recovered import Recovered
 from core.room import Room
-from core.slots import BATCH_SLOTS, SlotState, SlotTable
+from core.slots import BATCH_SLOTS, SlotTable
 from core.stats import EvictionCounts
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -268,38 +268,6 @@ class OffloadManager:
             raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
         with self.lock:
             return self.room.exchange_policy(name, BATCH_SLOTS)
-
-    # --- growing and shrinking ----------------------------------------------------------------------------------
-
-    def plan_size(self, num_slots: int) -> Callable[[], list[object]]:
-        """Allocate what another number of slots takes, off the lock.
-
-        What is returned puts it in force, under the lock and in O(1), and returns what is to be freed behind the lock.
-        """
-        plans = [
-            self.room.plan_size(num_slots),
-            self.admission.plan_size(num_slots),
-            self.missing.plan_size(num_slots),
-        ]
-        return lambda: [put_in_force() for put_in_force in plans]
-
-    def grow(self, end_slot: int) -> None:
-        """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""
-        with self.lock:
-            self.table.grow(end_slot)
-            self.room.version += 1
-
-    def empty_slots(self, start: int, end: int, now_s: float, *, in_use: bool) -> Slots:
-        """Retire those of a batch of leaving slots that nobody uses, and say which are left.
-
-        With `in_use` those that are pinned are dropped, too: they can be found no more, and are left until the last
-        pin or transfer on them ends. No byte of a slot that is read or written is touched in any case.
-        """
-        with self.lock:
-            table = self.table
-            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            self.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
-            return table.retire(start, end)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

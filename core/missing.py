@@ -72,7 +72,7 @@ class MissingKeys:
             self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `OffloadManager.plan_size`."""
+        """See `core.resize.plan_size`."""
         plans = [self._gone.plan_size(2 * num_slots), self._kept_out.plan_size(num_slots)]
         return lambda: [put_in_force() for put_in_force in plans]
 

@@ -11,11 +11,14 @@ Another size may be asked for at any moment. Nothing that is in memory moves, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
+from core.events import EvictionReason
 from core.keys import Key
 from core.manager import OffloadManager
-from core.slots import BATCH_SLOTS
+from core.slots import BATCH_SLOTS, SlotState
+from core.transfers import Slots
 
 PATIENCE_S = 5.0
 """How long slots that are pinned are waited for. After that their blocks can be found no more, so that it comes to an
@@ -131,12 +134,13 @@ class PoolResize:
             self._resize_columns(wanted)
         if manager.index.spread(wanted):
             return Todo.AGAIN
-        manager.grow(min(end, table.num_slots + BATCH_SLOTS))
+        with manager.lock:
+            manager.room.grow(min(end, table.num_slots + BATCH_SLOTS))
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
         manager, table = self._manager, self._manager.table
-        plan = manager.plan_size(wanted)
+        plan = plan_size(manager, wanted)
         with manager.lock:
             replaced = plan()
             table.shrink(wanted)
@@ -158,7 +162,7 @@ class PoolResize:
         if self._look_from < self._look_to:
             start, end = self._look_from, min(self._look_from + BATCH_SLOTS, self._look_to)
             in_use = now_s - self._since_s > PATIENCE_S
-            left = manager.empty_slots(start, end, now_s, in_use=in_use)
+            left = self._retire(start, end, now_s, in_use=in_use)
             if len(left):
                 self._first_in_use = int(left[0]) if self._first_in_use < 0 else self._first_in_use
                 self._last_in_use = int(left[-1])
@@ -174,14 +178,35 @@ class PoolResize:
             return self._ask_for(end)
         return Todo.LATER
 
+    def _retire(self, start: int, end: int, now_s: float, *, in_use: bool) -> Slots:
+        """Retire those of a batch of leaving slots that nobody uses, and say which are left.
+
+        With `in_use` those that are pinned are dropped, too: they can be found no more, and are left until the last
+        pin or transfer on them ends. No byte of a slot that is read or written is touched in any case.
+        """
+        manager, table = self._manager, self._manager.table
+        with manager.lock:
+            ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
+            manager.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
+            return table.retire(start, end)
+
     def _look_again(self, start: int, end: int) -> None:
         self._look_from, self._look_to = start, end
         self._first_in_use = self._last_in_use = -1
 
     def _resize_columns(self, num_slots: int) -> None:
         """Whatever remembers in proportion to the slots does so from now on for another number of them."""
-        plan = self._manager.plan_size(num_slots)
+        plan = plan_size(self._manager, num_slots)
         with self._manager.lock:
             replaced = plan()
         del replaced
         self._planned = num_slots
+
+
+def plan_size(manager: OffloadManager, num_slots: int) -> Callable[[], list[object]]:
+    """Allocate what another number of slots takes, off the lock.
+
+    What is returned puts it in force, under the lock and in O(1), and returns what is to be freed behind the lock.
+    """
+    plans = [part.plan_size(num_slots) for part in (manager.room, manager.admission, manager.missing)]
+    return lambda: [put_in_force() for put_in_force in plans]

@@ -62,6 +62,11 @@ class Room:
         self._table.give_back(slots)
         self.version += 1
 
+    def grow(self, end_slot: int) -> None:
+        """Give out slots up to this one, a batch more than before at most. Their memory has to be there."""
+        self._table.grow(end_slot)
+        self.version += 1
+
     def exchange_policy(self, name: str, limit: int) -> bool:
         """Move on to another policy, with the order of the candidates as it is; True while there is more to do.
 
@@ -82,7 +87,7 @@ class Room:
         return False
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `OffloadManager.plan_size`."""
+        """See `core.resize.plan_size`."""
         plans = {name: policy.plan_size(num_slots) for name, policy in list(self._known.items())}
 
         def put_in_force() -> object:

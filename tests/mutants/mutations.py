@@ -1246,9 +1246,9 @@ MUTATIONS = (
         "a shrink drops what is pinned at once",
         13,
         "slots in use are waited for",
-        "core/manager.py",
-        "self.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)",
-        "self.leaving.drop(ready, EvictionReason.SHRINK, now_s)",
+        "core/resize.py",
+        "manager.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)",
+        "manager.leaving.drop(ready, EvictionReason.SHRINK, now_s)",
         (RESIZE + "test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go",),
     ),
     Mutation(
