@@ -1,8 +1,8 @@
 """The offload manager: which slot a block gets, who must go for it, and what can be found.
 
-It owns the slot table, the index, the eviction policy and the one lock. Everything it does for the engine is a batch
-under that lock, with no I/O, no logging and no work in proportion to the pool. It knows keys and slots; requests, jobs
-and policies of requests are the scheduler's.
+It makes the parts that a pool consists of, and has the one lock. Everything that it and they do for the engine is a
+batch under that lock, with no I/O, no logging and no work in proportion to the pool. They know keys and slots;
+requests, jobs and policies of requests are the scheduler's.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class OffloadManager:
         self.room = Room(self.table, eviction_policy)
         self.pins = Pins(self.table, self.room, self.lock)
         self.admission = Admission(num_slots, store_threshold)
-        self._sink = sink if sink is not None else NullSink()
+        self.sink = sink if sink is not None else NullSink()
+        """Where core says what it did."""
         self._record = record
         evictions = EvictionCounts()
-        self.missing = MissingKeys(num_slots, self.index, evictions, self._sink, self.lock)
+        self.missing = MissingKeys(num_slots, self.index, evictions, self.sink, self.lock)
         self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.lock, max_pinned_fraction)
         self.inventory = Inventory(self.table, self.index, self.room, self.pins, self.operator_pins, self.lock)
         self.leaving = Leaving(
@@ -80,7 +81,7 @@ class OffloadManager:
             self.missing,
             evictions,
             record,
-            self._sink,
+            self.sink,
             self.lock,
         )
         self.recovered = Recovered(self.table, self.index, self.room, self.pins, self.leaving, self.lock)
@@ -94,11 +95,6 @@ class OffloadManager:
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         return self.table.slot_bytes
-
-    @property
-    def sink(self) -> EventSink:
-        """Where core says what it did."""
-        return self._sink
 
     @property
     def epoch(self) -> int:
@@ -193,7 +189,7 @@ class OffloadManager:
             self.touch(chain)
             self.room.version += 1
             if keys:
-                self._sink.stored(StoreBatch(now_s, self.table.origins[slots[0]], keys))
+                self.sink.stored(StoreBatch(now_s, self.table.origins[slots[0]], keys))
             return len(slots)
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -255,7 +251,7 @@ class OffloadManager:
             self.operator_pins.begin_epoch()
             self.room.version += 1
             self.leaving.count(EvictionReason.RESET, dropped)
-            self._sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+            self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
             return dropped
 
     def switch_policy(self, name: str) -> bool:
