@@ -21,9 +21,8 @@ from app.api.rule_models import NamedRuleBody, match_to_wire, rule_to_wire
 from app.api.times import rfc3339
 from app.event_feed import EventFeed, EventType
 from app.store import OverrideRecord, RuleRecord, Store, StoreUnavailable
-from core.policy import MAX_OVERRIDES, Override
+from core.policy import MAX_OVERRIDES, Override, PolicyBook
 from core.rules import MAX_RULES, Rule
-from core.scheduler import OffloadScheduler
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +51,9 @@ class KeptPolicies:
     `StoreUnavailable` means that nothing was changed.
     """
 
-    def __init__(self, store: Store, scheduler: OffloadScheduler, feed: EventFeed) -> None:
+    def __init__(self, store: Store, policies: PolicyBook, feed: EventFeed) -> None:
         self._store = store
-        self._scheduler = scheduler
+        self._policies = policies
         self._feed = feed
         self._lock = threading.Lock()
 
@@ -68,19 +67,19 @@ class KeptPolicies:
         for rule in rules[MAX_RULES:]:
             _log.warning("the rule %r is left out: there are more than %d", rule.name, MAX_RULES)
         for override in overrides:
-            self._scheduler.set_override(override)
+            self._policies.set_override(override)
         for rule in rules[:MAX_RULES]:
-            self._scheduler.put_rule(rule)
+            self._policies.put_rule(rule)
         return Kept(len(overrides), len(rules[:MAX_RULES]))
 
     def set_override(self, override: Override, now_s: float) -> None:
         """Set the policy of one request id, in place of what was set for it. Raises `TooManyError`."""
         wire = patch_to_wire(override.patch)
         with self._turn():
-            if not self._scheduler.may_override(override.request_id):
+            if not self._policies.may_override(override.request_id):
                 raise TooManyError(f"there are {MAX_OVERRIDES:,} overrides already: take some away, or let them end")
             self._store.intents.save_override(override.request_id, wire, now_s, override.expires_s)
-            self._scheduler.set_override(override)
+            self._policies.set_override(override)
         what = {"request": override.request_id, "policy": wire, "expires_at": rfc3339(override.expires_s)}
         self._tell(EventType.OVERRIDE, "set", what, now_s)
 
@@ -88,7 +87,7 @@ class KeptPolicies:
         """Take an override away; False if there was none."""
         with self._turn():
             was_kept = self._store.intents.delete_override(request_id)
-            was_set = self._scheduler.drop_override(request_id)
+            was_set = self._policies.drop_override(request_id)
         if was_set:
             self._tell(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
         return was_kept or was_set
@@ -113,7 +112,7 @@ class KeptPolicies:
         """Take a rule away; False if there was none."""
         with self._turn():
             was_kept = self._store.intents.delete_rule(name)
-            was_set = self._scheduler.drop_rule(name)
+            was_set = self._policies.drop_rule(name)
         if was_set:
             self._tell(EventType.RULE, "removed", {"rule": {"name": name}}, now_s)
         return was_kept or was_set
@@ -123,19 +122,19 @@ class KeptPolicies:
         with self._turn():
             overrides = [
                 OverrideRecord(override.request_id, patch_to_wire(override.patch), now_s, override.expires_s)
-                for override in self._scheduler.list_overrides()
+                for override in self._policies.overrides()
             ]
-            rules = [_record(rule) for rule in self._scheduler.list_rules()]
+            rules = [_record(rule) for rule in self._policies.rules()]
             self._store.intents.replace_policies(overrides, rules)
 
     def _keep(self, rule: Rule) -> None:
-        if not self._knows(rule.name) and len(self._scheduler.list_rules()) >= MAX_RULES:
+        if not self._knows(rule.name) and len(self._policies.rules()) >= MAX_RULES:
             raise TooManyError(f"there are {MAX_RULES} rules already: take one away, or make one glob out of several")
         self._store.intents.save_rule(_record(rule))
-        self._scheduler.put_rule(rule)
+        self._policies.put_rule(rule)
 
     def _knows(self, name: str) -> bool:
-        return any(rule.name == name for rule in self._scheduler.list_rules())
+        return any(rule.name == name for rule in self._policies.rules())
 
     def _tell(self, type_: EventType, change: str, what: dict[str, Any], now_s: float) -> None:
         self._feed.changed(type_, {"change": change, **what}, now_s)

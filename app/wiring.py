@@ -272,7 +272,7 @@ class Process:
         )
         self.scheduler = OffloadScheduler(
             self.manager,
-            PolicyBook(settings.request_policy(), settings.request_policy_sources()),
+            PolicyBook(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
             NoDevice() if self.engine is None else self.engine.pool,
             self._host.layout,
             choice=LoadOrCompute(settings.load_decision),
@@ -282,7 +282,7 @@ class Process:
             tiers=tiers,
         )
         self._closers.append(lambda: self.scheduler.close_tiers(time.time()))
-        self.policies = KeptPolicies(self.store, self.scheduler, self.feed)
+        self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
         if self.engine is not None:
             self._attach(settings, pool)
         self._pool_size = PoolSize(

@@ -83,7 +83,7 @@ class Arm:
         )
         self.scheduler = OffloadScheduler(
             self.manager,
-            PolicyBook(RequestPolicy(), {}),
+            PolicyBook(RequestPolicy(), {}, self.manager.lock),
             engine.pool,
             GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
             choice=LoadOrCompute(LoadDecision.ALWAYS),

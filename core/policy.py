@@ -6,11 +6,13 @@ matching rule > runtime default > settings. `PolicyBook` holds those sources and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from threading import RLock
 from typing import Any
 
+from core.events import Origin
 from core.expiry import Expiries
 from core.rules import Rule, RuleSubject
 
@@ -150,11 +152,16 @@ class Override:
 
 @dataclass(slots=True)
 class PolicyBook:
-    """Every source of policy, and the one place that settles a request's fields. Guarded by the manager's lock."""
+    """Every source of policy, and the one place that settles a request's fields.
+
+    What operators see and set takes the lock itself, which is the manager's; the rest says that it does not.
+    """
 
     settings: RequestPolicy
     settings_sources: Mapping[str, str]
+    lock: RLock
     version: int = 0
+    """Raised by each change that may concern a request."""
     _runtime: dict[str, Any] = field(default_factory=dict)
     _rules: tuple[Rule, ...] = ()
     _rules_version: int = 0
@@ -163,33 +170,38 @@ class PolicyBook:
 
     def defaults(self) -> EffectivePolicy:
         """Settings with the runtime defaults over them."""
-        sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
-        sources.update(dict.fromkeys(self._runtime, "runtime"))
-        return EffectivePolicy(replace(self.settings, **self._runtime), sources)
+        with self.lock:
+            sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
+            sources.update(dict.fromkeys(self._runtime, "runtime"))
+            return EffectivePolicy(replace(self.settings, **self._runtime), sources)
 
     def set_runtime(self, patch: PolicyPatch, removed: Iterable[str] = ()) -> None:
         """Lay runtime defaults over the settings; `removed` fields fall back to the settings."""
-        self._runtime.update(patch)
-        for name in removed:
-            self._runtime.pop(name, None)
-        self.version += 1
+        with self.lock:
+            self._runtime.update(patch)
+            for name in removed:
+                self._runtime.pop(name, None)
+            self.version += 1
 
     def rules(self) -> tuple[Rule, ...]:
         """All rules, in the order in which they are tried."""
-        return self._rules
+        with self.lock:
+            return self._rules
 
     def put_rule(self, rule: Rule) -> None:
-        """Add a rule, in place of the one of its name if there is one."""
-        others = [one for one in self._rules if one.name != rule.name]
-        self._set_rules((*others, rule))
+        """Add a rule, in place of the one of its name if there is one; blocks not yet answered follow."""
+        with self.lock:
+            others = [one for one in self._rules if one.name != rule.name]
+            self._set_rules((*others, rule))
 
     def drop_rule(self, name: str) -> bool:
         """Take a rule away; False if there is none of this name."""
-        others = tuple(one for one in self._rules if one.name != name)
-        if len(others) == len(self._rules):
-            return False
-        self._set_rules(others)
-        return True
+        with self.lock:
+            others = tuple(one for one in self._rules if one.name != name)
+            if len(others) == len(self._rules):
+                return False
+            self._set_rules(others)
+            return True
 
     def _set_rules(self, rules: tuple[Rule, ...]) -> None:
         self._rules = tuple(sorted(rules, key=lambda rule: rule.place))
@@ -198,36 +210,50 @@ class PolicyBook:
 
     def may_override(self, request_id: str) -> bool:
         """Whether there is room for an override of this id, of which there are at most `MAX_OVERRIDES`."""
-        return request_id in self._overrides or len(self._overrides) < MAX_OVERRIDES
+        with self.lock:
+            return request_id in self._overrides or len(self._overrides) < MAX_OVERRIDES
 
     def set_override(self, override: Override) -> None:
-        """Replace what was set for this request id."""
-        self._overrides[override.request_id] = override
-        self._expiries.set(override.request_id, override.expires_s)
-        self.version += 1
+        """Replace what was set for this request id, before it arrives or while it runs."""
+        with self.lock:
+            self._overrides[override.request_id] = override
+            self._expiries.set(override.request_id, override.expires_s)
+            self.version += 1
 
     def drop_override(self, request_id: str) -> bool:
         """Take an override away; False if there was none."""
-        if self._overrides.pop(request_id, None) is None:
-            return False
-        self._expiries.discard(request_id)
-        self.version += 1
-        return True
+        with self.lock:
+            if self._overrides.pop(request_id, None) is None:
+                return False
+            self._expiries.discard(request_id)
+            self.version += 1
+            return True
 
     def override(self, request_ids: Iterable[str], now_s: float) -> Override | None:
         """The live override of the first of these ids that has one."""
-        for request_id in request_ids:
-            found = self._overrides.get(request_id)
-            if found is not None and found.expires_s > now_s:
-                return found
-        return None
+        with self.lock:
+            for request_id in request_ids:
+                found = self._overrides.get(request_id)
+                if found is not None and found.expires_s > now_s:
+                    return found
+            return None
 
     def overrides(self) -> list[Override]:
         """All overrides, also those whose time is just over."""
-        return list(self._overrides.values())
+        with self.lock:
+            return list(self._overrides.values())
+
+    def expected(self, request_ids: Sequence[str], now_s: float) -> EffectivePolicy:
+        """What would hold for a request that goes by these ids if it came now, as far as its ids settle that."""
+        origin = Origin(request_ids[0], aliases=tuple(request_ids[1:]))
+        with self.lock:
+            return self.settle(RuleSubject(origin), {}, now_s)
 
     def expire(self, now_s: float) -> int:
-        """Drop overrides whose time is over, a bounded number a call, and say how many; O(1) when there are none."""
+        """Drop overrides whose time is over, a bounded number a call, and say how many; O(1) when there are none.
+
+        Called under the lock.
+        """
         due = self._expiries.pop_due(now_s, _EXPIRE_AT_ONCE)
         for request_id in due:
             del self._overrides[request_id]
@@ -237,7 +263,7 @@ class PolicyBook:
     def settle(
         self, subject: RuleSubject, request_patch: PolicyPatch, now_s: float, before: EffectivePolicy | None = None
     ) -> EffectivePolicy:
-        """The effective policy of a request that sent `request_patch`.
+        """The effective policy of a request that sent `request_patch`. Called under the lock.
 
         `before` is what this returned for the same request last: rules are tried again only if they changed since.
         """

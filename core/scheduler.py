@@ -28,17 +28,14 @@ from core.origins import OriginMatch
 from core.patience import Patience
 from core.policy import (
     REQUEST_FIELDS_DEFAULT,
-    EffectivePolicy,
     IgnoredField,
-    Override,
     PolicyBook,
-    PolicyPatch,
     parse_request_fields,
 )
 from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
 from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
-from core.rules import Rule, RuleSubject
+from core.rules import RuleSubject
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
 from core.tier_links import TierInquiry
@@ -105,7 +102,7 @@ class OffloadScheduler:
         self.manager = manager
         self.layout = layout
         self.choice = choice if choice is not None else LoadOrCompute()
-        self._policies = policies
+        self.policies = policies
         self._request_fields = tuple(request_fields)
         self._requests = RequestTable(num_recent_requests)
         self._jobs = JobTable(num_workers)
@@ -143,8 +140,8 @@ class OffloadScheduler:
                 groups=tuple(GroupProgress(group) for group in self.layout.groups),
                 origin=origin,
                 patch=patch,
-                policy=self._policies.settle(_subject(request, origin), patch, now_s),
-                policy_version=self._policies.version,
+                policy=self.policies.settle(_subject(request, origin), patch, now_s),
+                policy_version=self.policies.version,
             )
             unfinished = self._requests.get(request.request_id)
             if unfinished is not None:
@@ -317,63 +314,6 @@ class OffloadScheduler:
             found = self._requests.find(request_id)
             return None if found is None else self._view(found, now_s)
 
-    def policy_defaults(self) -> EffectivePolicy:
-        """The policy of a request that nothing else is said about."""
-        with self.manager.lock:
-            return self._policies.defaults()
-
-    def set_runtime_policy(self, patch: PolicyPatch, removed: Sequence[str] = ()) -> EffectivePolicy:
-        """Lay runtime defaults over the settings, or take them away; blocks not yet answered follow."""
-        with self.manager.lock:
-            self._policies.set_runtime(patch, removed)
-            return self._policies.defaults()
-
-    def may_override(self, request_id: str) -> bool:
-        """Whether there is room for an override of this id."""
-        with self.manager.lock:
-            return self._policies.may_override(request_id)
-
-    def set_override(self, override: Override) -> None:
-        """Set the policy of a request by its id, before it arrives or while it runs."""
-        with self.manager.lock:
-            self._policies.set_override(override)
-
-    def drop_override(self, request_id: str) -> bool:
-        """Take an override away; False if there was none."""
-        with self.manager.lock:
-            return self._policies.drop_override(request_id)
-
-    def find_override(self, request_id: str, now_s: float) -> Override | None:
-        """The live override of this very id."""
-        with self.manager.lock:
-            return self._policies.override((request_id,), now_s)
-
-    def list_overrides(self) -> list[Override]:
-        """All overrides that were set and not taken away."""
-        with self.manager.lock:
-            return self._policies.overrides()
-
-    def expected_policy(self, request_ids: Sequence[str], now_s: float) -> EffectivePolicy:
-        """What would hold for a request that goes by these ids if it came now, as far as its ids settle that."""
-        origin = Origin(request_ids[0], aliases=tuple(request_ids[1:]))
-        with self.manager.lock:
-            return self._policies.settle(RuleSubject(origin), {}, now_s)
-
-    def list_rules(self) -> tuple[Rule, ...]:
-        """All rules, in the order in which they are tried."""
-        with self.manager.lock:
-            return self._policies.rules()
-
-    def put_rule(self, rule: Rule) -> None:
-        """Add a rule, or put it in place of the one of its name; blocks not yet answered follow."""
-        with self.manager.lock:
-            self._policies.put_rule(rule)
-
-    def drop_rule(self, name: str) -> bool:
-        """Take a rule away; False if there is none of this name."""
-        with self.manager.lock:
-            return self._policies.drop_rule(name)
-
     def expire(self, now_s: float) -> None:
         """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""
         with self.manager.lock:
@@ -490,7 +430,7 @@ class OffloadScheduler:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _expire(self, now_s: float) -> None:
-        self._policies.expire(now_s)
+        self.policies.expire(now_s)
         self.manager.operator_pins.expire(now_s)
 
     def _log_tiers(self) -> None:
@@ -517,10 +457,10 @@ class OffloadScheduler:
     def _settle(self, state: RequestState, now_s: float) -> None:
         """Bring a request's policy up to date, and note the time for what is done under it."""
         state.now_s = now_s
-        if state.policy_version != self._policies.version:
+        if state.policy_version != self.policies.version:
             subject = _subject(state.request, state.origin)
-            state.policy = self._policies.settle(subject, state.patch, now_s, state.policy)
-            state.policy_version = self._policies.version
+            state.policy = self.policies.settle(subject, state.patch, now_s, state.policy)
+            state.policy_version = self.policies.version
 
     def _end_step(self, now_s: float) -> None:
         """An engine plans its next step once it has computed the last: the time between is what prefill took."""

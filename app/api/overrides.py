@@ -39,7 +39,7 @@ def overrides_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
             raise unknown_request(request_id)
         if view is None or (override is not None and view.phase is RequestPhase.FINISHED):
             # What would hold if it came now: a finished request's own policy is history.
-            effective = scheduler.expected_policy(ids_of(request_id, view), now_s)
+            effective = scheduler.policies.expected(ids_of(request_id, view), now_s)
         else:
             effective = view.policy
         return {**view_fields(effective), "id": request_id, "override": show_override(override)}

@@ -21,15 +21,15 @@ def policy_router(context: AdminContext) -> APIRouter:
     @router.get("", summary="The policy of a request that nothing else settles", response_model=PolicyView)
     def get_policy() -> dict[str, Any]:
         """Field by field: the value, and what set it: `default`, `env`, `file`, `connector` or `runtime`."""
-        return view_fields(scheduler.policy_defaults())
+        return view_fields(scheduler.policies.defaults())
 
     @router.patch("", summary="Change the runtime defaults", response_model=PolicyView, dependencies=[WRITE_AHEAD])
     def patch_policy(body: Annotated[PolicyBody, Body()]) -> dict[str, Any]:
         """Null gives a field back to the settings. Applies to blocks not yet offered; forgotten at the next start."""
         patch, removed = body.patch(), body.removed()
-        scheduler.set_runtime_policy(patch, removed)
+        scheduler.policies.set_runtime(patch, removed)
         context.wake()
         context.feed.changed(EventType.POLICY, {"set": patch_to_wire(patch), "removed": removed}, time.time())
-        return view_fields(scheduler.policy_defaults())
+        return view_fields(scheduler.policies.defaults())
 
     return router

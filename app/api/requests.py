@@ -70,8 +70,7 @@ def ids_of(request_id: str, view: RequestView | None) -> tuple[str, ...]:
 
 def find_override(context: AdminContext, request_id: str, view: RequestView | None, now_s: float) -> Override | None:
     """The override that covers a request: by its exact id, else by the next that it goes by, as core settles it."""
-    found = (context.scheduler.find_override(one, now_s) for one in ids_of(request_id, view))
-    return next((override for override in found if override is not None), None)
+    return context.scheduler.policies.override(ids_of(request_id, view), now_s)
 
 
 def _show(view: RequestView, override: Override | None) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _show_expected(context: AdminContext, override: Override, now_s: float) -> d
         "num_output_tokens": None,
         "tenant": None,
         "lora": None,
-        "policy": view_fields(context.scheduler.expected_policy((override.request_id,), now_s)),
+        "policy": view_fields(context.scheduler.policies.expected((override.request_id,), now_s)),
         "override": show_override(override),
         "prompt_tokens": asdict(PromptTokens()),
         "missed_tokens": asdict(MissedTokens()),

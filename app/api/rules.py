@@ -34,7 +34,7 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
     def list_rules(limit: Limit = 100, cursor: Cursor = None) -> Page[RuleView]:
         """The first rule that matches a request is the only one that counts for it."""
-        rules = scheduler.list_rules()
+        rules = scheduler.policies.rules()
         start = 0
         if cursor is not None:
             with refused_cursor():
@@ -71,7 +71,7 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     @router.get("/{name}", summary="One rule", response_model=RuleView, response_model_exclude_unset=True)
     def get_rule(name: Name) -> dict[str, Any]:
         """404 if there is none of this name."""
-        for rule in scheduler.list_rules():
+        for rule in scheduler.policies.rules():
             if rule.name == name:
                 return rule_to_wire(rule)
         raise _unknown(name)

@@ -116,7 +116,8 @@ class LoopEngine:
         self.manager = OffloadManager(num_slots, BLOCK_BYTES, sink=sink, max_pinned_fraction=max_pinned_fraction)
         sources = {"offload_prompt_only": "env"}
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-        self.scheduler = OffloadScheduler(self.manager, PolicyBook(RequestPolicy(), sources), self, layout)
+        policies = PolicyBook(RequestPolicy(), sources, self.manager.lock)
+        self.scheduler = OffloadScheduler(self.manager, policies, self, layout)
         self._pool = HostPool(num_slots, BLOCK_BYTES)
         self._device = np.zeros((DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._wake = threading.Event()

@@ -135,7 +135,7 @@ def start_service(
     )
     feed = EventFeed(store.journal)
     engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction)
-    policies = KeptPolicies(store, engine.scheduler, feed)
+    policies = KeptPolicies(store, engine.scheduler.policies, feed)
     policies.load(time.time())
     store.start(engine.manager.inventory)
     closing = ClosingFlag()

@@ -276,7 +276,7 @@ def test_any_printable_id_works(fresh: Service, request_id: str) -> None:
         assert client.get(url).status_code == 404
         assert client.put(url + "/policy", json={"store": False}).json()["id"] == request_id
         assert client.get(url).json()["id"] == request_id
-        assert fresh.engine.scheduler.find_override(request_id, 0.0) is not None
+        assert fresh.engine.scheduler.policies.override((request_id,), 0.0) is not None
         assert client.delete(url + "/policy").status_code == 204
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import RLock
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +44,7 @@ SUBJECT = RuleSubject(Origin("id", aliases=("alias",)))
 def test_the_strongest_source_that_names_a_field_settles_it(
     settings, runtime, rule, request, override, expired
 ) -> None:
-    book = PolicyBook(RequestPolicy(**settings), dict.fromkeys(settings, "env"))
+    book = PolicyBook(RequestPolicy(**settings), dict.fromkeys(settings, "env"), RLock())
     book.set_runtime(runtime)
     book.put_rule(Rule("one", 0, RuleMatch(), rule))
     book.set_override(Override("alias", override, 5.0))
@@ -63,7 +65,7 @@ def test_the_strongest_source_that_names_a_field_settles_it(
 
 
 def test_the_exact_id_is_asked_before_its_aliases() -> None:
-    book = PolicyBook(RequestPolicy(), {})
+    book = PolicyBook(RequestPolicy(), {}, RLock())
     book.set_override(Override("alias", {"store": False}, 9.0))
     book.set_override(Override("id", {"load": False}, 9.0))
     settled = book.settle(SUBJECT, {}, 1.0)
@@ -71,7 +73,7 @@ def test_the_exact_id_is_asked_before_its_aliases() -> None:
 
 
 def test_an_override_that_was_renewed_outlives_its_first_time() -> None:
-    book = PolicyBook(RequestPolicy(), {})
+    book = PolicyBook(RequestPolicy(), {}, RLock())
     book.set_override(Override("id", {"store": False}, 5.0))
     book.set_override(Override("id", {"store": False}, 9.0))
     version = book.version
@@ -104,7 +106,7 @@ def test_more_fields_can_be_allowed_and_are_checked_alike() -> None:
 
 
 def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:
-    book = PolicyBook(RequestPolicy(), {})
+    book = PolicyBook(RequestPolicy(), {}, RLock())
     for number in range(5000):
         book.set_override(Override("id", {}, 100.0 + number))
     assert len(book._expiries) < 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from threading import RLock
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ SUBJECT = RuleSubject(Origin("id", tenant="0123456789abcdef", lora="sql", aliase
 
 
 def book_of(*rules: Rule) -> PolicyBook:
-    book = PolicyBook(RequestPolicy(), {})
+    book = PolicyBook(RequestPolicy(), {}, RLock())
     for rule in rules:
         book.put_rule(rule)
     return book
@@ -153,4 +154,4 @@ def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
     stored = engine.offload.snapshot().store.stored
     assert 0 < stored < 10
     engine.drop_rule("none")
-    assert engine.offload.expected_policy(("r1",), 1.0).policy.store
+    assert engine.offload.policies.expected(("r1",), 1.0).policy.store

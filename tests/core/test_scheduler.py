@@ -153,7 +153,7 @@ def test_an_override_reaches_a_request_by_an_alias(engine: ToyEngine) -> None:
 
 def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEngine) -> None:
     engine.set_runtime({"max_offload_tokens": 4})
-    assert engine.offload.policy_defaults().sources["max_offload_tokens"] == "runtime"
+    assert engine.offload.policies.defaults().sources["max_offload_tokens"] == "runtime"
     engine.add(request("capped", 5))
     engine.run()
     engine.set_runtime({}, ["max_offload_tokens"])

@@ -184,7 +184,7 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
     manager = OffloadManager(8, BLOCK_BYTES, record=record)
     device = Device(8)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-    scheduler = OffloadScheduler(manager, PolicyBook(RequestPolicy(), {}), device, layout)
+    scheduler = OffloadScheduler(manager, PolicyBook(RequestPolicy(), {}, manager.lock), device, layout)
     for tenant in range(2):
         table = device.take(3)
         assert table is not None

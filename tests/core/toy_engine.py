@@ -66,7 +66,7 @@ class ToyEngine(ToySchedule):
             num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, max_slots=max_slots
         )
         self.resize = PoolResize(self.manager, extent_slots, num_workers)
-        self.policies = PolicyBook(settings or RequestPolicy(), {})
+        self.policies = PolicyBook(settings or RequestPolicy(), {}, self.manager.lock)
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
@@ -286,13 +286,13 @@ class ToyEngine(ToySchedule):
     def set_override(self, override: Override) -> None:
         """Set a request's policy."""
         self.ledger.policies.overrides[override.request_id] = override
-        self.offload.set_override(override)
+        self.offload.policies.set_override(override)
         self.ledger.grant_all()
 
     def drop_override(self, request_id: str) -> None:
         """Take a request's policy away."""
         known = self.ledger.policies.overrides.pop(request_id, None)
-        dropped = self.offload.drop_override(request_id)
+        dropped = self.offload.policies.drop_override(request_id)
         assert known is not None or not dropped
         self.ledger.grant_all()
 
@@ -300,19 +300,19 @@ class ToyEngine(ToySchedule):
         """Set the policy of all who ask for nothing else."""
         runtime = {**self.ledger.policies.runtime, **patch}
         self.ledger.policies.runtime = {name: value for name, value in runtime.items() if name not in removed}
-        self.offload.set_runtime_policy(patch, removed)
+        self.offload.policies.set_runtime(patch, removed)
         self.ledger.grant_all()
 
     def put_rule(self, rule: Rule) -> None:
         """Set the policy of all whom a rule is about."""
         self.ledger.policies.rules[rule.name] = rule
-        self.offload.put_rule(rule)
+        self.offload.policies.put_rule(rule)
         self.ledger.grant_all()
 
     def drop_rule(self, name: str) -> None:
         """Take a rule away."""
         known = self.ledger.policies.rules.pop(name, None) is not None
-        assert self.offload.drop_rule(name) is known
+        assert self.offload.policies.drop_rule(name) is known
         self.ledger.grant_all()
 
     def set_mode(self, mode: StoreMode) -> None:

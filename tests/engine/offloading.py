@@ -93,7 +93,7 @@ class Offloaded:
         self.engine = engine
         self.pool = HostPool(num_slots, engine.info.block_bytes)
         self.manager = OffloadManager(num_slots, engine.info.block_bytes)
-        policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {})
+        policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
         layout = GroupLayout([GroupSpec(engine.info.block_size, engine.info.block_bytes)])
         self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)

@@ -130,7 +130,7 @@ class Small:
         self._device = Device(DEVICE_BLOCKS)
         self._scheduler = OffloadScheduler(
             self.manager,
-            PolicyBook(RequestPolicy(), {}),
+            PolicyBook(RequestPolicy(), {}, self.manager.lock),
             self._device,
             GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)]),
             choice=LoadOrCompute(LoadDecision.ALWAYS),

@@ -87,9 +87,10 @@ class World:
         device = VllmDevice(adapters, hash_bytes=32)
         self.pool = BlockPool(NUM_BLOCKS * 4, True, BLOCK)
         device.bind(self.pool)
+        manager = OffloadManager(64, slots.slot_bytes)
         self.core = OffloadScheduler(
-            OffloadManager(64, slots.slot_bytes),
-            PolicyBook(RequestPolicy(offload_prompt_only=False), {}),
+            manager,
+            PolicyBook(RequestPolicy(offload_prompt_only=False), {}, manager.lock),
             device,
             slots,
             choice=LoadOrCompute("always"),

@@ -100,7 +100,7 @@ class EngineCoreHost:
         )
         self.core = OffloadScheduler(
             self.manager,
-            PolicyBook(settings.request_policy(), settings.request_policy_sources()),
+            PolicyBook(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
             device,
             size.slots,
             choice=LoadOrCompute(settings.load_decision),
@@ -112,7 +112,7 @@ class EngineCoreHost:
             tiers=tiers,
         )
         self._closers.append(lambda: self.core.close_tiers(time.time()))
-        self.policies = KeptPolicies(self.store, self.core, self.feed)
+        self.policies = KeptPolicies(self.store, self.core.policies, self.feed)
 
     def start(self) -> None:
         """Take over what is kept of blocks and of what operators had set; start history and the supervisor."""
