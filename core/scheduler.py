@@ -23,7 +23,6 @@ from core.lazy import LazySide
 from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
-from core.misses import MissedTokens, Misses
 from core.origins import OriginMatch
 from core.patience import Patience
 from core.policy import (
@@ -32,6 +31,7 @@ from core.policy import (
     PolicyBook,
     parse_request_fields,
 )
+from core.prefills import Prefills
 from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
 from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
@@ -48,8 +48,6 @@ __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "ResetTick
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 60.0
-_MEASURED_TOKENS = 16
-"""Fewer prefill tokens in a step say little about the speed of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +115,10 @@ class OffloadScheduler:
             self._stores.cascades = self._tiers.cascades
             self._loads.promotions = self._tiers.promotions
         self._counts = RequestCounts()
-        self._prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
-        self._missed_tokens = MissedTokens()
+        prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
+        self._prefills = Prefills(layout, self.choice, prompt_tokens)
         self._transfers = by_direction()
         self._num_resets = 0
-        self._prefilled: list[RequestState] = []
-        self._last_step: tuple[float, int] | None = None
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
         self.set_store_mode(store_mode)
@@ -194,7 +190,7 @@ class OffloadScheduler:
         """
         with self.manager.lock:
             self._expire(now_s)
-            self._end_step(now_s)
+            self._prefills.end_step(now_s)
             self._stores.drop_disowned(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
@@ -209,13 +205,11 @@ class OffloadScheduler:
                 if not state.prefill_counted:
                     num_prefill_tokens += new_tokens
                     if step.num_computed_tokens >= state.request.num_prompt_tokens:
-                        state.prefill_planned = True
-                        self._prefilled.append(state)
+                        self._prefills.plan(state)
                 if self._stores.has_unanswered(state):
                     self._settle(state, now_s)
                     self._stores.offer_step(state)
-            if num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
-                self._last_step = (now_s, num_tokens)
+            self._prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
             self._lazy.walk(self._num_taken_blocks, now_s)
             self._num_taken_blocks = 0
             return StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
@@ -226,7 +220,7 @@ class OffloadScheduler:
         The engine reports the step's store jobs as failed besides.
         """
         with self.manager.lock:
-            self._last_step = None
+            self._prefills.fail_step()
             failed = [state for request_id in request_ids if (state := self._requests.get(request_id)) is not None]
             for state in failed:
                 state.num_computed_tokens = 0
@@ -293,11 +287,11 @@ class OffloadScheduler:
                 epoch=self._num_resets,
                 pool=self.manager.inventory.counts(),
                 requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
-                prompt_tokens=self._prompt_tokens.copy(),
+                prompt_tokens=self._prefills.prompt_tokens.copy(),
                 store=self._stores.counts.copy(),
                 load=replace(self._loads.counts),
                 evictions=self.manager.leaving.counts.copy(),
-                missed_tokens=self._missed_tokens.copy(),
+                missed_tokens=self._prefills.missed_tokens.copy(),
                 open_jobs=len(self._jobs),
                 transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
                 tiers={} if self._tiers is None else self._tiers.stats(),
@@ -462,21 +456,11 @@ class OffloadScheduler:
             state.policy = self.policies.settle(subject, state.patch, now_s, state.policy)
             state.policy_version = self.policies.version
 
-    def _end_step(self, now_s: float) -> None:
-        """An engine plans its next step once it has computed the last: the time between is what prefill took."""
-        for state in self._prefilled:
-            self._count_prefill(state)
-        self._prefilled.clear()
-        if self._last_step is not None:
-            then_s, num_tokens = self._last_step
-            self.choice.tokens_rate.observe(num_tokens, now_s - then_s)
-            self._last_step = None
-
     def _finish(self, request_id: str, now_s: float) -> None:
         state = self._requests.get(request_id)
         if state is None:
             return
-        self._count_prefill(state)
+        self._prefills.count(state)
         if state.phase is RequestPhase.RUNNING:
             self._settle(state, now_s)
             self._stores.offer_rest(state)
@@ -491,38 +475,6 @@ class OffloadScheduler:
         tokens = state.prompt_tokens.copy()
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
         self.manager.sink.request_ended(end)
-
-    def _count_prefill(self, state: RequestState) -> None:
-        """Say once where a request's prompt came from, now that all of it is there."""
-        if not state.prefill_planned or state.prefill_counted:
-            return
-        state.prefill_counted = True
-        total = state.request.num_prompt_tokens
-        device_hit = min(state.device_tokens, total)
-        loaded = min(state.loaded_tokens, total - device_hit)
-        tier_hit = self._tier_hit(state, device_hit, device_hit + loaded) if state.promoted else {}
-        host_hit = loaded - sum(tier_hit.values())
-        for counts in (self._prompt_tokens, state.prompt_tokens):
-            counts.total += total
-            counts.device_hit += device_hit
-            counts.host_hit += host_hit
-            counts.recomputed += total - device_hit - loaded
-            for name, count in tier_hit.items():
-                counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
-        misses = state.misses or Misses(0)
-        served = device_hit + loaded
-        misses.count(served, total, state.why_hit_lost(), (self._missed_tokens, state.missed_tokens))
-        state.evicted_between_s = misses.evicted_between_s
-
-    def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
-        """By tier, how many of these loaded tokens it brought into the pool for this very request."""
-        step = self.layout.alignment_tokens
-        hits: dict[str, int] = {}
-        for start in range(first_token // step * step, end_token, step):
-            name = state.promoted.get(start // step)
-            if name is not None:
-                hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
-        return hits
 
     def _filled_slots(self) -> Slots:
         """The slots that transfers open or decided write to, each once."""
