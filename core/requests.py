@@ -15,7 +15,8 @@ from core.groups import Group
 from core.hits import PrefixHit
 from core.keys import Key, make_keys
 from core.misses import MissCause, MissedTokens, Misses
-from core.policy import EffectivePolicy
+from core.policy import EffectivePolicy, PolicyBook
+from core.rules import RuleSubject
 from core.stats import PromptTokens, SkipReason, StoreCounts
 from core.transfers import LoadOutcome
 
@@ -82,6 +83,11 @@ def chain(groups: Sequence[GroupProgress], end_token: int) -> list[Key]:
     return [key for _, key in merge(*ends)]
 
 
+def subject_of(request: EngineRequest, origin: Origin) -> RuleSubject:
+    """A request as rules see it. Not every engine knows priorities."""
+    return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
+
+
 @dataclass(slots=True)
 class RequestState:
     """One announced request. `promoted` names the tier that brought what covers a number of aligned tokens."""
@@ -122,6 +128,13 @@ class RequestState:
     missed_tokens: MissedTokens = field(default_factory=MissedTokens)
     evicted_between_s: tuple[float, float] | None = None
     store: StoreCounts = field(default_factory=StoreCounts)
+
+    def settle(self, policies: PolicyBook, now_s: float) -> None:
+        """Bring the policy up to date, and note the time for what is done under it. Called under the manager's lock."""
+        self.now_s = now_s
+        if self.policy_version != policies.version:
+            self.policy = policies.settle(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
+            self.policy_version = policies.version
 
     def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
         """Of full slots `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""

@@ -34,8 +34,8 @@ from core.policy import (
 from core.prefills import Prefills
 from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
-from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, RequestView
-from core.rules import RuleSubject
+from core.request_views import RequestViews
+from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, subject_of
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
 from core.tier_links import TierInquiry
@@ -103,6 +103,7 @@ class OffloadScheduler:
         self.policies = policies
         self._request_fields = tuple(request_fields)
         self._requests = RequestTable(num_recent_requests)
+        self.requests = RequestViews(self._requests, policies, manager.lock)
         self._jobs = JobTable(num_workers)
         self._stores = StoreSide(manager, device, self._jobs, layout, null_block)
         self._lazy = LazySide(manager, device, self._stores, layout, null_block, watermark_blocks)
@@ -136,7 +137,7 @@ class OffloadScheduler:
                 groups=tuple(GroupProgress(group) for group in self.layout.groups),
                 origin=origin,
                 patch=patch,
-                policy=self.policies.settle(_subject(request, origin), patch, now_s),
+                policy=self.policies.settle(subject_of(request, origin), patch, now_s),
                 policy_version=self.policies.version,
             )
             unfinished = self._requests.get(request.request_id)
@@ -164,7 +165,7 @@ class OffloadScheduler:
             state = self._requests.get(request_id)
             if state is None or state.phase is RequestPhase.LOADING:
                 return Miss()
-            self._settle(state, now_s)
+            state.settle(self.policies, now_s)
             return self._loads.match(state, num_computed_tokens)
 
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
@@ -207,7 +208,7 @@ class OffloadScheduler:
                     if step.num_computed_tokens >= state.request.num_prompt_tokens:
                         self._prefills.plan(state)
                 if self._stores.has_unanswered(state):
-                    self._settle(state, now_s)
+                    state.settle(self.policies, now_s)
                     self._stores.offer_step(state)
             self._prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
             self._lazy.walk(self._num_taken_blocks, now_s)
@@ -296,17 +297,6 @@ class OffloadScheduler:
                 transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
                 tiers={} if self._tiers is None else self._tiers.stats(),
             )
-
-    def list_requests(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
-        """Live and recent requests, the latest first; `after` is the sequence that the page before ended with."""
-        with self.manager.lock:
-            return [self._view(found, now_s) for found in self._requests.page(after, limit)]
-
-    def find_request(self, request_id: str, now_s: float) -> RequestView | None:
-        """The latest request that goes by this id, with its policy as it is now."""
-        with self.manager.lock:
-            found = self._requests.find(request_id)
-            return None if found is None else self._view(found, now_s)
 
     def expire(self, now_s: float) -> None:
         """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""
@@ -436,25 +426,11 @@ class OffloadScheduler:
         for complaint in complaints:
             _log.warning("%s; the engine goes on without it", complaint)
 
-    def _view(self, found: RequestState, now_s: float) -> RequestView:
-        """A copy, with the policy as it is now; that of a finished request stays what it was."""
-        if found.phase is not RequestPhase.FINISHED:
-            self._settle(found, now_s)
-        return found.view()
-
     def _note_tables(self, state: RequestState, block_ids: BlockTables) -> None:
         """Take over a request's tables, and count the device blocks that they have grown by."""
         num_blocks = sum(map(len, block_ids))
         self._num_taken_blocks += max(num_blocks - state.num_blocks, 0)
         state.block_ids, state.num_blocks = block_ids, num_blocks
-
-    def _settle(self, state: RequestState, now_s: float) -> None:
-        """Bring a request's policy up to date, and note the time for what is done under it."""
-        state.now_s = now_s
-        if state.policy_version != self.policies.version:
-            subject = _subject(state.request, state.origin)
-            state.policy = self.policies.settle(subject, state.patch, now_s, state.policy)
-            state.policy_version = self.policies.version
 
     def _finish(self, request_id: str, now_s: float) -> None:
         state = self._requests.get(request_id)
@@ -462,7 +438,7 @@ class OffloadScheduler:
             return
         self._prefills.count(state)
         if state.phase is RequestPhase.RUNNING:
-            self._settle(state, now_s)
+            state.settle(self.policies, now_s)
             self._stores.offer_rest(state)
         self._loads.detach(state)
         self._requests.retire(state)
@@ -489,11 +465,6 @@ class OffloadScheduler:
             return False
         self._last_warned_s[subject] = now_s
         return True
-
-
-def _subject(request: EngineRequest, origin: Origin) -> RuleSubject:
-    """A request as rules see it. Not every engine knows priorities."""
-    return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
 
 
 def _warn_ignored(field: IgnoredField, request_id: str) -> None:

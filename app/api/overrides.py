@@ -33,7 +33,7 @@ def overrides_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     scheduler, policies = context.scheduler, context.policies
 
     def show(request_id: str, now_s: float) -> dict[str, Any]:
-        view = scheduler.find_request(request_id, now_s)
+        view = scheduler.requests.find(request_id, now_s)
         override = find_override(context, request_id, view, now_s)
         if view is None and override is None:
             raise unknown_request(request_id)

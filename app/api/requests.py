@@ -127,7 +127,7 @@ def requests_router(context: AdminContext) -> APIRouter:
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < limit:
-            views = scheduler.list_requests(after, limit - len(items), now_s)
+            views = scheduler.requests.page(after, limit - len(items), now_s)
             wanted = [view for view in views if state is None or view.phase == state]
             items += [_show(view, find_override(context, view.request_id, view, now_s)) for view in wanted]
             more = bool(views)
@@ -138,7 +138,7 @@ def requests_router(context: AdminContext) -> APIRouter:
     def get_request(request_id: RequestId) -> dict[str, Any]:
         """By the id that the client sent, or the one the engine made of it. 404 if nothing is known of it."""
         now_s = time.time()
-        view = scheduler.find_request(request_id, now_s)
+        view = scheduler.requests.find(request_id, now_s)
         override = find_override(context, request_id, view, now_s)
         if view is not None:
             return _show(view, override)

@@ -96,7 +96,7 @@ def test_a_slot_is_loaded_without_the_head_that_the_device_has_and_the_tail_that
     assert run.parts.tolist() == [block % blocks_per_slot for block in loaded]
     assert len(blocks_of(load)) == len(loaded)
     engine.run()
-    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    prompt = engine.offload.requests.find("second", engine.now_s).prompt_tokens
     assert (prompt.device_hit, prompt.host_hit) == (BLOCK_SIZE, len(loaded) * BLOCK_SIZE)
 
 
@@ -162,7 +162,7 @@ def test_of_what_found_no_space_at_most_64_blocks_are_asked_again_in_a_step() ->
     (job,) = engine.step().stores
     assert job.num_blocks == 64
     engine.run()
-    assert engine.offload.find_request("waits", engine.now_s).store.stored == 300
+    assert engine.offload.requests.find("waits", engine.now_s).store.stored == 300
 
 
 def test_a_reset_by_match_looks_at_a_thousand_slots_at_a_time() -> None:

@@ -30,7 +30,7 @@ def test_nothing_is_stored_while_the_device_has_room_for_it() -> None:
     engine = lazy_engine(64, 64)
     answer(engine, "r", 5)
     assert engine.offload.snapshot().store.offered == 0
-    assert engine.offload.find_request("r", engine.now_s).store.stored == 0
+    assert engine.offload.requests.find("r", engine.now_s).store.stored == 0
 
 
 def test_what_is_about_to_leave_the_device_is_stored_and_comes_back() -> None:
@@ -40,7 +40,7 @@ def test_what_is_about_to_leave_the_device_is_stored_and_comes_back() -> None:
     stored = engine.offload.snapshot().store.stored
     assert stored >= 5 * 8 - 16
     answer(engine, "again", 5)
-    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
     engine.check_idle()
 
 
@@ -68,7 +68,7 @@ def test_policy_is_settled_when_a_block_fills_and_what_it_keeps_back_is_never_st
     assert store.skipped["token_cap"] == 7 * 3
     assert 0 < store.stored <= 7 * 2
     answer(engine, "again", 5)
-    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 0
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 0
 
 
 def test_of_several_requests_the_most_permissive_decides() -> None:
@@ -79,7 +79,7 @@ def test_of_several_requests_the_most_permissive_decides() -> None:
     for number in range(1, 4):
         answer(engine, f"r{number}", 5, first=1000 * number)
     answer(engine, "again", 5)
-    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
 
 
 def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> None:
@@ -179,8 +179,8 @@ def test_what_a_preempted_request_computes_again_in_other_blocks_is_offered_when
     for number in range(1, 9):
         answer(engine, f"r{number}", 5, first=1000 * number)
     answer(engine, "again", 5)
-    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
-    assert engine.offload.find_request("r", engine.now_s).store.stored == 5
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert engine.offload.requests.find("r", engine.now_s).store.stored == 5
     engine.check()
 
 
@@ -225,7 +225,7 @@ def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_blo
     for number in range(1, 6):
         answer(engine, f"r{number}", 5, first=1000 * number)
     answer(engine, "again", 5)
-    assert engine.offload.find_request("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
     held = []
     for number in range(6, 14):
         held.append(sum(engine.manager.inventory.find_block(key) is not None for key in keys))

@@ -12,7 +12,7 @@ from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 def missed(engine: ToyEngine, name: str) -> dict[str, int]:
     """The causes that count for a request, which must add up to what it computed, and show in the totals."""
-    view = engine.offload.find_request(name, engine.now_s)
+    view = engine.offload.requests.find(name, engine.now_s)
     causes = view.missed_tokens.flat()
     assert sum(causes.values()) == view.prompt_tokens.recomputed
     total = engine.offload.snapshot()

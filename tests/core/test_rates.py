@@ -75,7 +75,7 @@ def test_a_declined_hit_is_counted_once_and_computed() -> None:
     engine.run()
     snapshot = engine.offload.snapshot()
     assert (snapshot.load.blocks, snapshot.load.declined) == (0, 5)
-    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.recomputed == 21
+    assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.recomputed == 21
 
 
 def test_prefill_and_loads_are_measured_as_they_happen() -> None:

@@ -147,7 +147,7 @@ def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
     engine.add(request)
     engine.step(8)
     engine.put_rule(Rule("none", 0, RuleMatch(lora="s*"), {"store": False}))
-    view = engine.offload.find_request("r1", 1.0)
+    view = engine.offload.requests.find("r1", 1.0)
     assert view is not None
     assert view.policy.sources["store"] == "rule:none"
     engine.run()

@@ -46,7 +46,7 @@ def test_a_prefix_that_left_the_device_comes_back_from_the_host(engine: ToyEngin
     store_and_turn_over(engine)
     engine.add(request("second", 5))
     engine.run()
-    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    prompt = engine.offload.requests.find("second", engine.now_s).prompt_tokens
     assert (prompt.total, prompt.device_hit, prompt.host_hit, prompt.recomputed) == (21, 0, 20, 1)
     assert engine.offload.snapshot().load.blocks == 5
     engine.check_idle()
@@ -95,7 +95,7 @@ def test_a_cap_of_a_wrong_type_is_logged_once_and_ignored(engine: ToyEngine, val
             engine.add(request(name, 5, kv_transfer_params={"max_offload_tokens": value}))
     engine.run()
     assert engine.offload.snapshot().store.stored == 5
-    assert engine.offload.find_request("r1", engine.now_s).policy.sources["max_offload_tokens"] == "default"
+    assert engine.offload.requests.find("r1", engine.now_s).policy.sources["max_offload_tokens"] == "default"
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "max_offload_tokens" in said[0]
@@ -104,7 +104,7 @@ def test_a_cap_of_a_wrong_type_is_logged_once_and_ignored(engine: ToyEngine, val
 
 def test_what_end_users_may_not_set_is_passed_over_silently(engine: ToyEngine, caplog) -> None:
     engine.add(request("r", 2, kv_transfer_params={"priority": "high", "remote_host": "elsewhere", "tiers": 7}))
-    assert engine.offload.find_request("r", engine.now_s).policy.policy == RequestPolicy()
+    assert engine.offload.requests.find("r", engine.now_s).policy.policy == RequestPolicy()
     assert not caplog.records
 
 
@@ -124,15 +124,15 @@ def test_store_and_load_can_be_switched_off_for_a_request(engine: ToyEngine) -> 
 def test_an_override_before_arrival_wins_until_its_time_is_over(engine: ToyEngine) -> None:
     engine.set_override(Override("r", {"max_offload_tokens": 8}, engine.now_s + 1.5))
     engine.add(request("r", 5, kv_transfer_params={"max_offload_tokens": 4, "store": True}))
-    view = engine.offload.find_request("r", engine.now_s)
+    view = engine.offload.requests.find("r", engine.now_s)
     assert view.policy.sources["max_offload_tokens"] == "override"
     assert view.policy.sources["store"] == "request"
     engine.step(budget=2 * BLOCK_SIZE)
     engine.step(budget=BLOCK_SIZE)
-    assert engine.offload.find_request("r", engine.now_s).policy.sources["max_offload_tokens"] == "request"
+    assert engine.offload.requests.find("r", engine.now_s).policy.sources["max_offload_tokens"] == "request"
     engine.run()
     # Two blocks under the override; by the time of the third the request's own cap of one block holds again.
-    assert engine.offload.find_request("r", engine.now_s).store.stored == 2
+    assert engine.offload.requests.find("r", engine.now_s).store.stored == 2
 
 
 def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engine: ToyEngine) -> None:
@@ -140,7 +140,7 @@ def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engi
     engine.step(budget=2 * BLOCK_SIZE)
     engine.set_override(Override("r", {"store": False}, engine.now_s + 100))
     engine.run()
-    store = engine.offload.find_request("r", engine.now_s).store
+    store = engine.offload.requests.find("r", engine.now_s).store
     assert (store.stored, store.skipped["disabled"]) == (2, 3)
 
 
@@ -148,7 +148,7 @@ def test_an_override_reaches_a_request_by_an_alias(engine: ToyEngine) -> None:
     engine.set_override(Override("mine", {"store": False}, engine.now_s + 100))
     engine.add(request("cmpl-mine-0-12345678", 5, aliases=("mine",)))
     engine.run()
-    assert engine.offload.find_request("mine", engine.now_s).store.skipped["disabled"] == 5
+    assert engine.offload.requests.find("mine", engine.now_s).store.skipped["disabled"] == 5
 
 
 def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEngine) -> None:
@@ -159,8 +159,8 @@ def test_runtime_defaults_lie_over_settings_and_can_be_taken_away(engine: ToyEng
     engine.set_runtime({}, ["max_offload_tokens"])
     engine.add(request("free", 5, first=900))
     engine.run()
-    assert engine.offload.find_request("capped", engine.now_s).store.stored == 1
-    assert engine.offload.find_request("free", engine.now_s).store.stored == 5
+    assert engine.offload.requests.find("capped", engine.now_s).store.stored == 1
+    assert engine.offload.requests.find("free", engine.now_s).store.stored == 5
 
 
 def test_a_full_pool_is_a_normal_answer_and_is_asked_again_when_room_appears() -> None:
@@ -179,7 +179,7 @@ def test_a_full_pool_is_a_normal_answer_and_is_asked_again_when_room_appears() -
     engine.step()
     assert engine.offload.snapshot().store.in_flight == 0
     engine.run()
-    store = engine.offload.find_request("waits", engine.now_s).store
+    store = engine.offload.requests.find("waits", engine.now_s).store
     assert store.stored == 3
     assert store.skipped["no_space"] == 0
 
@@ -244,7 +244,7 @@ def test_a_failed_load_drops_its_entries_and_the_request_recomputes(engine: ToyE
     engine.end_job(plan.loads[0].job_id, error="injected")
     assert engine.offload.snapshot().pool.ready == 0
     engine.run()
-    prompt = engine.offload.find_request("second", engine.now_s).prompt_tokens
+    prompt = engine.offload.requests.find("second", engine.now_s).prompt_tokens
     assert (prompt.host_hit, prompt.recomputed) == (0, 21)
     assert engine.offload.snapshot().evictions.by_reason == {"load_failed": 5}
     assert engine.offload.snapshot().store.stored == 10, "recomputed blocks are stored again"
@@ -310,7 +310,7 @@ def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -
     assert engine.offload.snapshot().pool.storing == 5, "slots under a copy are not given out"
     engine.end_job(plan.loads[0].job_id)
     engine.run()
-    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.recomputed == 21
+    assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.recomputed == 21
     assert engine.offload.snapshot().pool.ready == 5, "the same keys can be stored again"
     engine.check_idle()
 
@@ -382,7 +382,7 @@ def test_the_same_id_may_come_again(engine: ToyEngine) -> None:
     engine.finish(again)
     engine.add(request("r", 3, first=4000))
     engine.run()
-    assert engine.offload.find_request("r", engine.now_s).prompt_tokens.recomputed == 13
+    assert engine.offload.requests.find("r", engine.now_s).prompt_tokens.recomputed == 13
     assert engine.offload.snapshot().requests.finished == 3
     engine.check_idle()
 
@@ -487,10 +487,10 @@ def test_views_of_requests_are_paged_from_the_latest(engine: ToyEngine) -> None:
     for i in range(7):
         engine.add(request(f"r{i}", 1, first=100 * i))
     engine.run()
-    first = engine.offload.list_requests(None, 3, 1.0)
-    rest = engine.offload.list_requests(first[-1].sequence, 10, 1.0)
+    first = engine.offload.requests.page(None, 3, 1.0)
+    rest = engine.offload.requests.page(first[-1].sequence, 10, 1.0)
     assert [view.request_id for view in first + rest] == [f"r{i}" for i in reversed(range(7))]
-    assert engine.offload.find_request("nobody", 1.0) is None
+    assert engine.offload.requests.find("nobody", 1.0) is None
 
 
 def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
@@ -506,7 +506,7 @@ def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
     assert engine.offload.snapshot().requests.waiting_for_load == 1
     engine.run()
     assert engine.offload.snapshot().load.blocks == 5
-    served = [engine.offload.find_request(f"convoy{i}", 1.0).prompt_tokens for i in range(4)]
+    served = [engine.offload.requests.find(f"convoy{i}", 1.0).prompt_tokens for i in range(4)]
     assert [(prompt.device_hit, prompt.host_hit) for prompt in served] == [(0, 20), (20, 0), (20, 0), (20, 0)]
 
 
@@ -529,7 +529,7 @@ def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine:
         assert engine.offload.match("follower", 0, engine.now_s) == Hit(20)
     engine.run()
     engine.check_idle()
-    assert engine.offload.find_request("follower", engine.now_s).prompt_tokens.total == 21
+    assert engine.offload.requests.find("follower", engine.now_s).prompt_tokens.total == 21
 
 
 def test_a_follower_waits_for_one_leader_only(engine: ToyEngine) -> None:
@@ -660,7 +660,7 @@ def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
     engine.offload.choice.tokens_rate._samples.clear()
     engine.add(request("second", 40))
     engine.run()
-    assert engine.offload.find_request("second", 1.0).prompt_tokens.host_hit == 32 * BLOCK_SIZE
+    assert engine.offload.requests.find("second", 1.0).prompt_tokens.host_hit == 32 * BLOCK_SIZE
     assert sum(amount for amount, _ in engine.offload.choice.tokens_rate._samples) <= 33
 
 
@@ -671,7 +671,7 @@ def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: Toy
     engine.reset(None if whole else OriginMatch(tenant="t"))
     engine.add(request("second", 10, max_tokens=30, tenant="u"))
     engine.step(budget=100)
-    assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0
+    assert engine.offload.requests.find("second", 1.0).store.skipped["in_flight"] == 0
     engine.run()
     engine.check_idle()
     assert findable(engine, request("", 10)) == 10
@@ -750,7 +750,7 @@ def test_a_device_block_can_be_stored_again_for_another_key(engine: ToyEngine) -
     engine.offload.commit("second", second.tables, 0, 1.0)
     second.state = "running"
     engine.step()
-    assert engine.offload.find_request("second", 1.0).store.skipped["in_flight"] == 0
+    assert engine.offload.requests.find("second", 1.0).store.skipped["in_flight"] == 0
     engine.run()
 
 
@@ -779,7 +779,7 @@ def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: py
     monkeypatch.setattr(KeyIndex, "find", counting)
     for _ in range(320):
         engine.step(copy=True)
-    stored = engine.offload.find_request("long", 1.0).store.stored - 400
+    stored = engine.offload.requests.find("long", 1.0).store.stored - 400
     assert stored >= 79
     assert looked_up < 40 * stored
     engine.finish(long)
@@ -798,7 +798,7 @@ def test_what_a_request_sent_is_read_once_when_it_is_announced(engine: ToyEngine
     sent["max_offload_tokens"] = 5 * BLOCK_SIZE
     engine.set_runtime({"priority": "high"})
     engine.run()
-    store = engine.offload.find_request("r", engine.now_s).store
+    store = engine.offload.requests.find("r", engine.now_s).store
     assert (store.stored, store.skipped["token_cap"]) == (2, 3)
 
 

@@ -73,7 +73,7 @@ def forget(engine: ToyEngine) -> None:
 
 
 def prompt_tokens(engine: ToyEngine, name: str):
-    view = engine.offload.find_request(name, engine.now_s)
+    view = engine.offload.requests.find(name, engine.now_s)
     assert view is not None
     return view.prompt_tokens
 

@@ -159,10 +159,9 @@ MUTATIONS = (
         "what a request sent is read again",
         2,
         "what a request sent is parsed once, when it is announced",
-        "core/scheduler.py",
-        "            state.policy = self.policies.settle(subject, state.patch, now_s, state.policy)\n",
-        "            sent = parse_request_fields(state.request.kv_transfer_params, self._request_fields)[0]\n"
-        "            state.policy = self.policies.settle(subject, sent, now_s, state.policy)\n",
+        "core/requests.py",
+        "self.patch, now_s, self.policy)\n",
+        "self.request.kv_transfer_params or {}, now_s, self.policy)\n",
         (SCHEDULER + "test_what_a_request_sent_is_read_once_when_it_is_announced",),
     ),
     Mutation(

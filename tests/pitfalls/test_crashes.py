@@ -28,7 +28,7 @@ def test_a_hit_found_at_lookup_survives_until_allocation(policy: str) -> None:
     assert engine.offload.snapshot().evictions.total >= 12, "the others fought for the other half of the pool"
     waiting.state = "waiting"
     engine.run()
-    assert engine.offload.find_request("waiting", engine.now_s).prompt_tokens.host_hit == 4 * BLOCK_SIZE
+    assert engine.offload.requests.find("waiting", engine.now_s).prompt_tokens.host_hit == 4 * BLOCK_SIZE
     engine.check_idle()
 
 
@@ -43,7 +43,7 @@ def test_a_hit_that_cannot_be_honored_any_more_becomes_a_shorter_one() -> None:
     assert engine.manager.leaving.drop_key(first.block_hashes[2] + b"\0", engine.now_s)
     assert engine.offload.match("second", 0, engine.now_s) == Hit(2 * BLOCK_SIZE)
     engine.run()
-    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.host_hit == 2 * BLOCK_SIZE
+    assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.host_hit == 2 * BLOCK_SIZE
     engine.check_idle()
 
 
@@ -84,7 +84,7 @@ def test_preempted_while_loading_it_is_admitted_again_while_that_load_is_in_flig
     engine.end_job(load.job_id)
     engine.run()
     engine.check_idle()
-    assert engine.offload.find_request("second", engine.now_s).prompt_tokens.total == 21
+    assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.total == 21
 
 
 def test_a_block_is_offered_only_when_its_key_its_block_id_and_its_tokens_are_there() -> None:

@@ -86,7 +86,7 @@ def test_stats_say_where_prompt_tokens_came_from_and_why_nothing_came_from_the_h
     answer(engine, "declines", 5, kv_transfer_params={"load": False})
     assert engine.offload.snapshot().load.declined == 5
     answer(engine, "loads", 5, kv_transfer_params={"store": False})
-    prompt = engine.offload.find_request("loads", engine.now_s).prompt_tokens
+    prompt = engine.offload.requests.find("loads", engine.now_s).prompt_tokens
     assert (prompt.device_hit, prompt.host_hit, prompt.recomputed) == (20, 0, 1), "the request before has computed it"
 
 
@@ -101,4 +101,4 @@ def test_what_traffic_without_reuse_costs_shows_and_admission_holds_it_back() ->
     assert store.stored + store.skipped["admission"] == 100
     engine.device.forget_all()
     answer(engine, "again", 5, first=19_000)
-    assert engine.offload.find_request("again", engine.now_s).store.stored == 5
+    assert engine.offload.requests.find("again", engine.now_s).store.stored == 5

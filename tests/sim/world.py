@@ -441,10 +441,10 @@ class World:
     def look(self) -> None:
         """Operators look at everything there is to see."""
         engine, offload = self.engine, self.engine.offload
-        views = offload.list_requests(None, 5, engine.now_s)
+        views = offload.requests.page(None, 5, engine.now_s)
         assert all(view.sequence > after.sequence for view, after in pairwise(views))
         for request_id in engine.requests:
-            assert offload.find_request(request_id, engine.now_s) is not None
+            assert offload.requests.find(request_id, engine.now_s) is not None
         assert all(isinstance(reason, str) for reason in offload.tier_health())
         engine.expire()
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs

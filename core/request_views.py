@@ -1,0 +1,34 @@
+"""Requests as operators see them: copies, with the policy as it is at that moment."""
+
+from __future__ import annotations
+
+from threading import RLock
+
+from core.policy import PolicyBook
+from core.requests import RequestPhase, RequestState, RequestTable, RequestView
+
+
+class RequestViews:
+    """Any thread: each method takes the lock itself, which is the manager's."""
+
+    def __init__(self, requests: RequestTable, policies: PolicyBook, lock: RLock) -> None:
+        self._requests = requests
+        self._policies = policies
+        self._lock = lock
+
+    def page(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
+        """Live and recent requests, the latest first; `after` is the sequence that the page before ended with."""
+        with self._lock:
+            return [self._view(found, now_s) for found in self._requests.page(after, limit)]
+
+    def find(self, request_id: str, now_s: float) -> RequestView | None:
+        """The latest request that goes by this id."""
+        with self._lock:
+            found = self._requests.find(request_id)
+            return None if found is None else self._view(found, now_s)
+
+    def _view(self, found: RequestState, now_s: float) -> RequestView:
+        """The policy of a finished request stays what it was."""
+        if found.phase is not RequestPhase.FINISHED:
+            found.settle(self._policies, now_s)
+        return found.view()
