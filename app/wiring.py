@@ -185,7 +185,7 @@ class Process:
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.scheduler.tier_health() + self.store.health()
+        return reasons + self.scheduler.tiers.health() + self.store.health()
 
     def wake(self) -> None:
         """Have an idle engine take a step."""
@@ -281,7 +281,7 @@ class Process:
             watermark_blocks=_watermark_blocks(settings),
             tiers=tiers,
         )
-        self._closers.append(lambda: self.scheduler.close_tiers(time.time()))
+        self._closers.append(lambda: self.scheduler.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
         if self.engine is not None:
             self._attach(settings, pool)

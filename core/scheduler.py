@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import replace
 
 from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from core.events import Origin, RequestEnd
 from core.groups import GroupLayout
 from core.histograms import by_direction
 from core.jobs import JobTable
-from core.keys import Key
 from core.lazy import LazySide
 from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
-from core.origins import OriginMatch
 from core.patience import Patience
 from core.policy import (
     REQUEST_FIELDS_DEFAULT,
@@ -36,32 +32,18 @@ from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
 from core.request_views import RequestViews
 from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, subject_of
+from core.resets import Resets
 from core.stats import PromptTokens, RequestCounts, Snapshot
 from core.stores import StoreSide
-from core.tier_links import TierInquiry
 from core.tier_side import TierSide
-from core.tiers import HOST, Tier, TierResetResult
-from core.transfers import NO_SLOTS, LoadOutcome, Slots, StepPlan, TransferResult
+from core.tiers import Tier
+from core.transfers import LoadOutcome, StepPlan, TransferResult
 
-__all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "ResetTicket"]
+__all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler"]
 
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class ResetTicket:
-    """What a reset did at once to the pool: `job_ids` are the transfers it disowned that still have to end.
-
-    `tiers` are the numbers of the resets that it asked of tiers, which are among `job_ids` too.
-    """
-
-    epoch: int
-    dropped_blocks: int
-    dropped_bytes: int
-    job_ids: tuple[int, ...]
-    tiers: Mapping[str, int] = field(default_factory=dict)
 
 
 class OffloadScheduler:
@@ -90,7 +72,7 @@ class OffloadScheduler:
 
         `null_block` is what stands in a block table where there is no block. In lazy mode `watermark_blocks` at the
         head of the device's free queue are kept stored: as many as a step may take. `tiers` are those below the pool,
-        by name, the fastest first; whoever opened them closes them, behind `close_tiers`. Raises
+        by name, the fastest first; whoever opened them closes them, behind `tiers.close`. Raises
         `ValueError` if the manager's slots are too small for the layout's.
         """
         if layout.slot_bytes > manager.slot_bytes:
@@ -110,16 +92,15 @@ class OffloadScheduler:
         finder, patience = PrefixFinder(manager, layout), Patience(self.choice)
         leaders = Leaders(layout, finder, patience)
         self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice, finder, leaders)
-        self._tiers: TierSide | None = None
+        self.tiers = TierSide(manager, layout, tiers or {}, self._jobs.new_id, finder, leaders, patience, self.choice)
         if tiers:
-            self._tiers = TierSide(manager, layout, tiers, self._jobs.new_id, finder, leaders, patience, self.choice)
-            self._stores.cascades = self._tiers.cascades
-            self._loads.promotions = self._tiers.promotions
+            self._stores.cascades = self.tiers.cascades
+            self._loads.promotions = self.tiers.promotions
+        self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self._prefills = Prefills(layout, self.choice, prompt_tokens)
         self._transfers = by_direction()
-        self._num_resets = 0
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
         self.set_store_mode(store_mode)
@@ -145,8 +126,7 @@ class OffloadScheduler:
                 # Its engine forgot it, so nobody knows what its blocks hold by now: none of them is offered.
                 unfinished.num_computed_tokens = 0
                 self._finish(request.request_id, now_s)
-            if self._tiers is not None:
-                self._tiers.announce(state)
+            self.tiers.announce(state)
             self._requests.add(state)
             self._counts.seen += 1
             self._counts.running += 1
@@ -232,8 +212,7 @@ class OffloadScheduler:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
         errors: list[str] = []
         with self.manager.lock:
-            if self._tiers is not None:
-                self._tiers.poll(now_s)
+            self.tiers.take_results(now_s)
             outcomes = self._loads.take_lost()
             for result in results:
                 ended = self._jobs.report(result)
@@ -248,7 +227,7 @@ class OffloadScheduler:
                     self._transfers[ended.job.direction].seconds.observe(ended.seconds)
                 elif self._may_warn(f"{ended.job.direction} failed", now_s):
                     errors.append(f"{ended.job.direction} job {ended.job.job_id}: {ended.errors[0]}")
-        self._log_tiers()
+        self.tiers.log_complaints()
         for error in errors:
             _log.error("%s; its blocks are dropped and will be recomputed", error)
         return outcomes
@@ -285,7 +264,7 @@ class OffloadScheduler:
         """All counters at one moment."""
         with self.manager.lock:
             return Snapshot(
-                epoch=self._num_resets,
+                epoch=self.resets.count,
                 pool=self.manager.inventory.counts(),
                 requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
                 prompt_tokens=self._prefills.prompt_tokens.copy(),
@@ -295,110 +274,19 @@ class OffloadScheduler:
                 missed_tokens=self._prefills.missed_tokens.copy(),
                 open_jobs=len(self._jobs),
                 transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
-                tiers={} if self._tiers is None else self._tiers.stats(),
+                tiers=self.tiers.stats(),
             )
 
     def expire(self, now_s: float) -> None:
         """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""
         with self.manager.lock:
             self._expire(now_s)
-        self.poll_tiers(now_s)
-
-    def reset(self, now_s: float, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
-        """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.
-
-        `places` are the names of the tiers that forget, `HOST` being the pool; None is all of them. Raises `ValueError`
-        for an unknown one. What a tier dropped is found by the ticket (`tier_resets`), once it has carried it out.
-
-        A whole reset costs no more than the open jobs. One by match looks at every slot, in batches between which the
-        lock is free, so it belongs on a thread that may take its time.
-        """
-        of_pool = places is None or HOST in places
-        with self.manager.lock:
-            names = None if places is None else [name for name in places if name != HOST]
-            resets: dict[str, int] = {}
-            job_ids: list[int] = []
-            if self._tiers is not None:
-                links = self._tiers.named(names)
-                if of_pool and match is not None:
-                    self._tiers.cascades.resets.append(match)
-                job_ids += self._tiers.open_transfers()
-                resets = self._tiers.reset(links, match, of_pool, now_s)
-                job_ids += resets.values()
-            elif names:
-                raise ValueError(f"there is no tier called {', '.join(names)}")
-            self._num_resets += 1
-            epoch = self._num_resets
-            dropped = 0
-            if of_pool and match is None:
-                job_ids += [job.job.job_id for job in self._jobs]
-                dropped = self.manager.reset(self._filled_slots(), now_s)
-                self._stores.disown_all()
-                self._lazy.look_again()
-            elif of_pool and match is not None:
-                job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
-        if of_pool and match is not None:
-            try:
-                next_slot: int | None = 0
-                while next_slot is not None:
-                    count, next_slot = self.manager.leaving.drop_matching(match.matches, next_slot, now_s)
-                    dropped += count
-            finally:
-                if self._tiers is not None:
-                    with self.manager.lock:
-                        self._tiers.cascades.resets.remove(match)
-        return ResetTicket(epoch, dropped, dropped * self.manager.slot_bytes, tuple(job_ids), resets)
-
-    def tier_resets(self, ticket: ResetTicket) -> dict[str, TierResetResult]:
-        """What the tiers dropped that have carried out a reset by now."""
-        with self.manager.lock:
-            return {} if self._tiers is None else self._tiers.reset_results(ticket.tiers)
-
-    def drop_block(self, key: Key, now_s: float) -> bool:
-        """Take one block out of the pool, and out of the tiers; False if the pool does not have it."""
-        with self.manager.lock:
-            if self._tiers is not None:
-                self._tiers.drop(key)
-            return self.manager.leaving.drop_key(key, now_s)
-
-    def tier_names(self) -> tuple[str, ...]:
-        """The tiers below the pool, the fastest first."""
-        return () if self._tiers is None else tuple(link.name for link in self._tiers.links)
-
-    def inquire_tiers(self, keys: Sequence[Key], now_s: float) -> Mapping[str, TierInquiry]:
-        """Ask the tiers which of these keys they have, a batch at most. Any thread; `poll_tiers` brings the answers."""
-        with self.manager.lock:
-            return {} if self._tiers is None else self._tiers.inquire(keys, now_s)
-
-    def poll_tiers(self, now_s: float) -> None:
-        """Take what the tiers have to say, as every step does."""
-        with self.manager.lock:
-            if self._tiers is not None:
-                self._tiers.poll(now_s)
-        self._log_tiers()
-
-    def tier_health(self) -> list[str]:
-        """Why tiers do less than they should, one reason an item."""
-        with self.manager.lock:
-            return [] if self._tiers is None else self._tiers.health()
-
-    def close_tiers(self, now_s: float) -> None:
-        """Tell the tiers of the end of every request, and have them touch no slot any more. They get nothing more."""
-        with self.manager.lock:
-            if self._tiers is not None:
-                self._tiers.close(now_s)
-        self._log_tiers()
+        self.tiers.poll(now_s)
 
     def overdue_jobs(self, now_s: float, limit_s: float) -> int:
         """How many jobs have been open for longer than `limit_s`; they keep their blocks, for no copy times out."""
         with self.manager.lock:
             return sum(now_s - job.opened_s > limit_s for job in self._jobs)
-
-    def open_jobs(self, job_ids: Sequence[int]) -> int:
-        """How many of these jobs have not ended."""
-        with self.manager.lock:
-            of_tiers = 0 if self._tiers is None else self._tiers.count_open(job_ids)
-            return self._jobs.count_open(job_ids) + of_tiers
 
     @property
     def store_mode(self) -> StoreMode:
@@ -416,15 +304,6 @@ class OffloadScheduler:
     def _expire(self, now_s: float) -> None:
         self.policies.expire(now_s)
         self.manager.operator_pins.expire(now_s)
-
-    def _log_tiers(self) -> None:
-        """Say what the tiers complain of; never under the lock."""
-        if self._tiers is None:
-            return
-        with self.manager.lock:
-            complaints = self._tiers.take_complaints()
-        for complaint in complaints:
-            _log.warning("%s; the engine goes on without it", complaint)
 
     def _note_tables(self, state: RequestState, block_ids: BlockTables) -> None:
         """Take over a request's tables, and count the device blocks that they have grown by."""
@@ -451,13 +330,6 @@ class OffloadScheduler:
         tokens = state.prompt_tokens.copy()
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
         self.manager.sink.request_ended(end)
-
-    def _filled_slots(self) -> Slots:
-        """The slots that transfers open or decided write to, each once."""
-        filled = [job.slots for job in self._jobs if job.is_store] + self._stores.touched_slots()
-        if self._tiers is not None:
-            filled += self._tiers.promotions.touched_slots()
-        return np.concatenate(filled) if filled else NO_SLOTS
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Whether a minute has passed since this was last said."""

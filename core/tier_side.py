@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from core.cascades import CascadeSide
@@ -21,9 +22,15 @@ from core.tier_sessions import TierSession
 from core.tier_stats import TierStats
 from core.tiers import Tier, TierRequest, TierResetResult
 
+_log = logging.getLogger(__name__)
+
 
 class TierSide:
-    """Called under the manager's lock. Only what is done for a request in `match` happens on the engine's thread."""
+    """The tiers below the pool, of which there may be none. Called under the manager's lock.
+
+    What operators see and do takes the lock itself. Only what is done for a request in `match` happens on the engine's
+    thread.
+    """
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class TierSide:
         self.links = [TierLink(name, tier, choice, new_number) for name, tier in tiers.items()]
         self.cascades = CascadeSide(manager, self.links, new_number)
         self.promotions = PromotionSide(manager, layout, self.links, new_number, finder, leaders, patience, choice)
+        self._lock = manager.lock
         self._sessions: dict[str, TierSession] = {}
         self._closed = False
 
@@ -49,7 +57,7 @@ class TierSide:
         known = self._sessions.get(request.request_id)
         if known is not None:
             known.end()
-        if self._closed:
+        if self._closed or not self.links:
             return
         about = TierRequest(
             request.request_id, request.num_prompt_tokens, request.tenant, request.lora, request.kv_transfer_params
@@ -60,17 +68,10 @@ class TierSide:
         state.session = TierSession(request.request_id, announced, wishers, self._forget)
         self._sessions[request.request_id] = state.session
 
-    def poll(self, now_s: float) -> None:
+    def take_results(self, now_s: float) -> None:
         """Take what the tiers have to say, and give up what takes too long."""
         for link in self.links:
             link.poll(now_s)
-
-    def take_complaints(self) -> list[str]:
-        """What is to be logged, once the lock is free."""
-        complaints = [text for link in self.links for text in link.complaints]
-        for link in self.links:
-            link.complaints.clear()
-        return complaints
 
     # --- resets -------------------------------------------------------------------------------------------------
 
@@ -113,27 +114,56 @@ class TierSide:
         jobs = sum(job.number in asked for link in self.links for job in link.open_jobs)
         return jobs + sum(reset.ticket in asked for link in self.links for reset in link.open_resets)
 
-    # --- what operators see -------------------------------------------------------------------------------------
+    # --- what operators see and do ------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers, the fastest first."""
+        return tuple(link.name for link in self.links)
+
+    def poll(self, now_s: float) -> None:
+        """Take what the tiers have to say, as every step does: an idle engine takes none."""
+        with self._lock:
+            self.take_results(now_s)
+        self.log_complaints()
 
     def inquire(self, keys: Sequence[Key], now_s: float) -> dict[str, TierInquiry]:
-        """Ask the tiers that can be used which of these keys they have; `poll` brings what they say."""
-        return {link.name: link.inquire(keys, now_s) for link in self.links if link.is_usable}
+        """Ask the tiers that can be used which of these keys they have, a batch at most. `poll` brings the answers."""
+        with self._lock:
+            return {link.name: link.inquire(keys, now_s) for link in self.links if link.is_usable}
 
     def health(self) -> list[str]:
-        """Why tiers do less than they should."""
-        return [reason for link in self.links for reason in link.health()]
+        """Why tiers do less than they should, one reason an item."""
+        with self._lock:
+            return [reason for link in self.links for reason in link.health()]
 
     def stats(self) -> dict[str, TierStats]:
         """What each tier holds and did."""
-        return {link.name: TierStats(*link.counts()) for link in self.links}
+        with self._lock:
+            return {link.name: TierStats(*link.counts()) for link in self.links}
 
     def close(self, now_s: float) -> None:
-        """End every session, and have the tiers touch nothing any more."""
-        self._closed = True
-        for session in list(self._sessions.values()):
-            session.end()
-        for link in self.links:
-            link.close(now_s)
+        """Tell the tiers of the end of every request, and have them touch no slot any more. They get nothing more."""
+        with self._lock:
+            self._closed = True
+            for session in list(self._sessions.values()):
+                session.end()
+            for link in self.links:
+                link.close(now_s)
+        self.log_complaints()
+
+    def log_complaints(self) -> None:
+        """Say what the tiers complain of; never under the lock."""
+        if not self.links:
+            return
+        with self._lock:
+            complaints = [text for link in self.links for text in link.complaints]
+            for link in self.links:
+                link.complaints.clear()
+        for complaint in complaints:
+            _log.warning("%s; the engine goes on without it", complaint)
+
+    # --- inside -------------------------------------------------------------------------------------------------
 
     def _forget(self, session: TierSession) -> None:
         if self._sessions.get(session.request_id) is session:

@@ -93,10 +93,10 @@ class SlotMap(BaseModel):
 
 def _places(scheduler: OffloadScheduler, keys: Sequence[Key]) -> list[list[str]]:
     """Where each of these blocks of the pool is held. Waits for tiers, on the thread of whoever asked."""
-    inquiries = scheduler.inquire_tiers(keys, time.time()) if keys else {}
+    inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
     deadline_s = time.monotonic() + TIERS_S
     while not all(inquiry.is_over for inquiry in inquiries.values()) and time.monotonic() < deadline_s:
-        scheduler.poll_tiers(time.time())
+        scheduler.tiers.poll(time.time())
         time.sleep(_POLL_S)
     places = [[HOST] for _ in keys]
     for name, inquiry in inquiries.items():
@@ -189,7 +189,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.delete("/blocks/{hash}", summary="Drop one block", status_code=204, dependencies=[EMERGENCY])
     def drop_block(block_hash: BlockHash) -> None:
         """It is found no more at once, in tiers neither; its slot is free when the last transfer or pin on it ends."""
-        if not context.scheduler.drop_block(_key_of(block_hash), time.time()):
+        if not context.scheduler.resets.drop_block(_key_of(block_hash), time.time()):
             raise _unknown(block_hash)
         context.wake()
 

@@ -16,7 +16,7 @@ from app.api.policy_models import TierName
 from app.api.problems import FieldError, invalid_fields
 from app.api.tenants import TenantMatch
 from core.origins import OriginMatch
-from core.scheduler import ResetTicket
+from core.resets import ResetTicket
 from core.tiers import HOST
 
 MAX_DRAIN_S = 3600.0
@@ -83,7 +83,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
         # It outlives the call that asked for it.
-        task = asyncio.create_task(asyncio.to_thread(context.scheduler.reset, time.time(), match, places))
+        task = asyncio.create_task(asyncio.to_thread(context.scheduler.resets.reset, time.time(), match, places))
         searches.add(task)
         task.add_done_callback(searches.discard)
         deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
@@ -98,7 +98,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         """Wait for the disowned jobs to end and say how many did not."""
         loop = asyncio.get_running_loop()
         poll_s = FIRST_POLL_S
-        while pending := context.scheduler.open_jobs(ticket.job_ids):
+        while pending := context.scheduler.resets.count_open(ticket):
             wait_s = min(poll_s, deadline_s - loop.time())
             if wait_s <= 0 or context.closing() or await request.is_disconnected():
                 break
@@ -125,12 +125,12 @@ def reset_router(context: AdminContext) -> APIRouter:
         No request loses its answer. Idempotent, and durable. Works without the database, too.
         """
         asked = body or ResetBody()
-        _check_places(asked.tiers, context.scheduler.tier_names())
+        _check_places(asked.tiers, context.scheduler.tiers.names)
         deadline_s = asyncio.get_running_loop().time() + asked.drain_timeout_s
         match = _to_core(asked.match)
         # A whole reset costs no more than the open jobs, and must not queue behind searches.
         if match is None:
-            ticket: ResetTicket | None = context.scheduler.reset(time.time(), places=asked.tiers)
+            ticket: ResetTicket | None = context.scheduler.resets.reset(time.time(), places=asked.tiers)
         else:
             ticket = await search(request, match, asked.tiers, deadline_s)
         if ticket is None:
@@ -140,7 +140,7 @@ def reset_router(context: AdminContext) -> APIRouter:
             )
         context.wake()
         pending = await drain(request, ticket, deadline_s)
-        dropped = context.scheduler.tier_resets(ticket)
+        dropped = context.scheduler.resets.tier_results(ticket)
         return _answer(
             ResetAnswer(
                 epoch=ticket.epoch,

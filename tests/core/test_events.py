@@ -47,9 +47,9 @@ def test_the_events_tell_what_the_pool_holds() -> None:
         for _ in range(rng.randrange(1, 6)):
             engine.step(rng.randrange(1, 30), copy=rng.random() < 0.7)
         if number % 20 == 19:
-            engine.offload.reset(engine.now_s)
+            engine.offload.resets.reset(engine.now_s)
         if number % 20 == 9:
-            engine.offload.reset(engine.now_s, OriginMatch(lora="l1"))
+            engine.offload.resets.reset(engine.now_s, OriginMatch(lora="l1"))
         held = engine.manager.inventory.list_blocks(0, 100)
         assert follower.holders == dict(zip(held.keys, held.origins, strict=True))
     engine.run()

@@ -416,11 +416,10 @@ def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it(
 
 def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
     engine = ToyEngine(12, 24, tiers=("a",))
-    assert engine.offload._tiers is not None
     engine.resize.want(4)
     engine.resize.step(1.0)
     assert engine.manager.table.is_shrinking
-    assert engine.offload._tiers.promotions._finder.elsewhere >= engine.manager.table.end_slot
+    assert engine.offload.tiers.promotions._finder.elsewhere >= engine.manager.table.end_slot
 
 
 def test_ghosts_and_counted_offers_outlast_a_resize() -> None:

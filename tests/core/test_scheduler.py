@@ -294,9 +294,9 @@ def test_a_reset_publishes_nothing_that_was_under_way(engine: ToyEngine, emitted
     if not emitted:
         assert not engine.offload.plan_step([], 1.0), "nothing is copied for nobody"
     else:
-        assert engine.offload.open_jobs(ticket.job_ids) == 1
+        assert engine.offload.resets.count_open(ticket) == 1
         engine.end_job(plan.stores[0].job_id)
-    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    assert engine.offload.resets.count_open(ticket) == 0
     snapshot = engine.offload.snapshot()
     assert (snapshot.pool.ready, snapshot.pool.free, snapshot.store.skipped["reset"]) == (0, 64, 5)
 

@@ -90,16 +90,16 @@ def test_who_asks_which_blocks_the_tiers_hold_is_told_and_a_silent_tier_is_given
     serve(engine, request("one", 3))
     wanted = [*keys(3), *keys(2, family=2)]
     engine.tiers["slow"].due = lambda number: False
-    asked = engine.offload.inquire_tiers(wanted, engine.now_s)
-    engine.offload.poll_tiers(engine.now_s)
+    asked = engine.offload.tiers.inquire(wanted, engine.now_s)
+    engine.offload.tiers.poll(engine.now_s)
     assert (asked["fast"].is_over, asked["fast"].found) == (True, [True, True, True, False, False])
     assert (asked["slow"].is_over, asked["slow"].found) == (False, None)
     assert use(engine, "fast").looked_up == use(engine, "slow").looked_up
-    engine.offload.poll_tiers(engine.now_s + TIMEOUT_S + 1)
+    engine.offload.tiers.poll(engine.now_s + TIMEOUT_S + 1)
     assert (asked["slow"].is_over, asked["slow"].found) == (True, None)
-    assert set(engine.offload.inquire_tiers(wanted, engine.now_s)) == {"fast", "slow"}
-    engine.offload.close_tiers(engine.now_s)
-    assert engine.offload.inquire_tiers(wanted, engine.now_s) == {}
+    assert set(engine.offload.tiers.inquire(wanted, engine.now_s)) == {"fast", "slow"}
+    engine.offload.tiers.close(engine.now_s)
+    assert engine.offload.tiers.inquire(wanted, engine.now_s) == {}
 
 
 # --- announcements --------------------------------------------------------------------------------------------------
@@ -184,13 +184,13 @@ def test_a_tier_that_cannot_be_asked_hears_no_more_of_that_request() -> None:
     assert engine.tiers["bad"].finished == {}
     assert not engine.tiers["bad"].blocks
     assert len(engine.tiers["good"].blocks) == 3
-    assert engine.offload.tier_health() == [
+    assert engine.offload.tiers.health() == [
         "tier bad: on_new_request failed: RuntimeError: on_new_request was told to fail"
     ]
     engine.tiers["bad"].raises = set()
     serve(engine, request("s", 3, family=2))
     assert engine.tiers["bad"].blocks.keys() == set(keys(3, family=2))
-    assert engine.offload.tier_health() == []
+    assert engine.offload.tiers.health() == []
 
 
 # --- cascades -------------------------------------------------------------------------------------------------------
@@ -326,10 +326,10 @@ def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
     engine.expire()
     assert engine.offload.snapshot().pool.pinned == 0
     assert use(engine).timed_out == 2, "the look-up and the store"
-    assert "tier disk: gave no answer to a job within 10 s" in engine.offload.tier_health()
+    assert "tier disk: gave no answer to a job within 10 s" in engine.offload.tiers.health()
     tier.dead = False
     serve(engine, request("s", 3, family=2))
-    assert engine.offload.tier_health() == []
+    assert engine.offload.tiers.health() == []
 
 
 @pytest.mark.parametrize("method", ["store", "look_up", "load", "poll", "on_request_finished", "reset"])
@@ -346,7 +346,7 @@ def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     engine.now_s += TIMEOUT_S + 1
     settle(engine)
     assert use(engine).errors > 0
-    assert any(f"{method} failed" in reason for reason in engine.offload.tier_health())
+    assert any(f"{method} failed" in reason for reason in engine.offload.tiers.health())
     tier.raises, tier.latency_s = set(), 0.0
     engine.now_s += TIMEOUT_S + 1
     settle(engine)
@@ -354,7 +354,7 @@ def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     assert set(keys(3, family=4)) <= tier.blocks.keys()
     engine.now_s += 61.0
     engine.expire()
-    assert engine.offload.tier_health() == [], "a failure that is not seen again is told of for a minute"
+    assert engine.offload.tiers.health() == [], "a failure that is not seen again is told of for a minute"
     engine.check_idle()
 
 
@@ -370,7 +370,7 @@ def test_a_tier_that_does_not_let_go_keeps_its_slots_and_gets_nothing_more() -> 
     assert engine.offload.snapshot().pool.free == 13, "nobody knows whether it still reads these"
     serve_without_rest(engine, request("s", 3, family=2))
     assert use(engine).cascaded == 3
-    assert any("did not let go of 1 jobs" in reason for reason in engine.offload.tier_health())
+    assert any("did not let go of 1 jobs" in reason for reason in engine.offload.tiers.health())
     engine.check()
     tier.dead = False
     settle(engine)
@@ -621,9 +621,9 @@ def test_what_a_reset_dropped_does_not_come_back_from_a_tier() -> None:
     serve(engine, request("r", 5, tenant="t1"), request("other", 5, family=2))
     ticket = engine.reset(OriginMatch(tenant="t1"))
     settle(engine)
-    result = engine.offload.tier_resets(ticket)["disk"]
+    result = engine.offload.resets.tier_results(ticket)["disk"]
     assert result.dropped_blocks == 5
-    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    assert engine.offload.resets.count_open(ticket) == 0
     engine.device.forget_all()
     serve(engine, request("s", 5), request("t", 5, family=2))
     assert prompt_tokens(engine, "s").recomputed == 21
@@ -636,10 +636,10 @@ def test_a_reset_is_open_until_the_tier_has_carried_it_out() -> None:
     engine.tiers["disk"].dead = True
     ticket = engine.reset()
     settle(engine)
-    assert engine.offload.open_jobs(ticket.job_ids) == 1
+    assert engine.offload.resets.count_open(ticket) == 1
     engine.tiers["disk"].dead = False
     settle(engine)
-    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    assert engine.offload.resets.count_open(ticket) == 0
 
 
 def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
@@ -651,12 +651,12 @@ def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
     engine.device.forget_all()
     serve_without_rest(engine, request("s", 5))
     assert prompt_tokens(engine, "s").recomputed == 21, "it still has the blocks, and must not bring them"
-    assert engine.offload.open_jobs(ticket.job_ids) == 1
-    assert any("did not get through" in reason for reason in engine.offload.tier_health())
+    assert engine.offload.resets.count_open(ticket) == 1
+    assert any("did not get through" in reason for reason in engine.offload.tiers.health())
     tier.raises = set()
     engine.now_s += 2.0
     settle(engine)
-    assert engine.offload.open_jobs(ticket.job_ids) == 0
+    assert engine.offload.resets.count_open(ticket) == 0
     assert not tier.blocks
     serve(engine, request("t", 5, family=2))
     assert len(tier.blocks) == 5
@@ -675,7 +675,7 @@ def test_a_reset_of_a_tier_alone_leaves_the_pool() -> None:
 def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> None:
     before = engine.offload.snapshot()
     with pytest.raises(ValueError, match="no tier called nowhere"):
-        engine.offload.reset(engine.now_s, places=[HOST, "nowhere"])
+        engine.offload.resets.reset(engine.now_s, places=[HOST, "nowhere"])
     assert engine.offload.snapshot() == before
 
 
@@ -706,7 +706,7 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
     assert (engine.manager.find_each(keys(2, family=2)) >= BATCH_SLOTS).all()
     tier.blocks.clear()
     sink.meddle = True
-    assert engine.offload.reset(engine.now_s, OriginMatch(request="r*")).dropped_blocks == 4
+    assert engine.offload.resets.reset(engine.now_s, OriginMatch(request="r*")).dropped_blocks == 4
     assert not sink.meddle
     for _ in range(5):
         engine.offload.on_transfers_finished([], engine.now_s)
@@ -722,7 +722,7 @@ def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
     ticket = engine.reset(places=[HOST])
     engine.check()
     assert engine.manager.inventory.counts().storing == 3
-    assert engine.offload.open_jobs(ticket.job_ids) == 1
+    assert engine.offload.resets.count_open(ticket) == 1
     engine.now_s += 1.0
     settle(engine)
     assert engine.manager.inventory.counts().storing == 0
@@ -733,7 +733,7 @@ def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
 def test_a_block_that_an_operator_drops_is_gone_from_the_tiers_too() -> None:
     engine = engine_with()
     serve(engine, request("r", 3))
-    assert engine.offload.drop_block(keys(3)[1], engine.now_s)
+    assert engine.offload.resets.drop_block(keys(3)[1], engine.now_s)
     assert keys(3)[1] not in engine.tiers["disk"].blocks
     engine.device.forget_all()
     serve(engine, request("s", 3))
@@ -743,7 +743,7 @@ def test_a_block_that_an_operator_drops_is_gone_from_the_tiers_too() -> None:
 def test_a_dropped_block_that_is_on_its_way_is_not_published() -> None:
     engine = engine_with()
     promoting(engine)
-    engine.offload.drop_block(keys(5)[1], engine.now_s)
+    engine.offload.resets.drop_block(keys(5)[1], engine.now_s)
     engine.run()
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 4}
 

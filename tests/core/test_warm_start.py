@@ -197,7 +197,7 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
         assert job.labels.keys == [hash_of(tenant, 0, 0, i) + b"\0" for i in range(3)]
         if tenant == 0:
             doomed = set(zip(job.labels.slots.tolist(), job.labels.generations.tolist(), strict=True))
-    scheduler.reset(2.0, OriginMatch(tenant="tenant0"))
+    scheduler.resets.reset(2.0, OriginMatch(tenant="tenant0"))
     assert record.voided == doomed
     scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
     assert manager.inventory.counts().ready == 3

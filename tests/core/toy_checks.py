@@ -188,15 +188,12 @@ def _check_disowned(engine: ToyEngine) -> None:
 
 
 def promoting_slots(engine: ToyEngine) -> list:
-    side = engine.offload._tiers
-    return [] if side is None else side.promotions.touched_slots()
+    return engine.offload.tiers.promotions.touched_slots()
 
 
 def _check_tiers(engine: ToyEngine) -> None:
     """Tiers are treated as they may expect, touch only what is theirs, and hold what they were given."""
-    side = engine.offload._tiers
-    if side is None:
-        return
+    side = engine.offload.tiers
     held = {slot for pin in engine.manager.pins._reading.values() for slot in pin.slots.tolist()}
     assert side.cascades.num_held == len(held) <= max(engine.manager.table.last_end_slot // 4, 1), (
         "cascades hold too much"
@@ -238,13 +235,11 @@ def check_idle(engine: ToyEngine) -> None:
     assert not len(engine.offload._loads._leaders)
     assert not engine.offload._stores._storing
     assert engine.offload._loads._bytes_in_flight == 0
-    if engine.offload._tiers is not None:
-        assert not engine.offload._tiers.promotions.open
-        assert not any(
-            link.open_jobs or link.open_resets or link.bytes_in_flight for link in engine.offload._tiers.links
-        )
-        if not engine.ledger.was_lazy:
-            assert not engine.offload._tiers._sessions, "a request has ended, and its tiers were not told"
+    tiers = engine.offload.tiers
+    assert not tiers.promotions.open
+    assert not any(link.open_jobs or link.open_resets or link.bytes_in_flight for link in tiers.links)
+    if not engine.ledger.was_lazy:
+        assert not tiers._sessions, "a request has ended, and its tiers were not told"
     table = engine.manager.table
     assert not table.pins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].any()
     assert not engine.resize.is_open

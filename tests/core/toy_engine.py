@@ -16,9 +16,10 @@ from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import Override, PolicyBook, RequestPolicy
 from core.rates import LoadOrCompute
+from core.resets import ResetTicket
 from core.resize import PoolResize, Todo
 from core.rules import Rule
-from core.scheduler import OffloadScheduler, ResetTicket
+from core.scheduler import OffloadScheduler
 from core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
 from tests.core.toy_compute import Chunk, check_context, fill, first_needed, needed_values
@@ -241,8 +242,7 @@ class ToyEngine(ToySchedule):
         raise AssertionError(f"not idle after {max_steps} steps: {self.requests} {self.copies.open}")
 
     def is_idle(self) -> bool:
-        side = self.offload._tiers
-        busy = side is not None and any(link.open_jobs or link.open_resets for link in side.links)
+        busy = any(link.open_jobs or link.open_resets for link in self.offload.tiers.links)
         return not (self.requests or self.copies.open or self.flight or busy or self.offload.has_open_work())
 
     # --- operators --------------------------------------------------------------------------------------------------
@@ -250,13 +250,13 @@ class ToyEngine(ToySchedule):
     def reset(self, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
         """Forget everything, or what matches, everywhere or in some places."""
         self.ledger.resetting(match, places)
-        ticket = self.offload.reset(self.now_s, match, places)
+        ticket = self.offload.resets.reset(self.now_s, match, places)
         self.ledger.was_reset(match, ticket, places)
         return ticket
 
     def close(self) -> None:
         """No tier hears of anything any more."""
-        self.offload.close_tiers(self.now_s)
+        self.offload.tiers.close(self.now_s)
         toy_checks.check_closed(self)
 
     def expire(self) -> None:

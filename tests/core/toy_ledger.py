@@ -14,7 +14,8 @@ from core.origins import OriginMatch
 from core.promotions import LookPhase
 from core.rates import LoadDecision
 from core.requests import RequestPhase, RequestState
-from core.scheduler import Hit, Later, MatchResult, ResetTicket
+from core.resets import ResetTicket
+from core.scheduler import Hit, Later, MatchResult
 from core.stats import PromptTokens, StoreCounts
 from core.tiers import HOST
 from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
@@ -336,8 +337,8 @@ class Ledger:
         self._num_matching = sum(match is None or matches(match, origin) for origin in self._ready_origins())
 
     def _disown_promotions(self, match: OriginMatch | None, places: Sequence[str] | None, of_pool: bool) -> None:
-        side, table = self._engine.offload._tiers, self._engine.manager.table
-        for promotion in [] if side is None else side.promotions.open:
+        table = self._engine.manager.table
+        for promotion in self._engine.offload.tiers.promotions.open:
             if not of_pool and promotion.link.name not in (places or ()):
                 continue
             blocks = self._engine.tiers[promotion.link.name].blocks
@@ -350,8 +351,7 @@ class Ledger:
         """It answered how much was dropped, and that is gone."""
         assert ticket.epoch == self._num_epochs + 1
         assert ticket.tiers.keys() == {name for name in self._engine.tiers if places is None or name in places}
-        side = self._engine.offload._tiers
-        for link in [] if side is None else side.links:
+        for link in self._engine.offload.tiers.links:
             if link.name in ticket.tiers and all(reset.taken for reset in link.open_resets):
                 blocks = self._engine.tiers[link.name].blocks.values()
                 assert not any(match is None or matches(match, origin) for _, origin in blocks)

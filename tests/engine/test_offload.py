@@ -239,7 +239,7 @@ def test_a_reset_in_full_swing_loses_no_answer(
         for _ in range(3):
             work = [asyncio.create_task(ask(offloaded.engine, prompt, greedy(MAX_TOKENS))) for prompt in prompts]
             while not all(task.done() for task in work):
-                offloaded.scheduler.reset(0.0)
+                offloaded.scheduler.resets.reset(0.0)
                 offloaded.engine.wake()
                 await asyncio.sleep(0.01)
             assert [task.result().token_ids for task in work] == answers
@@ -270,7 +270,7 @@ def test_everything_at_once(prompts: list[list[int]], answers: list[list[int]], 
 
     async def trouble(clients: list[asyncio.Task[int]]) -> None:
         while not all(task.done() for task in clients):
-            rng.choice([copies.shut, copies.open, copies.open, lambda: offloaded.scheduler.reset(0.0)])()
+            rng.choice([copies.shut, copies.open, copies.open, lambda: offloaded.scheduler.resets.reset(0.0)])()
             copies.fail = {direction for direction in Direction if rng.random() < 0.2}
             copies.refuse = {direction for direction in Direction if rng.random() < 0.1}
             engine.wake()

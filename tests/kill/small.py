@@ -241,7 +241,7 @@ class Small:
         tenant = None if self._random.random() < 0.3 else self._random.randrange(NUM_TENANTS)
         for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
             self._finish(request, now_s)
-        self._scheduler.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
+        self._scheduler.resets.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
         self.notes[Note.READY] = self.manager.inventory.counts().ready
         for each in range(NUM_TENANTS) if tenant is None else [tenant]:
             self.notes[Note.ERAS + each] += 1

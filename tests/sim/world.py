@@ -431,7 +431,7 @@ class World:
         """Take a block out, whatever is being done with it."""
         key = self._some_key()
         if key is not None:
-            assert self.engine.offload.drop_block(key, self.engine.now_s)
+            assert self.engine.offload.resets.drop_block(key, self.engine.now_s)
             assert self.engine.manager.inventory.find_block(key) is None
 
     def _some_key(self) -> bytes | None:
@@ -445,7 +445,7 @@ class World:
         assert all(view.sequence > after.sequence for view, after in pairwise(views))
         for request_id in engine.requests:
             assert offload.requests.find(request_id, engine.now_s) is not None
-        assert all(isinstance(reason, str) for reason in offload.tier_health())
+        assert all(isinstance(reason, str) for reason in offload.tiers.health())
         engine.expire()
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
         engine.manager.inventory.dirty_rows(5)

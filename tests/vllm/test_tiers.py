@@ -40,7 +40,7 @@ def drain(engine: InProcess) -> None:
     def is_done() -> bool:
         engine.core.expire(time.time())
         engine.settle()
-        return not any(link.open_jobs for link in engine.core._tiers.links)
+        return not any(link.open_jobs for link in engine.core.tiers.links)
 
     wait_until(is_done, "the tier has what it was given", 30.0)
 
@@ -71,7 +71,7 @@ def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
         )
         assert_nothing_left(engine)
     with in_process(llama, tiered(tmp_path)) as engine:
-        wait_until(lambda: not engine.core.tier_health(), "the tier has read its folder", 30.0)
+        wait_until(lambda: not engine.core.tiers.health(), "the tier has read its folder", 30.0)
         # One at a time: nobody waits for a tier for long, and a burst would compute most of it.
         for prompt, wanted in zip(PROMPTS, truth, strict=True):
             assert_same(engine.generate([prompt]), [wanted])

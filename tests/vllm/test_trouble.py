@@ -165,7 +165,7 @@ def test_a_reset_while_transfers_are_in_flight_costs_no_answer(
     def reset(job: TransferJob) -> None:
         copies.append(job.job_id)
         if len(copies) % 5 == 0:
-            engine.core.reset(time.time())
+            engine.core.resets.reset(time.time())
 
     for _ in range(2):
         copying(reset)

@@ -111,7 +111,7 @@ class EngineCoreHost:
             watermark_blocks=_watermark_blocks(config, layout),
             tiers=tiers,
         )
-        self._closers.append(lambda: self.core.close_tiers(time.time()))
+        self._closers.append(lambda: self.core.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.core.policies, self.feed)
 
     def start(self) -> None:
@@ -165,7 +165,7 @@ class EngineCoreHost:
         overdue = self.core.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.core.tier_health() + self.store.health()
+        return reasons + self.core.tiers.health() + self.store.health()
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""

@@ -133,7 +133,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Forget all blocks. Transfers under way end, and publish nothing."""
-        self.core.reset(self._clock())
+        self.core.resets.reset(self._clock())
         self.num_changes += 1
 
     # --- inside --------------------------------------------------------------------------------------------------
