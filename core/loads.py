@@ -160,7 +160,8 @@ class LoadSide:
 
     def end(self, ended: OpenJob, now_s: float) -> list[LoadOutcome]:
         """Let go of what a load touched; its outcome, if its request still waits for it."""
-        job, pin, hit, state = ended.job, ended.pin or Pin.empty(), ended.hit, ended.request
+        job, hit, state = ended.job, ended.hit, ended.request
+        pin = Pin.empty() if ended.pin is None else ended.pin
         intact = self._manager.pins.end_load(pin)
         for run in job.runs:
             self._device.release(run.block_ids.tolist())
@@ -229,7 +230,8 @@ class LoadSide:
         first = state.device_tokens
         state.phase = RequestPhase.LOADING
         self.num_waiting += 1
-        wanted = None if hit is None or num_tokens > hit.num_tokens else hit.shorten(num_tokens)
+        whole = num_tokens % self._layout.alignment_tokens == 0
+        wanted = hit.shorten(num_tokens) if hit is not None and num_tokens <= hit.num_tokens and whole else None
         runs = None if wanted is None else wanted.runs(state.block_ids, self._null_block)
         if wanted is not None and runs is not None:
             if wanted is not hit:

@@ -58,11 +58,14 @@ class Recovered:
 
         Their bytes may be looked at until `end_verification`: a reset holds them until then.
         """
-        with self._lock:
-            pin = self._pins.pin(self._table.unverified_from(start_slot, BATCH_SLOTS))
-            if len(pin):
-                self._pins.begin_reading(pin)
-            return pin
+        for start in range(start_slot, self._table.end_slot, BATCH_SLOTS):
+            with self._lock:
+                slots = self._table.unverified_in(start, min(start + BATCH_SLOTS, self._table.end_slot))
+                if len(slots):
+                    pin = self._pins.pin(slots)
+                    self._pins.begin_reading(pin)
+                    return pin
+        return Pin.empty()
 
     def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
         """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""

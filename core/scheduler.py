@@ -151,8 +151,9 @@ class OffloadScheduler:
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
         """The engine has allocated: `block_ids` are the request's whole tables; it took `num_loaded_tokens` of the hit.
 
-        With tokens to load the request has to wait for its `LoadOutcome`. What turns out not to be loadable any more is
-        a failed load, not an error. A second call for the same match only brings the table up to date.
+        With tokens to load the request has to wait for its `LoadOutcome`. What turns out not to be loadable any more,
+        or is no whole blocks of the hit, is a failed load, not an error. A second call for the same match only brings
+        the table up to date.
         """
         with self.manager.lock:
             state = self._requests.get(request_id)

@@ -286,10 +286,9 @@ class SlotTable:
         """Those of these ready slots that an earlier process wrote and nobody has looked at since."""
         return slots[self._unverified[slots]] if self.num_unverified else NO_SLOTS
 
-    def unverified_from(self, start: int, limit: int) -> Slots:
-        """Up to `limit` slots to be verified, from `start` on."""
-        unverified = self._unverified[start : self.end_slot]
-        found: Slots = unverified.nonzero()[0][:limit] + start if self.num_unverified else NO_SLOTS
+    def unverified_in(self, start: int, end: int) -> Slots:
+        """Those slots of a range that are to be verified."""
+        found: Slots = self._unverified[start:end].nonzero()[0] + start if self.num_unverified else NO_SLOTS
         return found
 
     def end_unverified(self, slots: Slots) -> None:

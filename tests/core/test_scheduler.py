@@ -814,8 +814,10 @@ def test_cap_and_prompt_only_combine_by_the_smaller(cap, prompt_only, stored, by
     assert (store.stored, store.skipped["prompt_only"], store.skipped["token_cap"]) == (stored, by_prompt_only, by_cap)
 
 
-@pytest.mark.parametrize("wanted", [24, 400])
-def test_an_engine_that_takes_more_than_the_hit_gets_a_failed_load(engine: ToyEngine, wanted: int) -> None:
+@pytest.mark.parametrize("wanted", [24, 400, 5, 1])
+def test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed_load(
+    engine: ToyEngine, wanted: int
+) -> None:
     store_and_turn_over(engine)
     second = request("second", 8)
     engine.add(second)

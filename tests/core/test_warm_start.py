@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -165,6 +166,33 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
     assert manager.leaving.counts.by_reason == {"failed_verification": 2}
     assert manager.inventory.counts().free == 8 - manager.inventory.counts().ready
+
+
+def test_looking_for_slots_to_verify_takes_no_memory_in_proportion_to_the_pool() -> None:
+    count = 200_000
+    manager = OffloadManager(count, 64)
+    manager.recovered.adopt(kept(range(count)), NO_SLOTS)
+    manager.recovered.begin_verification(0)
+    tracemalloc.start()
+    try:
+        pin = manager.recovered.begin_verification(1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert pin.slots.tolist() == list(range(1000, 2000))
+    assert peak < 100_000, "what there is to verify was looked for in the whole pool at once, under the lock"
+
+
+def test_slots_to_verify_are_found_however_far_apart_they_are() -> None:
+    manager = OffloadManager(10_000, 64)
+    manager.recovered.adopt(kept([3, 4500, 4501, 9999]), NO_SLOTS)
+    seen, start = [], 0
+    while len(pin := manager.recovered.begin_verification(start)):
+        seen += pin.slots.tolist()
+        start = seen[-1] + 1
+        manager.recovered.end_verification(pin, NO_SLOTS, 1.0)
+    assert seen == [3, 4500, 4501, 9999]
+    assert manager.inventory.counts().unverified == 0
 
 
 def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:

@@ -703,9 +703,18 @@ MUTATIONS = (
         6,
         "what turns out not to be loadable is a failed load, not an error",
         "core/loads.py",
-        "wanted = None if hit is None or num_tokens > hit.num_tokens else hit.shorten(num_tokens)",
-        "wanted = None if hit is None else hit.shorten(min(num_tokens, hit.num_tokens))",
-        (SCHEDULER + "test_an_engine_that_takes_more_than_the_hit_gets_a_failed_load",),
+        "wanted = hit.shorten(num_tokens) if hit is not None and num_tokens <= hit.num_tokens and whole else None",
+        "wanted = hit.shorten(min(num_tokens, hit.num_tokens)) if hit is not None and whole else None",
+        (SCHEDULER + "test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed_load",),
+    ),
+    Mutation(
+        "an engine may take a part of a block",
+        6,
+        "what turns out not to be loadable is a failed load, not an error",
+        "core/loads.py",
+        "whole = num_tokens % self._layout.alignment_tokens == 0",
+        "whole = True",
+        (SCHEDULER + "test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed_load",),
     ),
     # --- groups -----------------------------------------------------------------------------------------------------
     Mutation(
