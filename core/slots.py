@@ -182,6 +182,13 @@ class SlotTable:
         self.states[old_end:end_slot] = _FREE
         self.num_retired -= len(retired)
         self.num_free += len(retired) + end_slot - old_end
+        if self._frontier == start:
+            # All before them are given out, and whoever needs a slot must not search what is still in use of these.
+            free = (self.current_states(start, end_slot) == _FREE).nonzero()[0] + start
+            self.pins[free] = 0
+            self._returned[self._num_returned : self._num_returned + len(free)] = free[::-1]
+            self._num_returned += len(free)
+            self._frontier = end_slot
         self.num_slots = end_slot
         self.end_slot = max(self.end_slot, end_slot)
         self.last_end_slot = max(self.last_end_slot, self.end_slot)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -319,6 +322,28 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
             assert abs(now.ready - before.ready) <= BATCH_SLOTS
             before = now
     assert pool.manager.inventory.counts().slots == 2 * count
+
+
+def test_an_offer_does_not_look_for_room_among_all_that_a_pool_kept_that_grew_again_at_once() -> None:
+    count = 100 * BATCH_SLOTS
+    pool = Pool(count, count, extent_slots=BATCH_SLOTS)
+    for start in range(0, count, BATCH_SLOTS):
+        pool.store(range(start, start + BATCH_SLOTS))
+    pool.resize.want(BATCH_SLOTS)
+    pool.resize.step(1.0)
+    assert pool.manager.table.is_shrinking
+    pool.manager.leaving.drop_key(key(count - 1), 1.0)
+    assert pool.to(count) is Todo.NOTHING
+    assert pool.manager.inventory.counts().free == 1
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, function: calls.update([event]))
+    try:
+        slots = pool.store(range(count, count + 2)).tolist()
+    finally:
+        sys.setprofile(None)
+    assert slots[0] == count - 1
+    assert calls.total() < 1000, f"an offer of two blocks made {calls.total()} calls"
+    assert len(set(slots)) == 2
 
 
 @pytest.mark.parametrize("num_between", [0, 3, 150, 400])
