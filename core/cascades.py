@@ -32,22 +32,37 @@ class CascadeSide:
         self._new_number = new_number
         self._holds = np.zeros(manager.table.max_slots, dtype=np.int32)
 
-    def stored(self, state: RequestState, slots: Slots, now_s: float) -> None:
-        """These slots of a request were just published: every tier that is allowed gets them."""
+    def stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
+        """These slots of some requests were just published: every tier that any of these allows gets them."""
         if len(slots):
-            for link in allowed_links(self._links, state.policy.policy):
+            for link, state in _first_for_each(states, lambda one: allowed_links(self._links, one.policy.policy)):
                 self._send(link, state, slots, now_s)
 
-    def found(self, state: RequestState, keys: Sequence[Key], now_s: float) -> None:
-        """These blocks of a request are in the pool already: tiers that are to have every block of it get them."""
-        links = self.wishers(state)
+    def found(self, states: Sequence[RequestState], keys: Sequence[Key], now_s: float) -> None:
+        """These blocks of some requests are in the pool already: tiers that are to have every block of any get them."""
+        links = _first_for_each(states, self.wishers)
         if not links or not keys:
             return
         slots = self._manager.find_each(list(dict.fromkeys(keys)))
         slots = slots[slots >= 0]
         if len(slots):
-            for link in links:
+            for link, state in links:
                 self._send(link, state, slots, now_s)
+
+    def adds(self, state: RequestState, others: Sequence[RequestState]) -> bool:
+        """Whether a tier is to have blocks for this request that none of the others, which have them too, lets it have.
+
+        Whether it can be used now is not asked.
+        """
+        session = state.session
+        if session is None:
+            return False
+        for link in self._links:
+            if _allows(state, link) and not any(_allows(other, link) for other in others):
+                return True
+            if link in self.wishers(state) and not any(link in self.wishers(other) for other in others):
+                return True
+        return False
 
     def wishers(self, state: RequestState) -> list[TierLink]:
         """The tiers that are to have every block of a request: those that asked for it, or by its policy all."""
@@ -100,3 +115,20 @@ class CascadeSide:
             table.origins[slots].tolist(),
         )
         link.store(job, blocks)
+
+
+def _allows(state: RequestState, link: TierLink) -> bool:
+    """Whether a tier may have what is stored of a request."""
+    names = state.policy.policy.tiers
+    return state.session is not None and state.session.knows(link) and (names is None or link.name in names)
+
+
+def _first_for_each(
+    states: Sequence[RequestState], links_of: Callable[[RequestState], Sequence[TierLink]]
+) -> list[tuple[TierLink, RequestState]]:
+    """Each tier that any of these requests names, with the first of them that does."""
+    first: dict[TierLink, RequestState] = {}
+    for state in states:
+        for link in links_of(state):
+            first.setdefault(link, state)
+    return list(first.items())

@@ -5,7 +5,7 @@ A job is complete when every worker has reported it; any failure fails it; late 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from core.grants import Pin
@@ -22,7 +22,8 @@ class StorePart:
 
     `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
     `groups` are the request's, which are needed for as long as the job is open. `leaving`
-    blocks are about to be reused. `followers` are requests whose tiers want blocks of it once they are ready.
+    blocks are about to be reused. `others` had the same blocks, and let more tiers have them. `followers` are requests
+    whose tiers want blocks of it once they are ready.
     """
 
     request: RequestState
@@ -33,6 +34,7 @@ class StorePart:
     block_ids: list[int]
     end_token: int
     leaving: bool = False
+    others: Sequence[RequestState] = ()
     disowned: bool = False
     followers: list[tuple[RequestState, list[Key]]] = field(default_factory=list)
 

@@ -8,11 +8,12 @@ before they are given out again. Host copies of what the device still holds are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
+from core.cascades import CascadeSide
 from core.engine import DeviceView
 from core.groups import Group, GroupLayout
 from core.keys import Key, make_keys
@@ -24,7 +25,11 @@ from core.stores import Offering, StoreSide
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """A slot's worth of device blocks that may be stored: `contents` are what its `block_ids` hold while it stands."""
+    """A slot's worth of device blocks that may be stored: `contents` are what its `block_ids` hold while it stands.
+
+    `others` are requests that have the same blocks and let more tiers have them. Tiers that want every block are `told`
+    once of one that the pool has already.
+    """
 
     request: RequestState
     groups: tuple[GroupProgress, ...]
@@ -35,6 +40,13 @@ class Verdict:
     contents: tuple[Key, ...]
     priority_class: int
     refused: bool = False
+    others: list[RequestState] = field(default_factory=list)
+    told: bool = False
+
+    @property
+    def requests(self) -> tuple[RequestState, ...]:
+        """All whose tiers are to have it."""
+        return (self.request, *self.others)
 
 
 class LazySide:
@@ -64,7 +76,8 @@ class LazySide:
     def record(self, state: RequestState, progress: GroupProgress, first: int, end: int) -> None:
         """Slots `first` to `end` of a request are whole and may be stored: remember it until they leave the device.
 
-        Where a block carries another request's verdict for the same contents, the more permissive one stands.
+        Where a block carries another request's verdict for the same contents, the more permissive one stands, and the
+        tiers of both get it.
         """
         group, table = progress.group, state.block_ids[progress.group.index]
         priority = PRIORITY_CLASS[state.policy.policy.priority]
@@ -73,15 +86,21 @@ class LazySide:
             if self._null_block in blocks:
                 continue
             old = self._verdicts.get(blocks[0])
-            if old is not None and old.key == key and old.block_ids == blocks and old.priority_class >= priority:
+            if old is not None and (old.key != key or old.block_ids != blocks):
+                old = None
+            if old is not None and old.priority_class >= priority:
+                self._join(old, state)
                 continue
             contents = self._contents_of(state, group, number, key)
             verdict = Verdict(state, state.groups, group, number, key, blocks, contents, priority)
+            for other in () if old is None else old.requests:
+                self._join(verdict, other)
             for block in blocks:
+                for request in verdict.requests:
+                    if request.session is not None:
+                        request.session.hold()
                 self._drop(block)
                 self._verdicts[block] = verdict
-                if state.session is not None:
-                    state.session.hold()
 
     def walk(self, num_taken_blocks: int, now_s: float) -> None:
         """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
@@ -123,9 +142,11 @@ class LazySide:
         # Copies of what is leaving too are worth as much: evicting them would have an idle engine store for ever.
         present = list(dict.fromkeys(standing[i].key for i in np.flatnonzero(found >= 0).tolist()))
         self._manager.touch(present)
-        by_origin: dict[tuple[int, int, int], list[Verdict]] = {}
+        if self._stores.cascades is not None:
+            self._tell(self._stores.cascades, [standing[i] for i in np.flatnonzero(found >= 0).tolist()], now_s)
+        by_origin: dict[tuple[int, ...], list[Verdict]] = {}
         for verdict in missing:
-            place = (id(verdict.request), verdict.group.index, verdict.priority_class)
+            place = (verdict.group.index, verdict.priority_class, *map(id, verdict.requests))
             by_origin.setdefault(place, []).append(verdict)
         for verdicts in by_origin.values():
             verdicts.sort(key=lambda verdict: verdict.number)
@@ -162,11 +183,13 @@ class LazySide:
                 priority_class=first.priority_class,
                 leaving=True,
                 spared=spared,
+                others=tuple(first.others),
             ),
             now_s,
         )
         for verdict in verdicts[:answered]:
             verdict.refused = False
+            verdict.told = True
         if answered == len(verdicts):
             return True
         self._refused_at = self._manager.room.version
@@ -182,8 +205,30 @@ class LazySide:
         if verdict.refused:
             verdict.refused = False
             self._stores.count_no_space(verdict.request, verdict.group.slot_blocks)
-        if verdict.request.session is not None:
-            verdict.request.session.let_go()
+        for request in verdict.requests:
+            if request.session is not None:
+                request.session.let_go()
+
+    def _join(self, verdict: Verdict, state: RequestState) -> None:
+        """A request has the same blocks as a verdict: if it lets more tiers have them, they shall."""
+        cascades = self._stores.cascades
+        if cascades is None or not cascades.adds(state, verdict.requests):
+            return
+        verdict.others.append(state)
+        verdict.told = False
+        for block in verdict.block_ids:
+            if self._verdicts.get(block) is verdict and state.session is not None:
+                state.session.hold()
+
+    def _tell(self, cascades: CascadeSide, present: Sequence[Verdict], now_s: float) -> None:
+        """The pool has these already: tiers that want every block of their requests get them, once."""
+        untold: dict[tuple[int, ...], list[Verdict]] = {}
+        for verdict in present:
+            if not verdict.told:
+                verdict.told = True
+                untold.setdefault(tuple(map(id, verdict.requests)), []).append(verdict)
+        for verdicts in untold.values():
+            cascades.found(verdicts[0].requests, [verdict.key for verdict in verdicts], now_s)
 
     def _contents_of(self, state: RequestState, group: Group, number: int, key: Key) -> tuple[Key, ...]:
         if group.slot_blocks == 1:

@@ -36,7 +36,8 @@ _REORDER_SHARE = 16
 class Offering:
     """Slots of one request and group that can be read now, in their order: `numbers` within it, and their keys.
 
-    `block_ids` has the device blocks of each, one after the other. Nothing in `spared` is evicted for them.
+    `block_ids` has the device blocks of each, one after the other. Nothing in `spared` is evicted for them. `others`
+    had the same blocks, and let more tiers have them.
     """
 
     request: RequestState
@@ -48,6 +49,7 @@ class Offering:
     priority_class: int
     leaving: bool = False
     spared: Sequence[Key] = ()
+    others: Sequence[RequestState] = ()
 
 
 Keeper = Callable[[RequestState, GroupProgress, int, int], None]
@@ -185,9 +187,10 @@ class StoreSide:
         num_held_back = len(answer.held_back_at)
         num_known = answer.num_answered - len(answer.slots) - num_held_back
         self._count_skipped(state, SkipReason.ALREADY_STORED, num_known * group.slot_blocks)
-        if num_known and self.cascades is not None and self.cascades.wishers(state):
-            others = {*answer.stored_at.tolist(), *answer.held_back_at.tolist()}
-            self.cascades.found(state, [keys[i] for i in range(answer.num_answered) if i not in others], now_s)
+        wishers = (state, *offering.others)
+        if num_known and self.cascades is not None and any(map(self.cascades.wishers, wishers)):
+            absent = {*answer.stored_at.tolist(), *answer.held_back_at.tolist()}
+            self.cascades.found(wishers, [keys[i] for i in range(answer.num_answered) if i not in absent], now_s)
         self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
         if num_held_back:
             self._manager.missing.note_kept_out([keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION)
@@ -251,10 +254,12 @@ class StoreSide:
             block_ids=block_ids,
             end_token=end_token,
             leaving=offering.leaving,
+            others=offering.others,
         )
         self._parts.append(part)
-        if offering.request.session is not None:
-            offering.request.session.hold()
+        for state in (part.request, *part.others):
+            if state.session is not None:
+                state.session.hold()
         self._storing.update(dict.fromkeys(block_ids, part))
         self._device.hold(block_ids)
         self.num_leaving += len(block_ids) if part.leaving else 0
@@ -336,17 +341,16 @@ class StoreSide:
 
     def _cascade(self, cascades: CascadeSide, part: StorePart, keys: Sequence[Key], ok: bool, now_s: float) -> None:
         """What a part stored goes on to tiers; its request, and those that waited for it, may be over for them now."""
-        state = part.request
+        states = (part.request, *part.others)
         if ok:
             won = self._manager.table.is_ready(part.slots)
-            cascades.stored(state, part.slots[won], now_s)
-            cascades.found(state, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
+            cascades.stored(states, part.slots[won], now_s)
+            cascades.found(states, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
         for follower, wanted in part.followers:
-            cascades.found(follower, wanted, now_s)
-            if follower.session is not None:
-                follower.session.let_go()
-        if state.session is not None:
-            state.session.let_go()
+            cascades.found((follower,), wanted, now_s)
+        for state in (*states, *(follower for follower, _ in part.followers)):
+            if state.session is not None:
+                state.session.let_go()
 
     def _is_disowned(self, part: StorePart) -> bool:
         return part.disowned or part.epoch != self._manager.epoch

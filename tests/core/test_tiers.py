@@ -690,7 +690,7 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
             if self.meddle:
                 self.meddle = False
                 state = engine.offload._requests.get("late")
-                engine.offload._stores.cascades.found(state, keys(2, family=2), engine.now_s)
+                engine.offload._stores.cascades.found([state], keys(2, family=2), engine.now_s)
 
     sink = Meddler()
     engine = engine_with(sink=sink, num_slots=BATCH_SLOTS + 20)
@@ -760,6 +760,49 @@ def test_in_lazy_mode_what_leaves_the_device_goes_to_the_tiers_of_its_request() 
     assert not tier.wrongs
     engine.close()
     assert tier.finished == {"r": 1}
+
+
+def test_in_lazy_mode_a_tier_that_wants_every_block_gets_what_the_pool_has_already() -> None:
+    engine = engine_with("block", "request", store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
+    engine.tiers["request"].level = Level.REQUEST
+    engine.set_override(Override("first", {"tiers": ()}, 1e9))
+    serve(engine, request("first", 4))
+    settle(engine)
+    assert not any(tier.blocks for tier in engine.tiers.values())
+    engine.device.forget_all()
+    serve(engine, request("second", 4))
+    settle(engine)
+    assert prompt_tokens(engine, "second").host_hit == 4 * BLOCK_SIZE
+    assert set(keys(4)) <= engine.tiers["request"].blocks.keys()
+    assert not engine.tiers["block"].blocks
+    assert not engine.tiers["request"].wrongs
+    engine.close()
+    assert engine.tiers["request"].finished == {"first": 1, "second": 1}
+
+
+@pytest.mark.parametrize("first_may", [False, True])
+def test_in_lazy_mode_of_several_requests_the_one_that_lets_more_tiers_have_a_block_decides(first_may: bool) -> None:
+    engine = engine_with("a", "b", store_mode=StoreMode.LAZY, num_blocks=40, watermark_blocks=8)
+    engine.set_override(Override("none" if first_may else "first", {"tiers": ()}, 1e9))
+    engine.set_override(Override("first" if first_may else "none", {"tiers": ("a",)}, 1e9))
+    serve(engine, request("first", 4))
+    serve(engine, request("none", 4))
+    assert not any(tier.blocks for tier in engine.tiers.values())
+    later = [request(f"same{number}", 4, kv_transfer_params={"load": False}) for number in range(5)]
+    for each in later:
+        engine.set_override(Override(each.request_id, {"tiers": ("a",)}, 1e9))
+    serve(engine, *later)
+    assert {each.request_id for each in later} <= engine.tiers["a"].finished.keys(), (
+        "whoever adds no tier is not remembered for blocks that others are remembered for"
+    )
+    for number in range(7):
+        serve(engine, request(f"other{number}", 5, family=2 + number, kv_transfer_params={"store": False}))
+    settle(engine)
+    assert set(keys(4)) <= engine.tiers["a"].blocks.keys()
+    assert not engine.tiers["b"].blocks
+    assert not any(tier.wrongs for tier in engine.tiers.values())
+    engine.close()
+    assert set(engine.tiers["a"].finished.values()) == {1}
 
 
 def test_settings_apply_to_tiers_as_well() -> None:
