@@ -1,12 +1,13 @@
 """What watching costs: generation with the admin API polled 50 times a second, against the same without.
 
-Run: OMP_NUM_THREADS=1 python -m bench.polling [--pairs 24] [--rate 50] [--hidden 512 --tokens 80]
+Run: OMP_NUM_THREADS=1 python -m bench.polling [--pairs 150] [--rate 50] [--hidden 512] [--path /metrics]
 
-One service in this process, its admin API on a thread as in production; the poller is a process of its own. Each round
-generates the same tokens three times, in changing order: not polled; polled; and, as a control, while the same poller
-asks the same of another process. What the control costs is two processes more on the machine's cores, not the polling
-of the engine's own. Besides the wall time of a run the CPU time of the engine's thread is compared, which the
-scheduling of other processes disturbs less.
+One service in this process, its admin API on a thread as in production; the poller is a process of its own. While
+several streams decode, short windows take turns: nobody is polled; we are; and, as a control, another process is, by
+the same poller at the same rate. What the control costs is two processes more on the machine's cores, not the polling
+of the engine's own. Each round, of two windows of every arm in an order drawn and backwards, gives one pair of times a
+step. Besides the wall time the CPU time of the engine's thread is compared, which the scheduling of other processes
+disturbs less.
 
 The model `tiny` is the hardest case: its steps are all interpreter, which the admin API shares. With `--hidden` a
 random Llama of that width takes its place, whose matrix products run beside the interpreter, as real models' do.
@@ -16,98 +17,53 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import os
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from app.engines.embedded import EmbeddedEngine, Sampling
 from app.engines.embedded.model import TINY
 from app.logs import start_logging
-from app.service import listen, make_server
+from app.service import listen, make_server, url_of
 from app.settings import Settings
 from app.wiring import Process
+from bench.poller import ARMS, NOBODY, OTHER, OWN, another_service, polling
 from bench.report import environment, median_interval, spread, verdict
+from bench.windows import Windows
 
 GOAL = 1.02
 STREAMS = 4
 PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 1500
 LAYERS = 8
-NOBODY, OWN, OTHER = ARMS = (-1, 0, 1)
-"""Who is polled: nobody, the service with the engine, or another process."""
+SETTLE_S = 0.04
+SEED = 7
 
 
-def poll(urls: Sequence[str], rate: float, target: Synchronized[int], stop: Event, count: Synchronized[int]) -> None:
-    """Ask for the stats at a steady rate, also when answers are slow to come; `target` is whom, negative for nobody."""
+class Readings(NamedTuple):
+    """Counters of this process; of a window, what they grew by."""
 
-    async def ask(http: httpx.AsyncClient) -> None:
-        (await http.get("/admin/v1/stats")).raise_for_status()
-        with count.get_lock():
-            count.value += 1
+    wall_s: float
+    steps: float
+    engine_cpu_s: float
+    engine_waits: float
+    server_cpu_s: float
+    polls: float
 
-    async def run() -> None:
-        clients = [httpx.AsyncClient(base_url=url, timeout=10) for url in urls]
-        asked: set[asyncio.Task[None]] = set()
-        due_s = time.monotonic()
-        while not stop.is_set():
-            due_s += 1 / rate
-            await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
-            if target.value >= 0:
-                task = asyncio.create_task(ask(clients[target.value]))
-                asked.add(task)
-                task.add_done_callback(asked.discard)
-        await asyncio.gather(*asked)
+    @property
+    def wall_of_step_s(self) -> float:
+        return self.wall_s / self.steps
 
-    asyncio.run(run())
-
-
-@contextmanager
-def another_service(folder: Path) -> Iterator[str]:
-    """The URL of a service without an engine, in a process of its own."""
-    env = os.environ | {"KVFERRY_ENGINE": "none", "KVFERRY_PORT": "0", "KVFERRY_STATE_DIR": str(folder)}
-    command = [sys.executable, "-m", "app.cli", "serve"]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as other:
-        try:
-            for line in other.stderr or ():
-                if (match := re.search(r"serving on (http://\S+):", line)) is not None:
-                    yield match[1]
-                    return
-            raise SystemExit("the other service did not start")
-        finally:
-            other.terminate()
-
-
-async def generate(engine: EmbeddedEngine, num_tokens: int, seed: int) -> None:
-    """Decode on several streams at once."""
-
-    async def one(index: int) -> None:
-        prompt = [(seed * 31 + index * 17 + i * 7) % 240 + 3 for i in range(PROMPT_TOKENS)]
-        stream = engine.submit(prompt, Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
-        async for _ in stream:
-            pass
-
-    await asyncio.gather(*(one(index) for index in range(STREAMS)))
-
-
-def timed(engine: EmbeddedEngine, num_tokens: int, seed: int) -> tuple[float, float]:
-    """Wall seconds and CPU seconds of the engine's thread."""
-    cpu_s, started_s = engine.thread_cpu_s, time.perf_counter()
-    asyncio.run(generate(engine, num_tokens, seed))
-    return time.perf_counter() - started_s, engine.thread_cpu_s - cpu_s
+    @property
+    def cpu_of_step_s(self) -> float:
+        return self.engine_cpu_s / self.steps
 
 
 def save_llama(folder: Path, hidden: int) -> None:
@@ -125,17 +81,53 @@ def save_llama(folder: Path, hidden: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+async def generate(engine: EmbeddedEngine, seed: int, on_step: Callable[[], bool]) -> None:
+    """Decode on several streams at once, until they end or `on_step`, which every step calls, wants no more."""
+    sampling = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+
+    def prompt(index: int) -> list[int]:
+        return [(seed * 31 + index * 17 + i * 7) % 240 + 3 for i in range(PROMPT_TOKENS)]
+
+    streams = [engine.submit(prompt(index), sampling) for index in range(STREAMS)]
+
+    async def read(index: int) -> None:
+        async for _ in streams[index]:
+            if index == 0 and not on_step():
+                for stream in streams:
+                    stream.cancel()
+
+    await asyncio.gather(*map(read, range(STREAMS)))
+
+
+def run(engine: EmbeddedEngine, windows: Windows, num_rounds: int) -> None:
+    """Generate until so many rounds are complete."""
+    steps = 0
+
+    def on_step() -> bool:
+        nonlocal steps
+        steps += 1
+        # The first steps compute the prompts.
+        if steps == STREAMS:
+            windows.restart()
+        elif steps > STREAMS:
+            windows.step()
+        return len(windows.rounds) < num_rounds
+
+    generations = 0
+    while len(windows.rounds) < num_rounds:
+        steps = 0
+        generations += 1
+        asyncio.run(generate(engine, generations, on_step))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--rate", type=float, default=50.0)
-    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--window", type=float, default=0.25, metavar="SECONDS", help="how long an arm has its turn")
     parser.add_argument("--hidden", type=int, default=0, help="width of a random Llama; 0 takes the model tiny")
+    parser.add_argument("--path", default="/admin/v1/stats", help="what is polled")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    target, stop, polls = context.Value("i", NOBODY), context.Event(), context.Value("i", 0)
-    walls: dict[int, list[float]] = {arm: [] for arm in ARMS}
-    cpus: dict[int, list[float]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as folder, another_service(Path(folder) / "other") as other_url:
         model = TINY
         if options.hidden:
@@ -148,46 +140,82 @@ def main() -> None:
             server = make_server(process)
             thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
             thread.start()
-            urls = [f"http://127.0.0.1:{listener.getsockname()[1]}", other_url]
-            poller = context.Process(target=poll, args=(urls, options.rate, target, stop, polls))
-            poller.start()
             try:
-                engine = process.engine
-                if engine is None:
-                    raise SystemExit("set ENGINE=embedded: there is nothing to measure without an engine")
-                target.value = OWN
-                while polls.value < options.rate and poller.is_alive():
-                    timed(engine, options.tokens, 0)
-                polls.value = 0
-                for number in range(options.pairs):
-                    for arm in (*ARMS[number % 3 :], *ARMS[: number % 3]):
-                        target.value = arm
-                        wall_s, cpu_s = timed(engine, options.tokens, number + 1)
-                        walls[arm].append(wall_s)
-                        cpus[arm].append(cpu_s)
+                with polling([url_of(listener), other_url], options.rate, options.path) as poller:
+                    if process.engine is None:
+                        raise SystemExit("set ENGINE=embedded: there is nothing to measure without an engine")
+                    read = _reader(process.engine, thread, lambda: poller.polls)
+                    windows = Windows(ARMS, options.window, SETTLE_S, poller.ask, read, SEED)
+                    # The first round warms up.
+                    run(process.engine, windows, options.pairs + 1)
             finally:
-                stop.set()
-                poller.join()
                 server.should_exit = True
                 thread.join()
                 process.close()
-    polled_s = sum(walls[OWN]) + sum(walls[OTHER])
-    print(environment("torch", "transformers", "fastapi", "uvicorn"), f"OMP_NUM_THREADS={torch.get_num_threads()}")
     shape = f"Llama, {LAYERS} layers of {options.hidden}" if options.hidden else TINY
+    print(environment("torch", "transformers", "fastapi", "uvicorn"), f"OMP_NUM_THREADS={torch.get_num_threads()}")
     print(
-        f"{shape}: {options.pairs} rounds of {STREAMS} streams x {options.tokens} tokens; "
-        f"{polls.value / polled_s:.0f} polls a second while polled; median (min-max)"
+        f"{shape}, {STREAMS} streams: {options.pairs} rounds of twice {options.window} s for each of nobody polled, "
+        f"{options.path} polled, and another process polled"
     )
-    print(f"{'':<18}{'not polled, s':<22}{'polled, s':<22}{'other polled, s':<22}")
-    for name, times in (("wall", walls), ("engine thread CPU", cpus)):
-        print(f"{name:<18}" + "".join(f"{spread(times[arm]):<22}" for arm in (NOBODY, OWN, OTHER)))
-    print(f"\n{'':<18}{'':<28}{'ratio':<9}{'95% interval':<18}goal {GOAL}")
-    for name, times in (("wall", walls), ("engine thread CPU", cpus)):
+    report([{arm: Readings(*taken) for arm, taken in one.items()} for one in windows.rounds[1:]])
+
+
+def _reader(engine: EmbeddedEngine, server: threading.Thread, polls: Callable[[], int]) -> Callable[[int], Readings]:
+    """What reads the counters at the end of a step."""
+    found = next(thread for thread in threading.enumerate() if thread.name == "kvferry-engine")
+    status = Path(f"/proc/self/task/{found.native_id}/status")
+    server_clock = time.pthread_getcpuclockid(server.ident or 0)
+
+    def read(steps: int) -> Readings:
+        waits = next(line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
+        return Readings(
+            wall_s=time.perf_counter(),
+            steps=steps,
+            engine_cpu_s=engine.thread_cpu_s,
+            engine_waits=int(waits.split()[1]),
+            server_cpu_s=time.clock_gettime(server_clock),
+            polls=polls(),
+        )
+
+    return read
+
+
+def report(rounds: Sequence[dict[int, Readings]]) -> None:
+    """A table of ratios, and what one poll takes from whom."""
+    columns = (
+        ("wall", [{arm: one.wall_of_step_s for arm, one in taken.items()} for taken in rounds]),
+        ("engine thread CPU", [{arm: one.cpu_of_step_s for arm, one in taken.items()} for taken in rounds]),
+    )
+    print(f"\n| ms a step, median (min-max) | not polled | polled | other polled |\n| {'--- | ' * 4}".rstrip())
+    for name, times in columns:
+        cells = [spread([1e3 * one[arm] for one in times]) for arm in (NOBODY, OWN, OTHER)]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"\n| | | ratio | 95% interval | goal {GOAL} |\n| --- | --- | ---: | --- | --- |")
+    for name, times in columns:
         for what, base in (("polled / not polled", NOBODY), ("polled / other polled", OTHER)):
-            ratios = [own / without for own, without in zip(times[OWN], times[base], strict=True)]
+            ratios = [one[OWN] / one[base] for one in times]
             low, high = median_interval(ratios)
             interval = f"{low:.3f} to {high:.3f}"
-            print(f"{name:<18}{what:<28}{statistics.median(ratios):<9.3f}{interval:<18}{verdict(ratios, GOAL)}")
+            print(f"| {name} | {what} | {statistics.median(ratios):.3f} | {interval} | {verdict(ratios, GOAL)} |")
+    server_ms, wall_ms, cpu_ms, waits = [], [], [], []
+    for one in rounds:
+        own, none = one[OWN], one[NOBODY]
+        per_poll = own.steps / own.polls
+        server_ms.append(1e3 * (own.server_cpu_s - none.server_cpu_s / none.wall_s * own.wall_s) / own.polls)
+        wall_ms.append(1e3 * (own.wall_of_step_s - none.wall_of_step_s) * per_poll)
+        cpu_ms.append(1e3 * (own.cpu_of_step_s - none.cpu_of_step_s) * per_poll)
+        waits.append((own.engine_waits / own.steps - none.engine_waits / none.steps) * per_poll)
+    rate = sum(one[OWN].polls for one in rounds) / sum(one[OWN].wall_s for one in rounds)
+    print(f"\nA poll, at {rate:.0f} a second, median and 95% interval:")
+    for values, what in (
+        (server_ms, "ms of CPU time of the server's thread"),
+        (wall_ms, "ms later that the engine is done"),
+        (cpu_ms, "ms of CPU time of the engine's thread"),
+        (waits, "times more that the engine's thread sleeps"),
+    ):
+        low, high = median_interval(values)
+        print(f"{statistics.median(values):8.3f} ({low:.3f} to {high:.3f}) {what}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import statistics
@@ -31,7 +30,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from bench.polling import NOBODY, OTHER, OWN, another_service, poll
+from bench.poller import NOBODY, OTHER, OWN, another_service, polling
 from bench.report import environment, median_interval, spread, verdict
 from tests.vllm.conftest import ENVIRONMENT
 
@@ -64,7 +63,6 @@ COST = 1 / 0.98
 """Times that go with 98% of the throughput."""
 CONVOY_GOAL = 1.05
 RATE = 50.0
-POLLER_START_S = 120.0
 SEED = 5
 
 Ask = tuple[Sequence[Prompt], int]
@@ -170,27 +168,20 @@ def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
 
 
 def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
-    context = multiprocessing.get_context("spawn")
-    target, stop, polls = context.Value("i", NOBODY), context.Event(), context.Value("i", 0)
     times: dict[int, list[Taken]] = {NOBODY: [], OWN: [], OTHER: []}
     arms = tuple(times)
-    with tempfile.TemporaryDirectory() as folder, another_service(Path(folder)) as other:
-        urls = [str(pair.ours.admin.base_url), other]
-        poller = context.Process(target=poll, args=(urls, RATE, target, stop, polls))
-        poller.start()
-        try:
-            target.value = OWN
-            wait_until(lambda: polls.value >= RATE, "the poller is up to speed", POLLER_START_S)
-            for number in range(pairs + 1):
-                ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
-                for arm in (*arms[number % 3 :], *arms[: number % 3]):
-                    target.value = arm
-                    taken = pair.timed(pair.ours, ask)
-                    if number:
-                        times[arm].append(taken)
-        finally:
-            stop.set()
-            poller.join()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        another_service(Path(folder)) as other,
+        polling([str(pair.ours.admin.base_url), other], RATE) as poller,
+    ):
+        for number in range(pairs + 1):
+            ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
+            for arm in (*arms[number % 3 :], *arms[: number % 3]):
+                poller.ask(arm)
+                taken = pair.timed(pair.ours, ask)
+                if number:
+                    times[arm].append(taken)
     print(f"\npolled: 8 streams of 128 tokens; {RATE:.0f} polls of the statistics a second")
     show("polled", times[OWN], "not polled", times[NOBODY], COST)
     show("polled", times[OWN], "another process polled", times[OTHER], COST)
