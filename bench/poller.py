@@ -1,4 +1,4 @@
-"""A client that asks for the statistics at a steady rate, from a process of its own, and whom it asks: nobody, us, others.
+"""A client that asks for the statistics at a steady rate, from a process of its own, and whom it asks: us, or others.
 
 It costs the machine as little as one can that is written in Python: a kept connection, and bytes that are sent and
 read. A client on another machine would cost this one nothing at all.
@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 NOBODY, OWN, OTHER = ARMS = (-1, 0, 1)
 """Who is polled: nobody, the service with the engine, or another process."""
+STATS = "/admin/v1/stats"
 START_S = 120.0
 
 
@@ -44,12 +45,12 @@ class Poller:
 
 
 @contextmanager
-def polling(urls: Sequence[str], rate: float, path: str = "/admin/v1/stats") -> Iterator[Poller]:
+def polling(urls: Sequence[str], rate: float) -> Iterator[Poller]:
     """A process that polls `urls`, which are those of `OWN` and `OTHER`; at first nobody."""
     context = multiprocessing.get_context("spawn")
     poller = Poller(context.Value("i", NOBODY), context.Value("i", 0))
     stop = context.Event()
-    process = context.Process(target=_poll, args=(urls, path, rate, poller._target, stop, poller._count))
+    process = context.Process(target=_poll, args=(urls, rate, poller._target, stop, poller._count))
     process.start()
     try:
         poller.ask(OTHER)
@@ -81,10 +82,8 @@ def another_service(folder: Path) -> Iterator[str]:
             other.terminate()
 
 
-def _poll(
-    urls: Sequence[str], path: str, rate: float, target: Synchronized[int], stop: Event, count: Synchronized[int]
-) -> None:
-    asks = [_connect(url, path) for url in urls]
+def _poll(urls: Sequence[str], rate: float, target: Synchronized[int], stop: Event, count: Synchronized[int]) -> None:
+    asks = [_connect(url) for url in urls]
     due_s = time.monotonic()
     while not stop.is_set():
         due_s = max(due_s + 1 / rate, time.monotonic() - 1.0)
@@ -94,11 +93,11 @@ def _poll(
             count.value += 1
 
 
-def _connect(url: str, path: str) -> Callable[[], None]:
+def _connect(url: str) -> Callable[[], None]:
     """What asks once, over a connection that is opened again when the server has closed it."""
     place = urlsplit(url)
     where = (place.hostname or "127.0.0.1", place.port or 80)
-    request = f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode()
+    request = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode()
     connection: list[socket.socket] = []
 
     def ask() -> None:
@@ -113,7 +112,7 @@ def _connect(url: str, path: str) -> Callable[[], None]:
             return ask()
         while (head := re.match(rb"(?is)HTTP/1.1 200 .*?\r\ncontent-length: *(\d+).*?\r\n\r\n", answer)) is None:
             if b"\r\n\r\n" in answer:
-                raise SystemExit(f"{url}{path} answered {answer[:200]!r}")
+                raise SystemExit(f"{url} answered {answer[:200]!r}")
             answer += connection[0].recv(65536)
         missing = head.end() + int(head[1]) - len(answer)
         while missing > 0:

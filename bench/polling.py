@@ -34,7 +34,7 @@ from app.logs import start_logging
 from app.service import listen, make_server, url_of
 from app.settings import Settings
 from app.wiring import Process
-from bench.poller import ARMS, NOBODY, OTHER, OWN, another_service, polling
+from bench.poller import ARMS, NOBODY, OTHER, OWN, STATS, another_service, polling
 from bench.report import environment, median_interval, spread, verdict
 from bench.windows import Windows
 
@@ -55,6 +55,7 @@ class Readings(NamedTuple):
     engine_cpu_s: float
     engine_waits: float
     server_cpu_s: float
+    server_waits: float
     polls: float
 
     @property
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--window", type=float, default=0.25, metavar="SECONDS", help="how long an arm has its turn")
     parser.add_argument("--hidden", type=int, default=0, help="width of a random Llama; 0 takes the model tiny")
-    parser.add_argument("--path", default="/admin/v1/stats", help="what is polled")
+    parser.add_argument("--path", default=STATS, help="what is polled")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, another_service(Path(folder) / "other") as other_url:
         model = TINY
@@ -141,7 +142,7 @@ def main() -> None:
             thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
             thread.start()
             try:
-                with polling([url_of(listener), other_url], options.rate, options.path) as poller:
+                with polling([url + options.path for url in (url_of(listener), other_url)], options.rate) as poller:
                     if process.engine is None:
                         raise SystemExit("set ENGINE=embedded: there is nothing to measure without an engine")
                     read = _reader(process.engine, thread, lambda: poller.polls)
@@ -164,21 +165,26 @@ def main() -> None:
 def _reader(engine: EmbeddedEngine, server: threading.Thread, polls: Callable[[], int]) -> Callable[[int], Readings]:
     """What reads the counters at the end of a step."""
     found = next(thread for thread in threading.enumerate() if thread.name == "kvferry-engine")
-    status = Path(f"/proc/self/task/{found.native_id}/status")
     server_clock = time.pthread_getcpuclockid(server.ident or 0)
 
     def read(steps: int) -> Readings:
-        waits = next(line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
         return Readings(
             wall_s=time.perf_counter(),
             steps=steps,
             engine_cpu_s=engine.thread_cpu_s,
-            engine_waits=int(waits.split()[1]),
+            engine_waits=_waits_of(found),
             server_cpu_s=time.clock_gettime(server_clock),
+            server_waits=_waits_of(server),
             polls=polls(),
         )
 
     return read
+
+
+def _waits_of(thread: threading.Thread) -> int:
+    """How often a thread of this process has gone to sleep."""
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
 
 def report(rounds: Sequence[dict[int, Readings]]) -> None:
@@ -198,11 +204,12 @@ def report(rounds: Sequence[dict[int, Readings]]) -> None:
             low, high = median_interval(ratios)
             interval = f"{low:.3f} to {high:.3f}"
             print(f"| {name} | {what} | {statistics.median(ratios):.3f} | {interval} | {verdict(ratios, GOAL)} |")
-    server_ms, wall_ms, cpu_ms, waits = [], [], [], []
+    server_ms, server_waits, wall_ms, cpu_ms, waits = [], [], [], [], []
     for one in rounds:
         own, none = one[OWN], one[NOBODY]
         per_poll = own.steps / own.polls
         server_ms.append(1e3 * (own.server_cpu_s - none.server_cpu_s / none.wall_s * own.wall_s) / own.polls)
+        server_waits.append((own.server_waits - none.server_waits / none.wall_s * own.wall_s) / own.polls)
         wall_ms.append(1e3 * (own.wall_of_step_s - none.wall_of_step_s) * per_poll)
         cpu_ms.append(1e3 * (own.cpu_of_step_s - none.cpu_of_step_s) * per_poll)
         waits.append((own.engine_waits / own.steps - none.engine_waits / none.steps) * per_poll)
@@ -210,6 +217,7 @@ def report(rounds: Sequence[dict[int, Readings]]) -> None:
     print(f"\nA poll, at {rate:.0f} a second, median and 95% interval:")
     for values, what in (
         (server_ms, "ms of CPU time of the server's thread"),
+        (server_waits, "times that the server's thread sleeps"),
         (wall_ms, "ms later that the engine is done"),
         (cpu_ms, "ms of CPU time of the engine's thread"),
         (waits, "times more that the engine's thread sleeps"),

@@ -30,7 +30,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from bench.poller import NOBODY, OTHER, OWN, another_service, polling
+from bench.poller import NOBODY, OTHER, OWN, STATS, another_service, polling
 from bench.report import environment, median_interval, spread, verdict
 from tests.vllm.conftest import ENVIRONMENT
 
@@ -41,7 +41,6 @@ from tests.vllm.engines import transfer_config
 from tests.vllm.models import write_llama
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.workload import BLOCK, Prompt, random_tokens
-from tests.waiting import wait_until
 
 LAYERS, HIDDEN = 8, 512
 DEVICE_BLOCKS = 400
@@ -173,7 +172,7 @@ def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         another_service(Path(folder)) as other,
-        polling([str(pair.ours.admin.base_url), other], RATE) as poller,
+        polling([str(url).rstrip("/") + STATS for url in (pair.ours.admin.base_url, other)], RATE) as poller,
     ):
         for number in range(pairs + 1):
             ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)

@@ -1,4 +1,4 @@
-"""A comparison within one steady run: short windows of each arm in turns, so that what drifts hits all of them alike."""
+"""A comparison within one steady run: short windows of each arm in turns, so that what drifts hits all arms alike."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 class Windows:
     """Rounds of each arm twice: in an order that is drawn, and then backwards.
 
-    What gets slower or quicker at a steady pace does so for all arms of a round alike. `readings` are counters that only
-    grow, and are read at a step's end, given its number: `rounds` has what they grew by while it was an arm's turn.
+    What gets slower or quicker at a steady pace does so for all arms of a round alike. `readings` are counters that
+    only grow, and are read at a step's end, given its number; `rounds` has what they grew by in each arm's turns.
     """
 
     def __init__(
