@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.transfers import Direction
 
@@ -13,43 +12,46 @@ JOB_BYTES = tuple(float(1 << exponent) for exponent in range(14, 35, 2))
 JOB_SECONDS = tuple(power * factor for power in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) for factor in (1.0, 2.5, 5.0))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Histogram:
     """`counts[i]` is how many values were at most `bounds[i]` and above the bound before; the last count is of values
-    above every bound."""
+    above every bound.
+
+    Counting makes another one, so that a snapshot is the one that there is.
+    """
 
     bounds: tuple[float, ...]
     """They ascend."""
-    counts: list[int] = field(init=False)
+    counts: tuple[int, ...]
     total: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
+    def counting(self, value: float) -> Histogram:
+        """This one and another value."""
+        counts = list(self.counts)
+        counts[bisect_left(self.bounds, value)] += 1
+        return Histogram(self.bounds, tuple(counts), self.total + value)
 
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
-    def copy(self) -> Histogram:
-        """The counts of this moment."""
-        copied = Histogram(self.bounds)
-        copied.counts, copied.total = self.counts.copy(), self.total
-        return copied
+def empty(bounds: tuple[float, ...]) -> Histogram:
+    """No value yet."""
+    return Histogram(bounds, (0,) * (len(bounds) + 1))
+
+
+NO_BYTES, NO_SECONDS = empty(JOB_BYTES), empty(JOB_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class JobHistograms:
     """Jobs of one direction that copied all they were asked to: bytes of all workers, and seconds of the slowest."""
 
-    bytes: Histogram = field(default_factory=lambda: Histogram(JOB_BYTES))
-    seconds: Histogram = field(default_factory=lambda: Histogram(JOB_SECONDS))
+    bytes: Histogram = NO_BYTES
+    seconds: Histogram = NO_SECONDS
 
-    def copy(self) -> JobHistograms:
-        """The counts of this moment."""
-        return JobHistograms(self.bytes.copy(), self.seconds.copy())
+    def counting(self, num_bytes: int, seconds: float) -> JobHistograms:
+        """These and another job."""
+        return JobHistograms(self.bytes.counting(num_bytes), self.seconds.counting(seconds))
 
 
-def by_direction() -> Mapping[Direction, JobHistograms]:
+def by_direction() -> dict[Direction, JobHistograms]:
     """Nothing counted yet."""
     return {direction: JobHistograms() for direction in Direction}

@@ -44,17 +44,19 @@ class Inventory:
         """The pool's slots by state."""
         with self._lock:
             table = self._table
+            slots = table.num_present
+            loading = self._pins.loading_slots()
             return PoolCounts(
-                slots=table.num_present,
+                slots=slots,
                 wanted_slots=table.wanted_slots,
                 slot_bytes=table.slot_bytes,
                 free=table.num_free,
                 ready=table.num_ready,
                 storing=table.num_storing,
-                loading=int(np.count_nonzero(table.is_ready(self._pins.loading_slots()))),
+                loading=int(np.count_nonzero(table.is_ready(loading))) if len(loading) else 0,
                 pinned=table.num_ready - len(self._room.policy),
                 unverified=table.num_unverified,
-                bytes=table.num_present * table.slot_bytes,
+                bytes=slots * table.slot_bytes,
                 eviction_policy=self._room.policy.name,
             )
 

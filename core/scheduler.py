@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from core.events import Origin, RequestEnd
@@ -224,8 +223,8 @@ class OffloadScheduler:
                 else:
                     outcomes += self._loads.end(ended, now_s)
                 if not ended.errors:
-                    self._transfers[ended.job.direction].bytes.observe(ended.num_bytes)
-                    self._transfers[ended.job.direction].seconds.observe(ended.seconds)
+                    transfers = self._transfers[ended.job.direction]
+                    self._transfers[ended.job.direction] = transfers.counting(ended.num_bytes, ended.seconds)
                 elif self._may_warn(f"{ended.job.direction} failed", now_s):
                     errors.append(f"{ended.job.direction} job {ended.job.job_id}: {ended.errors[0]}")
         self.tiers.log_complaints()
@@ -267,14 +266,14 @@ class OffloadScheduler:
             return Snapshot(
                 epoch=self.resets.count,
                 pool=self.manager.inventory.counts(),
-                requests=replace(self._counts, waiting_for_load=self._loads.num_waiting),
+                requests=self._counts.copy(self._loads.num_waiting),
                 prompt_tokens=self._prefills.prompt_tokens.copy(),
                 store=self._stores.counts.copy(),
-                load=replace(self._loads.counts),
+                load=self._loads.counts.copy(),
                 evictions=self.manager.leaving.counts.copy(),
                 missed_tokens=self._prefills.missed_tokens.copy(),
                 open_jobs=len(self._jobs),
-                transfers={direction: jobs.copy() for direction, jobs in self._transfers.items()},
+                transfers=dict(self._transfers),
                 tiers=self.tiers.stats(),
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,10 @@ class RequestCounts:
     finished: int = 0
     preempted: int = 0
 
+    def copy(self, waiting_for_load: int) -> RequestCounts:
+        """The counts of this moment, with those that wait, which others count."""
+        return RequestCounts(self.seen, self.running, waiting_for_load, self.finished, self.preempted)
+
 
 @dataclass(slots=True)
 class PromptTokens:
@@ -56,7 +60,7 @@ class PromptTokens:
 
     def copy(self) -> PromptTokens:
         """The counts of this moment."""
-        return replace(self, tier_hit=dict(self.tier_hit))
+        return PromptTokens(self.total, self.device_hit, self.host_hit, dict(self.tier_hit), self.recomputed)
 
 
 @dataclass(slots=True)
@@ -73,7 +77,9 @@ class StoreCounts:
 
     def copy(self) -> StoreCounts:
         """The counts of this moment."""
-        return replace(self, skipped=dict(self.skipped))
+        return StoreCounts(
+            self.offered, self.stored, self.bytes, self.failed, self.in_flight, self.seconds, dict(self.skipped)
+        )
 
 
 @dataclass(slots=True)
@@ -88,6 +94,12 @@ class LoadCounts:
     in_flight: int = 0
     seconds: float = 0.0
 
+    def copy(self) -> LoadCounts:
+        """The counts of this moment."""
+        return LoadCounts(
+            self.blocks, self.bytes, self.failed, self.corrupt, self.declined, self.in_flight, self.seconds
+        )
+
 
 @dataclass(slots=True)
 class EvictionCounts:
@@ -99,7 +111,7 @@ class EvictionCounts:
 
     def copy(self) -> EvictionCounts:
         """The counts of this moment."""
-        return replace(self, by_reason=dict(self.by_reason))
+        return EvictionCounts(self.total, dict(self.by_reason), self.regretted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.headers import values_of
 from app.api.pages import sign_in_page
 from app.api.problems import Problem
 
@@ -36,6 +37,13 @@ class Tokens:
 
     admin: str | None = field(default=None, repr=False)
     read: str | None = field(default=None, repr=False)
+    _digests: tuple[tuple[TokenName, bytes], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tokens = ((TokenName.ADMIN, self.admin), (TokenName.READ, self.read))
+        object.__setattr__(
+            self, "_digests", tuple((name, _digest(value)) for name, value in tokens if value is not None)
+        )
 
     @property
     def any_set(self) -> bool:
@@ -45,11 +53,8 @@ class Tokens:
     def name_of(self, shown: str) -> TokenName | None:
         """Which token this is, in a time that does not depend on how much of it is right."""
         digest = _digest(shown)
-        is_admin = self.admin is not None and hmac.compare_digest(digest, _digest(self.admin))
-        is_read = self.read is not None and hmac.compare_digest(digest, _digest(self.read))
-        if is_admin:
-            return TokenName.ADMIN
-        return TokenName.READ if is_read else None
+        same = [name for name, known in self._digests if hmac.compare_digest(digest, known)]
+        return same[0] if same else None
 
 
 def _digest(token: str) -> bytes:
@@ -67,17 +72,16 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        refusal = self._check_token(scope, headers) if self._tokens.any_set else self._check_local(scope, headers)
+        refusal = self._check_token(scope) if self._tokens.any_set else self._check_local(scope)
         if refusal is None:
             await self._app(scope, receive, send)
-        elif refusal.status == 401 and (page := sign_in_page(scope, headers, refusal)) is not None:
+        elif refusal.status == 401 and (page := sign_in_page(scope, refusal)) is not None:
             await page(scope, receive, send)
         else:
             await refusal.response(scope)(scope, receive, send)
 
-    def _check_token(self, scope: Scope, headers: Headers) -> Problem | None:
-        shown = headers.getlist("authorization")
+    def _check_token(self, scope: Scope) -> Problem | None:
+        shown = values_of(scope, b"authorization")
         name = self._tokens.name_of(shown[0][7:].strip()) if _is_bearer(shown) else None
         scope["state"]["token"] = name or TokenName.NONE
         scope["state"]["authorized"] = name is not None
@@ -93,18 +97,18 @@ class Auth:
             return Problem(403, detail, headers={"WWW-Authenticate": challenge})
         return None
 
-    def _check_local(self, scope: Scope, headers: Headers) -> Problem | None:
+    def _check_local(self, scope: Scope) -> Problem | None:
         """Without a token, a web page must not get in: neither by a rebound name nor from another origin."""
         scope["state"]["token"] = TokenName.NONE
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return None
-        hosts = headers.getlist("host")
+        hosts = values_of(scope, b"host")
         port = _loopback_port(hosts[0], "http") if len(hosts) == 1 else None
         if port is None:
             return Problem(
                 403, "without a token, only loopback is served: the Host header must be localhost or a loopback address"
             )
-        for origin in headers.getlist("origin"):
+        for origin in values_of(scope, b"origin"):
             origin_port = _origin_loopback_port(origin)
             # Reading cross-origin is already stopped by the browser; another local page must not change anything.
             if origin_port is None or (scope["method"] not in ("GET", "HEAD") and origin_port != port):
@@ -117,6 +121,8 @@ def _is_bearer(shown: list[str]) -> bool:
     return len(shown) == 1 and shown[0][:7].lower() == "bearer "
 
 
+# Asked at every call, mostly of the same few names; a stranger's many push each other out.
+@lru_cache(maxsize=64)
 def _loopback_port(host: str, scheme: str) -> int | None:
     """The port of a Host header that names this machine, the scheme's own if none is given; else None."""
     match = _HOST.fullmatch(host)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.auth import ENGINE_PREFIX
+from app.api.headers import values_of
 from app.api.problems import Problem
 
 MAX_ADMIN_BODY_BYTES = 1 << 20
@@ -32,8 +32,12 @@ class Bodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        lengths = values_of(scope, b"content-length")
+        if lengths in ([], ["0"]) and not values_of(scope, b"transfer-encoding"):
+            await self._app(scope, receive, send)
+            return
         try:
-            body = await _read(scope, receive)
+            body = await _read(scope, receive, lengths)
         except Problem as problem:
             await problem.response(scope)(scope, receive, send)
             return
@@ -52,17 +56,13 @@ class Bodies:
         await self._app(scope, replay, send)
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes:
-    headers = Headers(scope=scope)
+async def _read(scope: Scope, receive: Receive, lengths: list[str]) -> bytes:
     limit_bytes = MAX_ENGINE_BODY_BYTES if scope["path"].startswith(ENGINE_PREFIX) else MAX_ADMIN_BODY_BYTES
     too_large = Problem(413, f"the body is larger than {limit_bytes} bytes")
-    length = headers.get("content-length", "0")
     # The server has checked the length's form; what it cannot be is larger than anything sensible.
-    if length.isdecimal() and int(length) > limit_bytes:
+    if any(length.isdecimal() and int(length) > limit_bytes for length in lengths):
         raise too_large
-    if length == "0" and "transfer-encoding" not in headers:
-        return b""
-    if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+    if "".join(values_of(scope, b"content-type")[:1]).split(";")[0].strip().lower() != "application/json":
         raise Problem(415, "bodies must be sent as Content-Type: application/json")
     body = bytearray()
     try:

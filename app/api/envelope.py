@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
+from collections.abc import Iterable
+from random import getrandbits
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.headers import values_of
 from app.api.problems import Problem
 
 MAX_REQUEST_ID_CHARS = 200
 REQUEST_ID_PATTERN = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+
+_Header = tuple[bytes, bytes]
+
+# Names are in lower case, as ASGI has them.
+_ID = b"x-request-id"
+_TYPE = b"content-type"
+_ON_EVERY_ANSWER: list[_Header] = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +56,7 @@ class Envelope:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                headers = MutableHeaders(scope=message)
-                headers.setdefault("X-Request-ID", request_id)
-                headers.setdefault("X-Content-Type-Options", "nosniff")
-                headers.setdefault("Referrer-Policy", "no-referrer")
-                headers.setdefault("Cache-Control", "no-store")
-                if message["status"] == 204:
-                    del headers["Content-Type"]
+                message["headers"] = _complete(message["headers"], message["status"], request_id)
             await send(message)
 
         try:
@@ -63,12 +69,22 @@ class Envelope:
 
 
 def _settle_request_id(scope: Scope) -> str:
-    sent = Headers(scope=scope).getlist("x-request-id")
+    sent = values_of(scope, _ID)
     if len(sent) == 1 and is_request_id(sent[0]):
         request_id = sent[0]
     else:
-        request_id = uuid.uuid4().hex
-        others = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-        scope["headers"] = [*others, (b"x-request-id", request_id.encode("ascii"))]
+        # Not from the system's source of secrets: asking it gives the interpreter away, and getting it back takes time.
+        request_id = f"{getrandbits(128):032x}"
+        others = [header for header in scope["headers"] if header[0] != _ID]
+        scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
     scope.setdefault("state", {})["request_id"] = request_id
     return request_id
+
+
+def _complete(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:
+    """An answer's headers, and those of every answer that it lacks."""
+    dropped = _TYPE if status == 204 else None
+    own = [header for header in headers if header[0] != dropped]
+    names = {name for name, _ in own}
+    added = [(_ID, request_id.encode("ascii")), *_ON_EVERY_ANSWER]
+    return [*own, *(header for header in added if header[0] not in names)]

@@ -13,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
 from app.api.context import AdminContext
+from app.api.polled import PolledRoute
 from app.metrics import build_registry
 
 READINESS_TIMEOUT_S = 5.0
@@ -78,15 +79,18 @@ def health_router(context: AdminContext) -> APIRouter:
         answer = Readiness(ready=not reasons, reasons=reasons)
         return JSONResponse(answer.model_dump(), 503 if reasons else 200)
 
-    @router.get(
-        "/metrics",
-        summary="Counters for Prometheus",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
     async def metrics(request: Request) -> Response:
         """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"Content-Type": content_type})
+
+    router.add_api_route(
+        "/metrics",
+        metrics,
+        summary="Counters for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        route_class_override=PolledRoute,
+    )
 
     return router

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from app.api.headers import values_of
 from app.api.problems import Problem
 
 _HTML = "text/html; charset=utf-8"
@@ -60,12 +60,12 @@ def _page(name: str, status: int = 200, headers: dict[str, str] | None = None) -
 _PAGES = {"/ui/": "index.html", "/docs": "docs.html"}
 
 
-def sign_in_page(scope: Scope, headers: Headers, refusal: Problem) -> Response | None:
+def sign_in_page(scope: Scope, refusal: Problem) -> Response | None:
     """The 401 for a browser that navigates to a page, or None for every other call."""
     name = _PAGES.get(scope["path"])
     if scope["path"] == "/":
         name = "index.html"
-    if name is None or scope["method"] != "GET" or "text/html" not in headers.get("accept", ""):
+    if name is None or scope["method"] != "GET" or "text/html" not in ",".join(values_of(scope, b"accept")):
         return None
     return _page(name, 401, refusal.headers)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
+from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.context import AdminContext
+from app.api.polled import PolledRoute
 from app.api.stats_models import Stats
 from app.api.streams import CLOSING_POLL_S, MustEnd, Streams
 from app.api.times import rfc3339
@@ -24,31 +25,30 @@ if TYPE_CHECKING:
 MAX_STREAMS = 32
 
 
-def stats_json(context: AdminContext, now_s: float) -> str:
+def stats_json(context: AdminContext, now_s: float) -> bytes:
     """The stats of this moment, as `Stats` describes them: one copy of core's counters, and the journal's own.
 
     Written without a model in between: this is polled, and what it costs is the interpreter's time that an engine in
     this process wants too.
     """
     snapshot = context.scheduler.snapshot()
-    return json.dumps(
+    return to_json(
         {
             "time": rfc3339(now_s),
             "uptime_s": max(0.0, round(now_s - context.started_s, 3)),
             "epoch": snapshot.epoch,
-            "engine": _fields(context.engine_info),
+            "engine": context.engine_info,
             "pool": {"kind": context.pool_kind, **_fields(snapshot.pool)},
-            "requests": _fields(snapshot.requests),
-            "prompt_tokens": _fields(snapshot.prompt_tokens),
-            "missed_tokens": _fields(snapshot.missed_tokens),
-            "store": _fields(snapshot.store),
-            "load": _fields(snapshot.load),
-            "evictions": _fields(snapshot.evictions),
-            "tiers": {name: {**_fields(tier.counts), **_fields(tier.use)} for name, tier in snapshot.tiers.items()},
-            "journal": _fields(context.store.journal_stats()),
-            "recovery": None if context.warm_start is None else _fields(context.warm_start),
-        },
-        separators=(",", ":"),
+            "requests": snapshot.requests,
+            "prompt_tokens": snapshot.prompt_tokens,
+            "missed_tokens": snapshot.missed_tokens,
+            "store": snapshot.store,
+            "load": snapshot.load,
+            "evictions": snapshot.evictions,
+            "tiers": {name: _fields(tier.counts) | _fields(tier.use) for name, tier in snapshot.tiers.items()},
+            "journal": context.store.journal_stats(),
+            "recovery": context.warm_start,
+        }
     )
 
 
@@ -62,10 +62,17 @@ def stats_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["stats"])
     streams = Streams(context, MAX_STREAMS)
 
-    @router.get("/stats", summary="All counters, at one moment", response_model=Stats)
     async def get_stats() -> Response:
         """Both identities of the contract hold in every answer. Cheap enough to poll every second."""
         return Response(stats_json(context, time.time()), media_type="application/json")
+
+    router.add_api_route(
+        "/stats",
+        get_stats,
+        summary="All counters, at one moment",
+        response_model=Stats,
+        route_class_override=PolledRoute,
+    )
 
     async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
         loop = asyncio.get_running_loop()
@@ -75,7 +82,7 @@ def stats_router(context: AdminContext) -> APIRouter:
             if wait_s > 0:
                 await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
                 continue
-            yield ServerSentEvent(stats_json(context, time.time()))
+            yield ServerSentEvent(stats_json(context, time.time()).decode())
             # A slow reader gets fewer events, not late ones.
             due_s = max(due_s + interval_s, loop.time())
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 
 
 def rfc3339(unix_s: float) -> str:
     """A Unix time in seconds as RFC 3339 with milliseconds."""
-    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    second, micros = divmod(round(unix_s * 1e6), 1_000_000)
+    return f"{_second(second)}.{micros // 1000:03d}Z"
+
+
+@lru_cache(maxsize=16)
+def _second(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def rfc3339_or_none(unix_s: float | None) -> str | None:

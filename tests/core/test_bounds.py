@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from core.engine import StoreMode
 from core.events import Origin
 from core.groups import GroupSpec
-from core.histograms import Histogram
+from core.histograms import empty
 from core.keys import make_keys
 from core.manager import OffloadManager
 from core.policy import Override, Priority
@@ -281,9 +281,9 @@ def test_a_job_that_failed_says_nothing_of_what_copies_take() -> None:
 def test_a_histogram_counts_each_value_in_the_first_bucket_that_holds_it(
     values: list[float], bounds: list[float]
 ) -> None:
-    histogram = Histogram(tuple(bounds))
+    histogram = empty(tuple(bounds))
     for value in values:
-        histogram.observe(value)
+        histogram = histogram.counting(value)
     for bound, count in zip(bounds, accumulate(histogram.counts), strict=False):
         assert count == sum(value <= bound for value in values)
     assert sum(histogram.counts) == len(values)
