@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -199,6 +200,25 @@ def test_making_room_costs_what_is_wanted_and_not_what_there_is(policy: str) -> 
 
 
 # --- lazy mode ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["arc", "lru"])
+def test_the_device_is_asked_after_a_bounded_number_of_victims_and_only_when_room_is_needed(policy: str) -> None:
+    manager = OffloadManager(5000, 64, eviction_policy=policy)
+    asked: list[int] = []
+
+    def residency(wanted: Sequence[bytes]) -> list[bool]:
+        asked.append(len(wanted))
+        return [False] * len(wanted)
+
+    manager.room.residency = residency
+    for first in range(0, 5000, 500):
+        store(manager, keys(first, 500))
+    assert not asked, "there was room"
+    store(manager, keys(10_000, 1))
+    assert 0 < asked[-1] <= 100
+    store(manager, keys(20_000, 900))
+    assert 100 < asked[-1] <= 1000
 
 
 def test_lazy_mode_does_not_offer_what_is_in_flight() -> None:

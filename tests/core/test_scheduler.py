@@ -102,6 +102,22 @@ def test_a_cap_of_a_wrong_type_is_logged_once_and_ignored(engine: ToyEngine, val
     assert repr(value) in said[0]
 
 
+def test_what_is_ignored_is_logged_once_a_minute_a_field(engine: ToyEngine, caplog) -> None:
+    def said(**params: object) -> int:
+        caplog.clear()
+        engine.add(request("again", 1, kv_transfer_params=params))
+        return len(caplog.records)
+
+    with caplog.at_level(logging.WARNING):
+        assert said(store="yes") == 1
+        engine.now_s += 59.0
+        assert said(store="no") == 0
+        assert said(load="no", store=0) == 1, "another field has a minute of its own"
+        engine.now_s += 1.0
+        assert said(store="no", load=1) == 1
+        assert "store" in caplog.records[0].getMessage()
+
+
 def test_what_end_users_may_not_set_is_passed_over_silently(engine: ToyEngine, caplog) -> None:
     engine.add(request("r", 2, kv_transfer_params={"priority": "high", "remote_host": "elsewhere", "tiers": 7}))
     assert engine.offload.requests.find("r", engine.now_s).policy.policy == RequestPolicy()

@@ -542,6 +542,15 @@ MUTATIONS = (
         "full if limit is None",
         (LAZY + "test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_block_leaves",),
     ),
+    Mutation(
+        "the device is asked after as much as is wanted",
+        4,
+        "residency is asked for a bounded batch of victims",
+        "core/room.py",
+        "look = min(_RESIDENCY_LOOK * max(count, _LEAST_LOOK), _MOST_LOOK)",
+        "look = _RESIDENCY_LOOK * max(count, _LEAST_LOOK)",
+        (BOUNDS + "test_the_device_is_asked_after_a_bounded_number_of_victims_and_only_when_room_is_needed",),
+    ),
     # --- de-duplication ---------------------------------------------------------------------------------------------
     Mutation(
         "blocks in flight are offered again",
@@ -1321,6 +1330,15 @@ MUTATIONS = (
         "            self._look_again(table.num_slots, table.end_slot)\n        with",
         "        with",
         (RESIZE + "test_a_pool_may_grow_again_while_it_shrinks",),
+    ),
+    Mutation(
+        "what the pool kept is searched when it grows again",
+        13,
+        "an offer costs what it wants",
+        "core/slots.py",
+        "        if self._frontier == start:\n            # All before",
+        "        if False:\n            # All before",
+        (RESIZE + "test_an_offer_does_not_look_for_room_among_all_that_a_pool_kept_that_grew_again_at_once",),
     ),
     Mutation(
         "a resize does all in one go",
