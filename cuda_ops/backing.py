@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cuda_ops.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
-from cuda_ops.pages import can_populate
+from cuda_ops.pages import can_populate, map_file
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -35,8 +38,8 @@ class Backing(Protocol):
     def reserve(self, num_bytes: int) -> bool:
         """Have at least so many bytes in all; whether this call added some. On `OSError` it has added none."""
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
-        """Map a stretch of what was reserved. Raises `OSError`."""
+    def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Map a stretch of what was reserved, until the last view of it is gone. Raises `OSError`."""
 
     def free(self, offset: int) -> None:
         """Give back everything from this offset on, which nobody may have mapped any more."""
@@ -62,9 +65,9 @@ class AnonymousMemory:
         """Mapping takes it."""
         return False
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """New memory, of zeros."""
-        return mmap.mmap(-1, num_bytes)
+        return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
     def free(self, offset: int) -> None:
         """Unmapping has freed it."""
@@ -112,9 +115,9 @@ class SharedFile:
                 raise
             return True
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """See `Backing`."""
-        return mmap.mmap(self._file, num_bytes, offset=offset)
+        return map_file(self._file, offset, num_bytes)
 
     def free(self, offset: int) -> None:
         """See `Backing`."""

@@ -208,12 +208,11 @@ class HostPool:
     def _map(self, offset: int, count: int) -> _Extent:
         num_bytes = count * self.row_bytes
         try:
-            mapped = self._backing.map(offset, _whole_pages(num_bytes))
+            memory = self._backing.map(offset, _whole_pages(num_bytes))
         except OSError as error:
             raise NotEnoughMemory(
                 f"POOL_BYTES: mapping an extent of {num_bytes:,} bytes after {offset:,} failed: {error}"
             ) from error
-        memory = np.frombuffer(mapped, dtype=np.uint8)
         return _Extent(memory, memory[:num_bytes].reshape(count, self.row_bytes), offset)
 
     def _unregister(self, extents: tuple[_Extent, ...]) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.keys import Key
 from cuda_ops.backing import SharedFile
@@ -118,6 +118,8 @@ class KeptFile:
         """
         self.path = path
         self.shape = shape
+        self.goes_if_new = False
+        """Whether a file that this process has made goes when it is closed: as long as nothing has come to use it."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
@@ -178,7 +180,7 @@ class KeptFile:
         self._pool_header["num_slots"] = max(old, new)
         return added
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """See `Backing`."""
         return self._shared.map(self.shape.payload_offset + offset, num_bytes)
 
@@ -202,6 +204,8 @@ class KeptFile:
 
     def close(self) -> None:
         """Map no more, and let the next engine have it. What is mapped stays."""
+        if self.goes_if_new and self.found.is_new and self._shared.fileno() >= 0:
+            self._shared.unlink()
         self._shared.close()
         self._lock.close()
 

@@ -1,4 +1,8 @@
-"""Advice to the kernel about pages, which Python's own calls give only while holding the interpreter's lock."""
+"""Mappings of files, and advice to the kernel about pages.
+
+Python's own mapping keeps the file open once more for as long as it lasts, and a pool of a thousand extents would meet
+the limit of open files; its own advice is given only while holding the interpreter's lock.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,32 @@ import errno
 import functools
 import mmap
 import os
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
 
 _POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, from Linux 5.14 on; Python has no name for it."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_file(file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """A stretch of an open file, which may be closed then, in this process's memory, until its last view is gone.
+
+    Whatever is written is there for others that map it. Raises `OSError`, also where the file is shorter.
+    """
+    size = os.fstat(file).st_size
+    if size < offset + num_bytes:
+        raise OSError(errno.EINVAL, f"the file has {size:,} bytes, and {offset + num_bytes:,} are to be mapped")
+    address = _mmap()(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    # Not at exit, when a thread may still be inside a copy: the process's end unmaps it.
+    weakref.finalize(memory, _munmap(), address, num_bytes).atexit = False
+    return np.ctypeslib.as_array(memory)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
@@ -40,6 +67,22 @@ def can_populate() -> bool:
         finally:
             del view
     return True
+
+
+@functools.cache
+def _mmap() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    function.restype = ctypes.c_void_p
+    return function
+
+
+@functools.cache
+def _munmap() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).munmap
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = ctypes.c_int
+    return function
 
 
 @functools.cache

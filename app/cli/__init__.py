@@ -1,5 +1,43 @@
-"""The command line: `kvferry serve` runs the service, the rest talks to a running one."""
+"""The command line: `kvferry serve` runs the service, the rest talks to a running one.
 
-from app.cli.entry import main
+What a command needs is imported once it runs, so that `serve` minds signals from its first moment.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
 
 __all__ = ["main"]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if args is None else args)
+    return _serve(given) if given[:1] == ["serve"] else _run(given)
+
+
+def _serve(args: list[str]) -> int:
+    """A signal before the server is there, which handles them itself, has whatever was begun closed in order."""
+    stopped = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        code = _run(args)
+    except KeyboardInterrupt:
+        code = 0
+    return 0 if stopped else code
+
+
+def _run(args: list[str]) -> int:
+    from app.cli.entry import run_command
+
+    return run_command(args)

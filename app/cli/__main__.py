@@ -2,6 +2,6 @@
 
 import sys
 
-from app.cli.entry import main
+from app.cli import main
 
 sys.exit(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -57,10 +55,10 @@ def _root(
     """Carries KV-cache blocks of LLM engines to host memory and back, and lets you see and steer it."""
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def run_command(args: list[str]) -> int:
     """Run one command and return its exit code."""
     try:
-        code = app(args=list(sys.argv[1:] if args is None else args), standalone_mode=False, prog_name="kvferry")
+        code = app(args=args, standalone_mode=False, prog_name="kvferry")
     except _UsageError as error:
         return _explain_usage(error)
     except typer.Abort:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
-
 from app.cli.console import ExitCode, complain
 
 
@@ -17,21 +14,12 @@ def serve() -> int:
     from app.settings import Settings
 
     settings = Settings()
-    # Before and after the server, which handles it itself, a signal must not keep engine and store from closing.
-    signal.signal(signal.SIGTERM, _interrupt)
+    # Only now, since these import torch: a bad setting is told at once.
+    from app.service import run
+    from app.wiring import StartRefused
+
     try:
-        # Only now, since these import torch: a bad setting is told at once.
-        from app.service import run
-        from app.wiring import StartRefused
-
-        try:
-            return run(settings)
-        except StartRefused as error:
-            complain(str(error))
-            return ExitCode.USAGE
-    except KeyboardInterrupt:
-        return ExitCode.OK
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+        return run(settings)
+    except StartRefused as error:
+        complain(str(error))
+        return ExitCode.USAGE

@@ -165,6 +165,23 @@ def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Pa
     assert path.stat().st_size == pool.num_bytes
 
 
+def test_an_extent_keeps_no_file_open_and_goes_with_its_last_view(shared_path: Path) -> None:
+    """A thousand extents, each with a file of its own, meet the usual limit of open files."""
+    file = SharedFile(shared_path)
+    before = len(os.listdir("/proc/self/fd"))
+    pool = HostPool(64, PAGE, PAGE, backing=file)
+    assert len(pool.extent_slots) == 64
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert Path("/proc/self/maps").read_text().count(str(shared_path)) >= 1
+    view = pool.slot(63)
+    view[:] = 7
+    pool.close()
+    assert (view == 7).all()
+    assert Path("/proc/self/maps").read_text().count(str(shared_path)) == 1
+    del view
+    assert str(shared_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_an_unlinked_mapping_stays_shared_by_those_who_have_it(shared_path: Path) -> None:
     backing = SharedFile(shared_path)
     first = HostPool(4, 4096, backing=backing)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -16,9 +18,19 @@ import pytest
 
 from app.starting import StartProgress
 from app.store import upgrade
+from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.host_pool import HostPool
+from cuda_ops.pool_lock import lock_path
 from cuda_ops.prepare import PoolProgress, Preparation
 from tests.service.process import environment, serving, wait_until
+
+
+def start_reason(port: int) -> str:
+    """What a service that starts says that it is at; nothing if it does not answer."""
+    try:
+        return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10).json()["reasons"])
+    except httpx.TransportError:
+        return ""
 
 
 def refused(folder: Path, **settings: object) -> str:
@@ -124,6 +136,69 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
     shown = [f"mapping the pool: {4096 * done:,} of 32,768 bytes taken" for done in range(1, 9)]
     assert reasons == [f"starting: {stage}" for stage in shown]
     assert [record.getMessage() for record in caplog.records] == [shown[2], shown[5]]
+
+
+def test_a_start_that_is_stopped_while_it_still_imports_ends_cleanly(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "app.cli", "serve"],
+        env=environment(tmp_path, {"engine": "none"}),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        imported = next(line for line in process.stderr if line.split("|")[-1].strip().startswith("rich"))
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert imported
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"])
+def test_a_start_that_is_stopped_in_the_middle_leaves_no_pool_behind_that_it_has_made(
+    tmp_path: Path, kind: str
+) -> None:
+    database, name = tmp_path / "kvferry.db", f"interrupted-{os.getpid()}"
+    upgrade(f"sqlite:///{database}")
+    pool = SHARED_MEMORY / f"kvferry-{name}.pool" if kind == "shm" else tmp_path / "pool" / f"{name}.pool"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings: dict[str, object] = {
+        "pool_kind": kind,
+        "engine_name": name,
+        "pool_bytes": "4MiB",
+        "engine": "none",
+        "port": port,
+    }
+    if kind == "file":
+        settings["pool_path"] = str(pool.parent)
+    try:
+        with closing(sqlite3.connect(database, isolation_level=None)) as locker:
+            # By then the pool is mapped, and its lock is held.
+            locker.execute("BEGIN EXCLUSIVE")
+            with subprocess.Popen(
+                [sys.executable, "-m", "app.cli", "serve"],
+                env=environment(tmp_path, settings),
+                cwd=tmp_path,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as process:
+                assert process.stderr is not None
+                wait_until(lambda: "opening the database" in start_reason(port), "the stage after the pool's")
+                assert pool.exists()
+                process.send_signal(signal.SIGTERM)
+                said = process.stderr.read()
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        assert not pool.exists()
+        with serving(tmp_path, **settings) as served:
+            assert served.stats()["pool"]["slots"] > 0
+            assert served.stop() == 0
+        assert pool.exists(), "one that came to serve is kept"
+    finally:
+        pool.unlink(missing_ok=True)
+        lock_path(pool).unlink(missing_ok=True)
 
 
 def test_without_an_engine_the_admin_api_serves_alone(tmp_path: Path) -> None:
