@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from app.store.kept_rows import KeptRows
 from core.events import Origin
 from core.kept import KeptBlocks
 from core.manager import OffloadManager
+from core.policy import PRIORITY_CLASS, Priority
 from core.transfers import Slots
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.extents import PoolPlan
@@ -145,14 +147,12 @@ def warm_start(
     `note` is told what is being done.
     """
     started_s = time.monotonic()
-    note(f"recovering the pool: reading {file.shape.num_slots:,} headers")
-    kept = recover_slots(file)
-    note(f"recovering the pool: reading the rows of {len(kept.slots):,} slots")
-    try:
-        rows = store.kept_rows() if file.found.is_kept else KeptRows.none()
-    except (StoreUnavailable, ValueError) as error:
-        _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
-        rows = KeptRows.none()
+    note(f"recovering the pool: reading {file.shape.num_slots:,} headers and their rows")
+    with ThreadPoolExecutor(1, "kvferry-rows") as threads:
+        # The database works while the headers are looked at, and a little longer.
+        reading = threads.submit(_read_rows, file, store)
+        kept = recover_slots(file)
+        rows = reading.result()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
     note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
     manager.recovered.adopt(blocks, stale)
@@ -162,6 +162,15 @@ def warm_start(
         manager.missing.note_foreign(foreign_keys)
         dropped[DropReason.FOREIGN.value] = len(foreign_keys)
     return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
+
+
+def _read_rows(file: KeptFile, store: Store) -> KeptRows:
+    """What history has of the pool's slots: nothing if it cannot be read, which is logged."""
+    try:
+        return store.kept_rows() if file.found.is_kept else KeptRows.none()
+    except (StoreUnavailable, ValueError) as error:
+        _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
+        return KeptRows.none()
 
 
 def _join(kept: KeptSlots, rows: KeptRows, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
@@ -176,16 +185,18 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int, now_s: float) -> tupl
     fits = places >= 0
     fits[fits] = kept.generations[places[fits]] == rows.generations[fits]
     candidates = fits.nonzero()[0]
-    pairs = zip(candidates.tolist(), places[candidates].tolist(), strict=True)
-    fits[candidates] = [rows.keys[row] == kept.keys[i].hex() for row, i in pairs]
+    keys = np.fromiter(kept.keys, dtype=object, count=count)
+    fits[candidates] = rows.keys[candidates] == keys[places[candidates]]
     at = places[fits]
     positions, hits = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     stored_s, hit_s = np.zeros(count), np.zeros(count)
     positions[at], hits[at] = rows.positions[fits], rows.hits[fits]
     stored_s[at], hit_s[at] = rows.stored_s[fits], rows.hit_s[fits]
-    origins = [_NOBODY] * count
-    for row, i in zip(fits.nonzero()[0].tolist(), at.tolist(), strict=True):
-        origins[i] = rows.origins[row]
+    origins = np.fromiter([_NOBODY, *rows.origins], dtype=object)
+    origin_numbers = np.zeros(count, dtype=np.int64)
+    origin_numbers[at] = rows.origin_numbers[fits] + 1
+    classes = np.full(count, PRIORITY_CLASS[Priority.NORMAL], dtype=np.uint8)
+    classes[at] = rows.classes[fits]
     is_known = np.zeros(count, dtype=np.bool_)
     is_known[at] = True
     is_stale = np.zeros(num_slots, dtype=np.bool_)
@@ -193,19 +204,19 @@ def _join(kept: KeptSlots, rows: KeptRows, num_slots: int, now_s: float) -> tupl
     is_stale[kept.slots[~is_known]] = True
     # Of blocks that were used together the first of a prefix counts as the latest, so that its end goes first.
     order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
-    in_order = order.tolist()
     # What nobody knows the age of is at least as old as this process, and that is what history will say.
     stored_s[stored_s <= 0] = now_s
     blocks = KeptBlocks(
         slots=kept.slots[order],
-        keys=[kept.keys[i] for i in in_order],
+        keys=keys[order].tolist(),
         generations=kept.generations[order],
         sizes=kept.sizes[order],
         positions=positions[order],
-        origins=[origins[i] for i in in_order],
+        origins=origins[origin_numbers[order]].tolist(),
         stored_s=stored_s[order],
         hit_s=hit_s[order],
         hits=hits[order],
+        classes=classes[order],
     )
     return blocks, is_stale.nonzero()[0], len(at)
 

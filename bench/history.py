@@ -94,6 +94,7 @@ def batch(first: int, time_s: float) -> EvictionBatch:
         stored_s=stored_s,
         hit_s=np.zeros(BATCH),
         hits=column.astype(np.int32),
+        classes=np.ones(BATCH, dtype=np.uint8),
     )
     return EvictionBatch(time_s, EvictionReason.CAPACITY, "lru", rows, None)
 

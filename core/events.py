@@ -43,7 +43,8 @@ class SlotRows(NamedTuple):
     """A batch of slots as columns of one length, the way history and listings read them.
 
     `positions` is the index of the block within its request, `sizes` are bytes, times are Unix seconds (`hit_s` 0
-    for a block never hit). `live` is False for a slot that no longer holds a loadable block; the others are then stale.
+    for a block never hit), `classes` are those of priority. `live` is False for a slot that no longer holds a loadable
+    block; the others are then stale.
     """
 
     slots: NDArray[np.int64]
@@ -57,6 +58,7 @@ class SlotRows(NamedTuple):
     stored_s: NDArray[np.float64]
     hit_s: NDArray[np.float64]
     hits: NDArray[np.int32]
+    classes: NDArray[np.uint8]
 
 
 class StoreBatch(NamedTuple):

@@ -26,7 +26,7 @@ class PoolRecord(Protocol):
 class KeptBlocks(NamedTuple):
     """Blocks that an earlier process left, as columns of one length, the most recently used first. No key is twice.
 
-    What nobody knows is zero, and `Origin("")`.
+    What nobody knows is zero, `Origin("")`, and the class of normal priority.
     """
 
     slots: Slots
@@ -38,3 +38,4 @@ class KeptBlocks(NamedTuple):
     stored_s: NDArray[np.float64]
     hit_s: NDArray[np.float64]
     hits: NDArray[np.int64]
+    classes: NDArray[np.uint8]

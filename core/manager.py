@@ -290,6 +290,7 @@ class OffloadManager:
         candidates = slots[self.table.pins[slots] == 0]
         self.room.policy.remove(candidates)
         classes.assign(slots, priority_class)
+        self.table.dirty[slots] = True
         self.room.policy.add(candidates)
 
 

@@ -9,7 +9,6 @@ from core.grants import Pin
 from core.kept import KeptBlocks
 from core.leaving import Leaving
 from core.pins import Pins
-from core.policy import PRIORITY_CLASS, Priority
 from core.pool_index import PoolIndex
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotTable
@@ -38,7 +37,7 @@ class Recovered:
             if self._table.num_free < self._table.num_slots:
                 raise RuntimeError("blocks of an earlier process can only be taken over by an empty pool")
             self._index.current.claim(blocks.keys, blocks.slots.tolist())
-            self._table.adopt(blocks, PRIORITY_CLASS[Priority.NORMAL])
+            self._table.adopt(blocks)
             self._table.dirty[stale] = True
             self._room.policy.admit(blocks.slots)
 

@@ -81,6 +81,11 @@ class PriorityClasses:
         elif self.uniform != priority_class:
             self.uniform = None
 
+    def assign_each(self, slots: Slots, classes: NDArray[np.uint8]) -> None:
+        """Give each of these slots a class of its own."""
+        for priority_class in np.unique(classes).tolist():
+            self.assign(slots[classes == priority_class], priority_class)
+
 
 class SlotTable:
     """Columns over all slots, and the free ones: a stack of those given back, then those never given out this epoch."""
@@ -264,7 +269,7 @@ class SlotTable:
         self.dirty[slots] = True
         self.num_ready += len(slots)
 
-    def adopt(self, blocks: KeptBlocks, priority_class: int) -> None:
+    def adopt(self, blocks: KeptBlocks) -> None:
         """Take over what an earlier process left, while every slot is free. In time proportional to all slots."""
         slots = blocks.slots
         self.states[slots] = _READY
@@ -277,7 +282,7 @@ class SlotTable:
         self.hits[slots] = blocks.hits
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
-        self.classes.assign(slots, priority_class)
+        self.classes.assign_each(slots, blocks.classes)
         self._lendings = int(blocks.generations.max(initial=0))
         self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
@@ -352,4 +357,5 @@ class SlotTable:
             self.stored_s[slots],
             self.hit_s[slots],
             self.hits[slots],
+            self.classes.column[slots],
         )

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
-from core.transfers import Slots
+from core.marks import marks_of
+from core.transfers import NO_SLOTS, Slots
 from cuda_ops.pool_format import (
     SLOT_HEADER,
     Headers,
@@ -26,6 +28,10 @@ from cuda_ops.pool_format import (
 
 if TYPE_CHECKING:
     from cuda_ops.kept_file import KeptFile
+
+
+_PART_SLOTS = 1 << 14
+"""Headers that are looked at together: two megabytes of them, which a processor has at hand."""
 
 
 class DropReason(StrEnum):
@@ -75,40 +81,22 @@ class KeptRecord:
 def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:
     """What the headers of all ranks bring back, of the first `num_whole` slots. Changes nothing."""
     dropped: Counter[DropReason] = Counter()
-    states = np.stack([headers["state"] for headers in ranks])
-    candidates = (states != HeaderState.EMPTY).any(axis=0).nonzero()[0]
-
-    def drop(reason: DropReason, bad: NDArray[np.bool_]) -> None:
-        nonlocal candidates
-        count = int(np.count_nonzero(bad))
-        if count:
-            dropped[reason] += count
-            candidates = candidates[~bad]
-
-    drop(DropReason.UNSEALED, ((states == HeaderState.WRITING) | (states == HeaderState.EMPTY)).any(axis=0)[candidates])
-    for headers in ranks:
-        drop(DropReason.DAMAGED, ~are_sound(headers[candidates], shape.slot_bytes))
-    first = ranks[0]
-    for headers in ranks[1:]:
-        drop(DropReason.RANKS_DIFFER, _differ(first[candidates], headers[candidates]))
-    drop(DropReason.RESET, first["epoch"][candidates] != min_epoch)
-    drop(DropReason.LEFT, first["generation"][candidates] <= first["dropped_generation"][candidates])
-    drop(DropReason.TRUNCATED, candidates >= num_whole)
-    # The latest of a key comes first, and claims it.
-    by_age = np.argsort(-first["generation"][candidates], kind="stable")
-    keys = keys_of(first[candidates])
-    in_order = by_age.tolist()
-    owners: dict[Key, int] = {}
-    for i in in_order:
-        owners.setdefault(keys[i], i)
-    if len(owners) < len(candidates):
-        bad = np.ones(len(candidates), dtype=np.bool_)
-        bad[list(owners.values())] = False
-        keys = [keys[i] for i in (~bad).nonzero()[0].tolist()]
-        drop(DropReason.DUPLICATE, bad)
-    sizes = np.sum([headers["length"][candidates] for headers in ranks], axis=0).astype(np.int64)
-    generations = first["generation"][candidates].astype(np.int64)
-    return KeptSlots(candidates.astype(np.int64), keys, generations, sizes, dict(dropped))
+    parts = [
+        _read_part([headers[at : at + _PART_SLOTS] for headers in ranks], at, shape, min_epoch, num_whole, dropped)
+        for at in range(0, len(ranks[0]), _PART_SLOTS)
+    ]
+    slots = np.concatenate([NO_SLOTS, *(part.slots for part in parts)])
+    keys = list(chain.from_iterable(part.keys for part in parts))
+    generations = np.concatenate([NO_SLOTS, *(part.generations for part in parts)])
+    sizes = np.concatenate([NO_SLOTS, *(part.sizes for part in parts)])
+    older = _older_of_equals(keys, generations)
+    if older:
+        dropped[DropReason.DUPLICATE] += len(older)
+        stays = np.ones(len(slots), dtype=np.bool_)
+        stays[older] = False
+        keys = [keys[i] for i in stays.nonzero()[0].tolist()]
+        slots, generations, sizes = slots[stays], generations[stays], sizes[stays]
+    return KeptSlots(slots, keys, generations, sizes, dict(dropped))
 
 
 def recover_slots(file: KeptFile) -> KeptSlots:
@@ -116,12 +104,60 @@ def recover_slots(file: KeptFile) -> KeptSlots:
     num_slots = file.found.num_slots
     ranks = [file.headers(rank)[:num_slots] for rank in range(file.shape.num_ranks)]
     kept = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)
+    if len(kept.slots) == num_slots:
+        return kept
     gone = np.ones(num_slots, dtype=np.bool_)
     gone[kept.slots] = False
     for headers in ranks:
         headers["state"][gone] = HeaderState.EMPTY
         headers[gone] = np.zeros(1, dtype=SLOT_HEADER)
     return kept
+
+
+def _read_part(
+    ranks: list[Headers], start: int, shape: PoolShape, min_epoch: int, num_whole: int, dropped: Counter[DropReason]
+) -> KeptSlots:
+    """What some headers, those of the slots from `start` on, bring back; duplicates are not looked for."""
+    slots: Slots = np.any([headers["state"] != HeaderState.EMPTY for headers in ranks], axis=0).nonzero()[0]
+    ranks = [headers[slots] for headers in ranks]
+    slots = slots + start
+
+    def drop(reason: DropReason, bad: NDArray[np.bool_]) -> None:
+        nonlocal slots, ranks
+        count = int(np.count_nonzero(bad))
+        if count:
+            dropped[reason] += count
+            slots, ranks = slots[~bad], [headers[~bad] for headers in ranks]
+
+    unsealed = (HeaderState.WRITING, HeaderState.EMPTY)
+    drop(DropReason.UNSEALED, np.any([np.isin(headers["state"], unsealed) for headers in ranks], axis=0))
+    for rank in range(len(ranks)):
+        drop(DropReason.DAMAGED, ~are_sound(ranks[rank], shape.slot_bytes))
+    for rank in range(1, len(ranks)):
+        drop(DropReason.RANKS_DIFFER, _differ(ranks[0], ranks[rank]))
+    drop(DropReason.RESET, ranks[0]["epoch"] != min_epoch)
+    drop(DropReason.LEFT, ranks[0]["generation"] <= ranks[0]["dropped_generation"])
+    drop(DropReason.TRUNCATED, slots >= num_whole)
+    first = ranks[0]
+    sizes = np.sum([headers["length"] for headers in ranks], axis=0).astype(np.int64)
+    return KeptSlots(slots, keys_of(first), first["generation"].astype(np.int64), sizes, {})
+
+
+def _older_of_equals(keys: list[Key], generations: NDArray[np.int64]) -> list[int]:
+    """Where a key stands that stands in a later generation, too."""
+    marks = marks_of(keys)
+    in_order = np.sort(marks)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not len(twice):
+        return []
+    suspects = np.isin(marks, twice).nonzero()[0]
+    older: list[int] = []
+    owners: set[Key] = set()
+    for i in suspects[np.argsort(-generations[suspects], kind="stable")].tolist():
+        if keys[i] in owners:
+            older.append(i)
+        owners.add(keys[i])
+    return older
 
 
 def _differ(first: Headers, other: Headers) -> NDArray[np.bool_]:

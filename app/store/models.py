@@ -43,7 +43,8 @@ class EngineRow(Base):
 class SlotRow(Base):
     """A loadable block, by the slot that holds it: a projection of memory, written behind it.
 
-    `aliases` is a JSON array of what else the request goes by, NULL where that is nothing.
+    `aliases` is a JSON array of what else the request goes by, NULL where that is nothing. `priority` is the slot's
+    eviction class; NULL, of rows that an older version wrote, is `normal`.
     """
 
     __tablename__ = "slots"
@@ -63,6 +64,7 @@ class SlotRow(Base):
     last_hit_at: Mapped[float | None]
     hits: Mapped[int]
     aliases: Mapped[str | None]
+    priority: Mapped[str | None]
 
     __table_args__ = (Index(None, "engine", "key"),)
 

@@ -18,9 +18,11 @@ from app.store.models import SlotRow
 from app.store.text import clean
 from core.events import SlotRows
 from core.keys import group_of
+from core.policy import PRIORITY_CLASS
 
 BATCH_ROWS = 1000
 BATCHES_A_STEP = 16
+_PRIORITIES = {priority_class: priority.value for priority, priority_class in PRIORITY_CLASS.items()}
 
 
 class DirtySource(Protocol):
@@ -149,7 +151,7 @@ def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]
     parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
     generations, epochs = rows.generations.tolist(), rows.epochs.tolist()
     sizes, positions, hits = rows.sizes.tolist(), rows.positions.tolist(), rows.hits.tolist()
-    stored_s, hit_s = rows.stored_s.tolist(), rows.hit_s.tolist()
+    stored_s, hit_s, classes = rows.stored_s.tolist(), rows.hit_s.tolist(), rows.classes.tolist()
     for i in np.flatnonzero(rows.live).tolist():
         key, origin = rows.keys[i], rows.origins[i]
         parameters[slots[i]] = {
@@ -167,6 +169,7 @@ def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]
             "stored_at": stored_s[i],
             "last_hit_at": hit_s[i] or None,
             "hits": hits[i],
+            "priority": _PRIORITIES[classes[i]],
             "aliases": json.dumps([clean(alias) for alias in origin.aliases]) if origin.aliases else None,
         }
     return parameters

@@ -823,7 +823,16 @@ def test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified() ->
     counts, times = np.ones(3, dtype=np.int64), np.zeros(3)
     engine.manager.recovered.adopt(
         KeptBlocks(
-            np.arange(3), keys(3), counts, counts * 64, np.arange(3), [Origin("")] * 3, times, times, counts * 0
+            np.arange(3),
+            keys(3),
+            counts,
+            counts * 64,
+            np.arange(3),
+            [Origin("")] * 3,
+            times,
+            times,
+            counts * 0,
+            counts.astype(np.uint8),
         ),
         NO_SLOTS,
     )

@@ -47,7 +47,9 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big") + b"\0"
 
 
-def kept(slots: Sequence[int], origins: Sequence[Origin] | None = None) -> KeptBlocks:
+def kept(
+    slots: Sequence[int], origins: Sequence[Origin] | None = None, classes: Sequence[int] | None = None
+) -> KeptBlocks:
     """Blocks `key(slot)` in these slots, of generation 100 + slot, the latest used first."""
     count = len(slots)
     return KeptBlocks(
@@ -60,6 +62,7 @@ def kept(slots: Sequence[int], origins: Sequence[Origin] | None = None) -> KeptB
         np.full(count, 5.0),
         np.zeros(count),
         np.zeros(count, dtype=np.int64),
+        np.ones(count, dtype=np.uint8) if classes is None else np.array(classes, dtype=np.uint8),
     )
 
 

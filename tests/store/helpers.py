@@ -67,6 +67,7 @@ def eviction(
         stored_s=np.full(count, stored_s),
         hit_s=np.full(count, hit_s),
         hits=np.full(count, 1 if hit_s else 0, dtype=np.int32),
+        classes=np.ones(count, dtype=np.uint8),
     )
     return EvictionBatch(time_s, reason, "lru", rows, needed_by)
 

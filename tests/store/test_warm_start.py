@@ -16,6 +16,7 @@ from app.warm_start import BootVerification, warm_start
 from core.events import Origin
 from core.manager import OffloadManager
 from core.origins import OriginMatch
+from core.policy import PRIORITY_CLASS, Priority
 from cuda_ops import kept_file
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile
@@ -47,10 +48,17 @@ class Engine:
         if journal:
             self.store.start(self.manager.inventory)
 
-    def put(self, numbers: list[int], request: str, now_s: float, aliases: tuple[str, ...] = ()) -> None:
+    def put(
+        self,
+        numbers: list[int],
+        request: str,
+        now_s: float,
+        aliases: tuple[str, ...] = (),
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         keys = [key_of(number) for number in numbers]
         origin = Origin(request, "tenant", aliases=aliases)
-        offer = self.manager.offer(keys, origin, np.arange(len(keys)), 1, now_s)
+        offer = self.manager.offer(keys, origin, np.arange(len(keys)), PRIORITY_CLASS[priority], now_s)
         labels = self.manager.labels(offer.slots)
         assert labels is not None
         self.headers.begin(labels)
@@ -138,8 +146,7 @@ def test_what_is_being_recovered_is_told_while_it_is(tmp_path: Path) -> None:
     manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
     warm_start(second.file, second.store, manager, told.append)
     assert told == [
-        f"recovering the pool: reading {NUM_SLOTS} headers",
-        "recovering the pool: reading the rows of 3 slots",
+        f"recovering the pool: reading {NUM_SLOTS} headers and their rows",
         "recovering the pool: taking over 3 slots, 3 of them with their history",
     ]
     second.die()
@@ -158,6 +165,28 @@ def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_p
     second.die()
 
 
+def test_what_is_worth_more_or_less_to_keep_still_is_after_a_restart(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    first.put([1, 2], "kept", 10.0, priority=Priority.HIGH)
+    first.put([3, 4], "raised", 20.0)
+    assert first.store.journal.flush(DEADLINE_S)
+    again = [key_of(3), key_of(4)]
+    first.manager.offer(again, Origin("again"), np.arange(2), PRIORITY_CLASS[Priority.HIGH], 30.0)
+    first.put([5, 6], "plain", 40.0)
+    first.put([7, 8], "let go", 50.0, priority=Priority.LOW)
+    first.die()
+    priorities = dict(shell(tmp_path / "e.db", "SELECT request, priority FROM slots"))
+    assert priorities == {"kept": "high", "raised": "high", "plain": "normal", "let go": "low"}
+    second = Engine(tmp_path)
+    assert second.started.known == 8
+    second.put(list(range(100, 100 + NUM_SLOTS - 8)), "fills the pool", 60.0, priority=Priority.HIGH)
+    for number, gone in ((200, 8), (201, 7), (202, 6), (203, 5), (204, 2)):
+        second.put([number], "needs room", 70.0, priority=Priority.HIGH)
+        assert second.present().isdisjoint([gone])
+    assert second.present().issuperset([1, 3, 4])
+    second.die()
+
+
 def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3], "r", 10.0)
@@ -170,7 +199,9 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
     second.file.close()
 
 
-@pytest.mark.parametrize("spoil", ["key = 'a,b'", "slot = 'x'", "hits = 'x,y'", "aliases = '[\"a'", "aliases = '5'"])
+@pytest.mark.parametrize(
+    "spoil", ["key = 'a,b'", "slot = 'x'", "hits = 'x,y'", "aliases = '[\"a'", "aliases = '5'", "priority = 'x'"]
+)
 def test_rows_that_make_no_sense_cost_the_rows_only(
     tmp_path: Path, spoil: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,17 @@
+"""The eviction class of a slot, so that what was stored as more worth keeping still is after a restart."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("slots", sa.Column("priority", sa.Text(), nullable=True))
+
+
+def downgrade() -> None:
+    op.drop_column("slots", "priority")
