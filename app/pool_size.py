@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.settings.problems import BadSettings, Problem
 from core.resize import PoolResize, Todo
@@ -26,6 +27,8 @@ BETWEEN_STEPS_S = 0.0001
 IN_USE_S = 0.05
 LONG_WAIT_STEPS = 600
 """So many looks at slots in use, half a minute of them, are worth a line in the log."""
+STEP_BYTES = 1 << 30
+"""Memory is taken so much at a time, or an extent if that is more: in between, another size may be asked for."""
 SETTLE_S = 1.0
 TROUBLE_S = 1.0
 CLOSE_S = 10.0
@@ -44,6 +47,23 @@ class PinnedBlocks(Exception):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ResizeEnd:
+    """How a resize ended: with so many slots, `bytes` in all. `error` says why `asked_bytes` could not be had."""
+
+    slots: int
+    bytes: int
+    asked_bytes: int
+    error: str | None
+
+
+class _Size(NamedTuple):
+    """A size that was asked for, and the whole slots in it."""
+
+    num_bytes: int
+    num_slots: int
+
+
 class PoolSize:
     """Any thread may ask; `start` starts the thread that does it, and starts it again if it died."""
 
@@ -55,11 +75,11 @@ class PoolSize:
         *,
         settle: Callable[[float], bool],
         wake: Callable[[], None],
-        tell: Callable[[Mapping[str, Any]], None],
+        tell: Callable[[ResizeEnd], None],
     ) -> None:
         """`settle` waits, within seconds, until nobody looks at slots that have left the pool; whether that is so.
 
-        `tell` is told, as JSON values, how a resize ended.
+        `tell` is told how a resize ended, on the thread that does it.
         """
         self._resize = resize
         self._pool = pool
@@ -68,7 +88,8 @@ class PoolSize:
         self._wake = wake
         self._tell = tell
         self._error: str | None = None
-        self._checked_slots: int | None = None
+        self._checked: _Size | None = None
+        self._wanted = _Size(pool.num_bytes, pool.num_slots)
         self._asked = threading.Event()
         self._closing = False
         self._num_waits = 0
@@ -100,14 +121,24 @@ class PoolSize:
         pinned = self._resize.pinned_by_operators(num_slots)
         if pinned:
             raise PinnedBlocks(pinned)
-        self._checked_slots = num_slots
+        self._checked = _Size(pool_bytes, num_slots)
 
     def begin(self) -> None:
         """Have the pool come to the size that was checked last, if there is a new one, whatever was wanted before."""
-        num_slots, self._checked_slots = self._checked_slots, None
-        if num_slots is not None:
-            self._resize.want(num_slots)
+        size, self._checked = self._checked, None
+        if size is not None:
+            self._wanted = size
+            self._resize.want(size.num_slots)
             self._asked.set()
+
+    def reasons(self) -> list[str]:
+        """Why a resize does not come to its end, if it has been waiting for long. Any thread."""
+        if self._num_waits < LONG_WAIT_STEPS:
+            return []
+        return [
+            f"{SETTING}: the pool is to have {self._wanted.num_slots:,} slots, and still has memory for "
+            f"{self._pool.num_slots:,}: of those that are to go these are in use: {self._resize.in_use()}"
+        ]
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -163,21 +194,16 @@ class PoolSize:
         self._num_waits += 1
         if self._num_waits == LONG_WAIT_STEPS:
             _log.warning(
-                "the pool still has memory for %s slots: some that are to go are in use by transfers or tiers, and are "
-                "waited for; readyz says which of those are overdue",
+                "the pool still has memory for %s slots: some that are to go are in use, and are waited for: %s",
                 f"{self._pool.num_slots:,}",
+                self._resize.in_use(),
             )
 
     def _change_memory(self, num_slots: int) -> None:
         """Have memory for so many slots, which nobody uses yet, or any more."""
         pool = self._pool
         if num_slots > pool.num_slots:
-            try:
-                pool.add_slots(num_slots - pool.num_slots)
-            except Exception as error:  # noqa: BLE001 - whatever it was, the pool stays as it is, and that is told
-                self._error = str(error) or type(error).__name__
-                _log.error("the pool stays at %s slots: %s", f"{pool.num_slots:,}", self._error)
-                self._resize.fail()
+            if not self._add_memory(num_slots):
                 return
         elif num_slots < pool.num_slots:
             if not self._settle(SETTLE_S):
@@ -185,10 +211,33 @@ class PoolSize:
             pool.remove_extents((pool.num_slots - num_slots) // self._plan.extent_slots)
         self._resize.acknowledge(num_slots)
 
+    def _add_memory(self, num_slots: int) -> bool:
+        """Take memory a few extents at a time, so that a large growth can be stopped; whether it is there.
+
+        Where it cannot be had, or is not wanted any more, what was taken goes back.
+        """
+        pool, extent_slots = self._pool, self._plan.extent_slots
+        had_slots = pool.num_slots
+        step_slots = max(STEP_BYTES // (extent_slots * pool.row_bytes), 1) * extent_slots
+        while pool.num_slots < num_slots:
+            if self._closing:
+                return False
+            if self._wanted.num_slots < num_slots:
+                self._resize.fail()
+                return False
+            try:
+                pool.add_slots(min(step_slots, num_slots - pool.num_slots))
+            except Exception as error:  # noqa: BLE001 - whatever it was, the pool stays as it is, and that is told
+                self._error = str(error) or type(error).__name__
+                _log.error("the pool stays at %s slots: %s", f"{had_slots:,}", self._error)
+                self._resize.fail()
+                return False
+        return True
+
     def _end(self) -> None:
         error, self._error = self._error, None
         self._num_waits = 0
         num_slots, num_bytes = self._pool.num_slots, self._pool.num_bytes
         _log.info("the host pool has %s slots now, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
         self._wake()
-        self._tell({"slots": num_slots, "bytes": num_bytes, "error": error})
+        self._tell(ResizeEnd(num_slots, num_bytes, self._wanted.num_bytes, error))

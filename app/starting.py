@@ -74,5 +74,5 @@ def _answer(request: Request, progress: StartProgress) -> Response:
     if request.url.path == "/healthz":
         return JSONResponse({"status": "ok"})
     if request.url.path == "/readyz":
-        return JSONResponse({"ready": False, "reasons": [progress.reason]}, 503)
+        return JSONResponse({"ready": False, "reasons": [progress.reason], "degraded": []}, 503)
     return Problem(503, progress.reason, slug="starting", headers={"Retry-After": "1"}).response(request.scope)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.api.auth import Tokens
@@ -20,7 +20,7 @@ from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed, EventType
 from app.logs import LogPipe
 from app.policies import KeptPolicies
-from app.pool_size import PoolSize
+from app.pool_size import PoolSize, ResizeEnd
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress
@@ -142,6 +142,8 @@ class Process:
         self._pool_size.start()
         supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
         supervisor.start()
+        if self._kept_file is not None:
+            self._kept_file.goes_if_new = False
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
@@ -163,6 +165,7 @@ class Process:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
+            degraded=self.degraded,
             wake=self.wake,
             started_s=self._started_s,
             closing=closing,
@@ -185,7 +188,11 @@ class Process:
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.scheduler.tiers.health() + self.store.health()
+        return reasons + self.store.health()
+
+    def degraded(self) -> list[str]:
+        """What does less than it should, while requests are served all the same."""
+        return self.scheduler.tiers.health() + self._pool_size.reasons()
 
     def wake(self) -> None:
         """Have an idle engine take a step."""
@@ -232,6 +239,7 @@ class Process:
         name = settings.engine_name or _name_of(self._host)
         file = open_kept_file(settings, name, self._host.fingerprint, plan, slot_bytes)
         if file is not None:
+            file.goes_if_new = True
             plan = PoolPlan(file.shape.num_slots, file.shape.extent_slots, file.shape.max_slots)
         num_slots = plan.num_slots
         self._announce_pool(settings, num_slots)
@@ -256,7 +264,9 @@ class Process:
             on_replaced=lambda: self.policies.write_again(time.time()),
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
-        tiers = open_tiers(settings.tiers, self._host.fingerprint, self._host.slot_bytes, PoolSlots(pool), self.wake)
+        tiers = open_tiers(
+            settings.tiers, self._host.fingerprint, self._host.slot_bytes, PoolSlots(pool), self.wake, engine=name
+        )
         self._closers.append(lambda: close_tiers(tiers))
         self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
@@ -291,7 +301,7 @@ class Process:
             plan,
             settle=self._settle,
             wake=self.wake,
-            tell=lambda what: self.feed.changed(EventType.RESIZED, what, time.time()),
+            tell=self._note_resize,
         )
         self._closers.append(self._pool_size.close)
 
@@ -379,6 +389,12 @@ class Process:
         """Refuse what validates and cannot be: raises `BadSettings` or `PinnedBlocks`."""
         if "pool_bytes" in names:
             self._pool_size.check(settings.pool_bytes)
+
+    def _note_resize(self, end: ResizeEnd) -> None:
+        """A resize has ended: what could not be had is not what the settings say any more."""
+        if end.error is not None:
+            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
+        self.feed.changed(EventType.RESIZED, asdict(end), time.time())
 
     def _settle(self, timeout_s: float) -> bool:
         """Wait until nobody looks at slots that have left the pool."""

@@ -79,8 +79,12 @@ class Pins:
     def loading_slots(self) -> Slots:
         """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
         with self._lock:
-            open_loads = [pin.slots for pin in self._loading.values() if pin.epoch == self._table.epoch]
-            return np.unique(np.concatenate(open_loads)) if open_loads else NO_SLOTS
+            return self._slots_of(self._loading)
+
+    def reading_slots(self) -> Slots:
+        """Those that something else is reading."""
+        with self._lock:
+            return self._slots_of(self._reading)
 
     def linger(self, slots: Slots) -> None:
         """These pinned slots hold nothing that can be found any more: they are free when their last pin ends."""
@@ -104,6 +108,10 @@ class Pins:
                 self._table.pins[slots] += 1
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _slots_of(self, pins: dict[int, Pin]) -> Slots:
+        current = [pin.slots for pin in pins.values() if pin.epoch == self._table.epoch]
+        return np.unique(np.concatenate(current)) if current else NO_SLOTS
 
     def _end(self, pin: Pin) -> bool:
         """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""

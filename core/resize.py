@@ -17,6 +17,7 @@ from enum import Enum
 from core.events import EvictionReason
 from core.keys import Key
 from core.manager import OffloadManager
+from core.occupied import SlotUses, uses_of
 from core.slots import BATCH_SLOTS, SlotState
 from core.transfers import Slots
 
@@ -66,6 +67,11 @@ class PoolResize:
         with manager.lock:
             sizes = {table.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
             return len(sizes) > 1 or bool(self._waiting_for) or manager.index.is_spreading
+
+    def in_use(self) -> SlotUses:
+        """What keeps the slots that are to go, and what for. Any thread."""
+        table = self._manager.table
+        return uses_of(self._manager, table.num_slots, table.end_slot)
 
     def want(self, num_slots: int) -> None:
         """The pool is to have so many slots, in whole extents. Takes the place of what was wanted before.

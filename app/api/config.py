@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -11,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
+from app.api.live_settings import LiveSettings
 from app.api.problems import BODY_FIELD, FieldError, Problem, invalid_fields
 from app.event_feed import EventType
 from app.pool_size import PinnedBlocks
@@ -30,9 +30,12 @@ class SettingModel(BaseModel):
     mutable: bool = Field(description="whether PATCH may change it while running")
     secret: bool
     description: str
+    shortfall: str | None = Field(
+        description="why the value that was asked for last could not be had; `value` is the one in force"
+    )
 
 
-def _view(settings: Settings, mutable: Collection[str]) -> dict[str, SettingModel]:
+def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
     return {
         view.name: SettingModel(
             value=view.value,
@@ -40,9 +43,10 @@ def _view(settings: Settings, mutable: Collection[str]) -> dict[str, SettingMode
             place=view.place,
             default=view.default,
             variable=view.variable,
-            mutable=view.name in mutable,
+            mutable=view.name in live.mutable,
             secret=view.secret,
             description=view.description,
+            shortfall=live.shortfalls.get(view.name),
         )
         for view in settings.describe()
     }
@@ -59,7 +63,7 @@ def config_router(context: AdminContext) -> APIRouter:
     @router.get("", summary="Every setting, its value and where it came from")
     async def get_config() -> dict[str, SettingModel]:
         """By name, in lower case. Secrets, and passwords in URLs, are masked."""
-        return _view(live.current, live.mutable)
+        return _view(live.current, live)
 
     @router.patch("", summary="Change settings while running", dependencies=[WRITE_AHEAD])
     def patch_config(
@@ -98,6 +102,6 @@ def config_router(context: AdminContext) -> APIRouter:
                 extras={"pinned": exc.shown, "count": exc.count},
             ) from None
         context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
-        return _view(changed, live.mutable)
+        return _view(changed, live)
 
     return router

@@ -38,7 +38,8 @@ class AdminContext:
     """The process as the admin API sees it.
 
     `readiness` answers why the service is not ready, one reason an item, and nothing when it is; it may take a moment,
-    so it is called on a thread. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
+    so it is called on a thread, and so is `degraded`, which answers what does less than it should while requests are
+    served all the same. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
     called from the event loop and from threads, and must not block. `closing` turns true once the server is to stop:
     streams and waiting resets end then. `engine_router` serves `/v1`; None when another engine hosts us.
     `pool_kind` is the setting `POOL_KIND`; `warm_start` is what a kept pool brought back. `started_s` is Unix time.
@@ -54,6 +55,7 @@ class AdminContext:
     pool_kind: str
     tokens: Tokens
     readiness: Callable[[], list[str]]
+    degraded: Callable[[], list[str]]
     wake: Callable[[], None]
     started_s: float
     closing: Callable[[], bool] = _never

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
 from app.api.polled import PolledRoute
@@ -29,7 +29,13 @@ class Readiness(BaseModel):
     """Whether the service may get traffic, and if not, why."""
 
     ready: bool
-    reasons: list[str]
+    reasons: list[str] = Field(description="why it may not: empty while it may")
+    degraded: list[str] = Field(
+        default=[],
+        description="what does less than it should while requests are served all the same: a tier that is out of "
+        "order, or a resize that waits for slots in use",
+        examples=[["tier disk: the disk is full"]],
+    )
 
 
 class _ReadinessCheck:
@@ -37,21 +43,25 @@ class _ReadinessCheck:
 
     def __init__(self, context: AdminContext) -> None:
         self._context = context
-        self._under_way: asyncio.Task[list[str]] | None = None
+        self._under_way: asyncio.Task[Readiness] | None = None
         self._limiter: anyio.CapacityLimiter | None = None
 
-    async def reasons(self) -> list[str]:
+    async def answer(self) -> Readiness:
         if self._under_way is None or self._under_way.done():
             self._under_way = asyncio.create_task(self._ask())
         try:
             return await asyncio.wait_for(asyncio.shield(self._under_way), READINESS_TIMEOUT_S)
         except TimeoutError:
-            return [f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"]
+            return Readiness(ready=False, reasons=[f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"])
 
-    async def _ask(self) -> list[str]:
+    async def _ask(self) -> Readiness:
         # A thread of its own, so that probes are answered while all others are busy.
         self._limiter = self._limiter or anyio.CapacityLimiter(1)
-        return await anyio.to_thread.run_sync(self._context.readiness, limiter=self._limiter)
+        return await anyio.to_thread.run_sync(self._look, limiter=self._limiter)
+
+    def _look(self) -> Readiness:
+        reasons = self._context.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=self._context.degraded())
 
 
 def health_router(context: AdminContext) -> APIRouter:
@@ -74,10 +84,12 @@ def health_router(context: AdminContext) -> APIRouter:
         responses={503: {"model": Readiness, "description": "Not ready, and why"}},
     )
     async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, database writable, threads alive, no overdue job."""
-        reasons = await readiness.reasons()
-        answer = Readiness(ready=not reasons, reasons=reasons)
-        return JSONResponse(answer.model_dump(), 503 if reasons else 200)
+        """Engine attached, pool mapped, recovery finished, database writable, threads alive, no overdue job.
+
+        Tiers are optional: one that is out of order is named under `degraded`, and does not keep traffic away.
+        """
+        answer = await readiness.answer()
+        return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
 
     async def metrics(request: Request) -> Response:
         """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""

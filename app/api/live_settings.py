@@ -36,12 +36,18 @@ class LiveSettings:
         self.mutable = tuple(name for name in Settings.mutable_names() if name not in fixed)
         self._changes: dict[str, Any] = {}
         self._current = at_start
+        self._shortfalls: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
     def current(self) -> Settings:
         """The settings in force now."""
         return self._current
+
+    @property
+    def shortfalls(self) -> Mapping[str, str]:
+        """By setting, why what was asked for last is not in force."""
+        return self._shortfalls
 
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None gives one its value at start back.
@@ -58,4 +64,14 @@ class LiveSettings:
             self._apply(settings)
             self._changes = changes
             self._current = settings
+            self._shortfalls = {name: why for name, why in self._shortfalls.items() if name not in patch}
             return settings
+
+    def fall_short(self, name: str, asked: object, value: object, why: str) -> None:
+        """What was asked for of a setting could not be had, and `value` is in force, unless more was asked since."""
+        with self._lock:
+            if getattr(self._current, name) != asked:
+                return
+            self._changes = self._changes | {name: value}
+            self._current = self._at_start.change(self._changes, self.mutable)
+            self._shortfalls = self._shortfalls | {name: f"{name}={asked} could not be had: {why}"}

@@ -18,7 +18,8 @@ class TierContext:
 
     `fingerprint` is whatever changes what bytes mean: blocks that were stored under another one must never be found.
     No block is longer than `slot_bytes`. `on_finished` may be called from any thread once `poll` has something new that
-    a request waits for; it only notifies.
+    a request waits for; it only notifies. `engine` names the engine; those that share one configuration, as
+    data-parallel ones do, have names of their own.
     """
 
     name: str
@@ -26,3 +27,4 @@ class TierContext:
     slot_bytes: int
     slots: SlotBytes
     on_finished: Callable[[], None]
+    engine: str = "kvferry"

@@ -22,6 +22,8 @@ def open_tiers(
     slot_bytes: int,
     slots: SlotBytes,
     on_finished: Callable[[], None],
+    *,
+    engine: str,
 ) -> dict[str, Tier]:
     """The tiers by name, in the order of the setting. Raises `TierRefused`; what was opened before is closed then."""
     if entries and fingerprint.get("revision", "none needed") is None:
@@ -32,7 +34,7 @@ def open_tiers(
     tiers: dict[str, Tier] = {}
     try:
         for entry in entries:
-            context = TierContext(entry.name, fingerprint, slot_bytes, slots, on_finished)
+            context = TierContext(entry.name, fingerprint, slot_bytes, slots, on_finished, engine)
             tiers[entry.name] = _open_within(entry, context)
     except BaseException:
         for tier in tiers.values():

@@ -40,6 +40,7 @@ class Service:
     store: Store
     context: AdminContext
     reasons_source: list[list[str]]
+    degraded: list[str]
     database: Path
     shared_client: httpx.Client = field(init=False)
 
@@ -140,6 +141,7 @@ def start_service(
     store.start(engine.manager.inventory)
     closing = ClosingFlag()
     reasons: list[list[str]] = [[]]
+    degraded: list[str] = []
     context = AdminContext(
         scheduler=engine.scheduler,
         manager=engine.manager,
@@ -151,6 +153,7 @@ def start_service(
         pool_kind=settings.pool_kind.value,
         tokens=Tokens(admin_token, read_token),
         readiness=lambda: list(iter(reasons[0])),
+        degraded=lambda: list(degraded),
         wake=engine.wake,
         started_s=time.time(),
         closing=closing,
@@ -158,7 +161,7 @@ def start_service(
     )
     try:
         with serve(create_app(context), closing) as running, running.client() as shared:
-            service = Service(running, engine, store, context, reasons, database)
+            service = Service(running, engine, store, context, reasons, degraded, database)
             service.shared_client = shared
             yield service
     finally:

@@ -155,6 +155,21 @@ def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:
     assert "log_level" in error["message"]
 
 
+def test_what_could_not_be_had_is_told_beside_the_value_in_force() -> None:
+    live = LiveSettings(Settings(_env_file=None, pool_bytes=4 << 20), lambda _: None)
+    live.change({"pool_bytes": 8 << 20})
+    live.fall_short("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
+    assert live.current.pool_bytes == 4 << 20
+    assert live.shortfalls == {"pool_bytes": "pool_bytes=8388608 could not be had: somebody else has the memory"}
+    live.change({"log_level": "debug"})
+    assert live.current.pool_bytes == 4 << 20
+    assert "pool_bytes" in live.shortfalls
+    live.change({"pool_bytes": 2 << 20})
+    assert live.shortfalls == {}
+    live.fall_short("pool_bytes", 8 << 20, 4 << 20, "too late: it is not what was asked for last")
+    assert (live.current.pool_bytes, dict(live.shortfalls)) == (2 << 20, {})
+
+
 @pytest.mark.parametrize(("name", "field"), [("url", "url"), ("config", "config"), ("", "body")])
 def test_what_is_a_setting_elsewhere_is_none_here(api: httpx.Client, name: str, field: str) -> None:
     (error,) = api.patch(CONFIG, json={name: "x"}).json()["errors"]

@@ -12,6 +12,8 @@ from app.api import health
 from .loop_engine import LoopRequest
 from .service import ADMIN, Service
 
+READY = {"ready": True, "reasons": [], "degraded": []}
+
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
@@ -30,13 +32,26 @@ def test_readyz_says_why_not(fresh: Service) -> None:
     with fresh.client() as client:
         assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
             200,
-            {"ready": True, "reasons": []},
+            READY,
         )
         fresh.reasons.append("no engine is attached")
         answer = client.get("/readyz")
-        assert (answer.status_code, answer.json()) == (503, {"ready": False, "reasons": ["no engine is attached"]})
+        assert (answer.status_code, answer.json()) == (
+            503,
+            {"ready": False, "reasons": ["no engine is attached"], "degraded": []},
+        )
         fresh.reasons.clear()
         assert client.get("/readyz").status_code == 200
+
+
+def test_readyz_names_what_is_out_of_order_and_lets_traffic_come_all_the_same(fresh: Service) -> None:
+    """A tier is optional: without it requests are served, and a fleet that lost one shared disk must not go dark."""
+    with fresh.client() as client:
+        fresh.degraded.append("tier disk: the disk is full")
+        answer = client.get("/readyz")
+        assert (answer.status_code, answer.json()) == (200, READY | {"degraded": ["tier disk: the disk is full"]})
+        fresh.degraded.clear()
+        assert client.get("/readyz").json() == READY
 
 
 def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
@@ -62,7 +77,7 @@ def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
         fresh.reasons_source[0] = []
         monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
         client.get("/readyz")
-        assert client.get("/readyz").json() == {"ready": True, "reasons": []}
+        assert client.get("/readyz").json() == READY
 
 
 def test_metrics_say_what_stats_say(fresh: Service) -> None:

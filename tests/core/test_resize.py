@@ -524,3 +524,27 @@ def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None
     pool.resize.want(8)
     assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.LEAVING
     assert pool.manager.operator_pins.pin(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED
+
+
+def test_what_keeps_slots_that_are_to_go_is_told_by_what_they_are_used_for() -> None:
+    pool = Pool(16, 16)
+    pool.store(range(12))
+    manager = pool.manager
+    filling = manager.offer([key(20), key(21)], ORIGIN, np.arange(2), 1, 2.0).slots
+    loading, reading, waiting = (manager.pins.pin(np.array([slot])) for slot in (9, 10, 11))
+    assert manager.pins.begin_load(loading, 2.0)
+    manager.pins.begin_reading(reading)
+    assert pool.to(8, 2.0) is Todo.LATER
+    assert pool.drive(2.0 + 2 * PATIENCE_S) is Todo.LATER
+    uses = pool.resize.in_use()
+    assert (uses.filling, uses.loading, uses.reading, uses.waiting) == (2, 1, 1, 1)
+    assert str(uses) == (
+        "2 being stored, or brought by a tier, 1 being loaded, 1 being read by a tier, or verified, "
+        "1 pinned, or found by requests that wait"
+    )
+    manager.abandon(filling)
+    manager.pins.end_load(loading)
+    manager.pins.end_reading(reading)
+    manager.pins.release(waiting)
+    assert str(pool.resize.in_use()) == "none"
+    assert pool.drive(2.0 + 3 * PATIENCE_S) is Todo.NOTHING

@@ -1435,8 +1435,8 @@ MUTATIONS = (
         13,
         "memory is there before it is used",
         "app/pool_size.py",
-        "                self._resize.fail()\n                return\n",
-        "                self._resize.acknowledge(num_slots)\n                return\n",
+        "                self._resize.fail()\n                return False\n        return True\n",
+        "                return True\n        return True\n",
         (POOL_SIZE + "test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is",),
     ),
     # --- copies ------------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ class Served:
         return self.process.wait(60)
 
 
+def is_well(answer: httpx.Response) -> bool:
+    """Whether a service is ready, and so are its tiers."""
+    return answer.status_code == 200 and not answer.json()["degraded"]
+
+
 @contextmanager
 def serving(folder: Path, **settings: object) -> Iterator[Served]:
     """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped."""
@@ -106,7 +111,7 @@ def serving(folder: Path, **settings: object) -> Iterator[Served]:
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         with httpx.Client(base_url=match[1], headers=headers, timeout=120.0) as http:
             served = Served(process, log_path, match[1], http)
-            wait_until(lambda: http.get("/readyz").status_code == 200, "ready")
+            wait_until(lambda: is_well(http.get("/readyz")), "ready")
             yield served
     finally:
         if process.poll() is None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
 
-from app.pool_size import PoolSize
+from app.pool_size import PoolSize, ResizeEnd
 from app.settings import BadSettings
 from core.events import Origin
 from core.manager import OffloadManager
@@ -27,10 +26,10 @@ START_BYTES = 64 * SLOT_BYTES
 class FullPool(HostPool):
     """A pool whose memory is gone by the time that it is taken, although the limits had room."""
 
-    is_full = False
+    full_at = 1 << 40
 
     def add_slots(self, num_slots: int) -> None:
-        if self.is_full:
+        if self.num_slots >= self.full_at:
             raise NotEnoughMemory("somebody else has taken it")
         super().add_slots(num_slots)
 
@@ -42,7 +41,7 @@ class Rig:
     size: PoolSize
     settled: threading.Event
     asked: threading.Event
-    told: list[Mapping[str, Any]] = field(default_factory=list)
+    told: list[ResizeEnd] = field(default_factory=list)
 
     def to(self, num_bytes: int) -> None:
         self.size.check(num_bytes)
@@ -58,7 +57,7 @@ def rig() -> Iterator[Rig]:
     assert (plan.num_slots, plan.extent_slots, plan.max_slots) == (64, 8, 64 * 64)
     pool = FullPool(plan.num_slots, SLOT_BYTES, plan.extent_slots * SLOT_BYTES)
     manager = OffloadManager(plan.num_slots, SLOT_BYTES, max_slots=plan.max_slots)
-    settled, asked, told = threading.Event(), threading.Event(), list[Mapping[str, Any]]()
+    settled, asked, told = threading.Event(), threading.Event(), list[ResizeEnd]()
     settled.set()
 
     def settle(timeout_s: float) -> bool:
@@ -76,8 +75,8 @@ def test_the_pool_comes_to_each_size_and_says_so(rig: Rig) -> None:
     for num_slots in (640, 8, 128):
         rig.to(num_slots * SLOT_BYTES + 100)
         wait_until(lambda: rig.has(num_slots), "the size")  # noqa: B023
-    wait_until(lambda: rig.told and rig.told[-1]["slots"] == 128, "the event")
-    assert rig.told[-1] == {"slots": 128, "bytes": 128 * SLOT_BYTES, "error": None}
+    wait_until(lambda: rig.told and rig.told[-1].slots == 128, "the event")
+    assert rig.told[-1] == ResizeEnd(128, 128 * SLOT_BYTES, 128 * SLOT_BYTES + 100, None)
 
 
 def test_memory_is_freed_only_once_nobody_looks_at_it_any_more(rig: Rig) -> None:
@@ -93,16 +92,63 @@ def test_memory_is_freed_only_once_nobody_looks_at_it_any_more(rig: Rig) -> None
 def test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.pool.is_full = True
+    rig.pool.full_at = 64
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
-    assert rig.told[-1]["error"] == "somebody else has taken it"
+    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "somebody else has taken it")
     assert rig.has(64)
     assert rig.manager.inventory.counts().wanted_slots == 64
     assert "the pool stays at 64 slots: somebody else has taken it" in caplog.text
-    rig.pool.is_full = False
+    rig.pool.full_at = 1 << 40
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.has(640), "the size")
+
+
+def test_memory_that_is_gone_in_the_middle_of_a_growth_goes_back_as_far_as_it_was_taken(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.pool_size.STEP_BYTES", 16 * SLOT_BYTES)
+    taken: list[int] = []
+
+    def take(num_slots: int) -> None:
+        taken.append(num_slots)
+        FullPool.add_slots(rig.pool, num_slots)
+
+    monkeypatch.setattr(rig.pool, "add_slots", take)
+    rig.pool.full_at = 96
+    rig.to(640 * SLOT_BYTES)
+    wait_until(lambda: rig.told, "the event")
+    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "somebody else has taken it")
+    assert rig.has(64)
+    assert taken == [16, 16, 16], "never more than a step at a time"
+    rig.pool.full_at = 1 << 40
+    rig.to(104 * SLOT_BYTES)
+    wait_until(lambda: rig.has(104), "the size")
+    assert taken[3:] == [16, 16, 8]
+
+
+def test_a_growth_that_is_not_wanted_any_more_stops_and_gives_back_what_it_has(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a large pool takes minutes, and who asked for too much should not have to wait for it."""
+    monkeypatch.setattr("app.pool_size.STEP_BYTES", 8 * SLOT_BYTES)
+    taking, go_on, taken = threading.Event(), threading.Event(), list[int]()
+
+    def take(num_slots: int) -> None:
+        taken.append(num_slots)
+        taking.set()
+        assert go_on.wait(60)
+        FullPool.add_slots(rig.pool, num_slots)
+
+    monkeypatch.setattr(rig.pool, "add_slots", take)
+    rig.to(640 * SLOT_BYTES)
+    assert taking.wait(60)
+    rig.to(64 * SLOT_BYTES)
+    go_on.set()
+    wait_until(lambda: rig.told, "the event")
+    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 64 * SLOT_BYTES, None)
+    assert rig.has(64)
+    assert taken == [8]
 
 
 def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
@@ -146,7 +192,7 @@ def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
     monkeypatch.setattr(rig.pool, "add_slots", fail)
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
-    assert rig.told[-1]["error"] == "can't start new thread"
+    assert rig.told[-1].error == "can't start new thread"
     assert rig.manager.inventory.counts().wanted_slots == 64
 
 
@@ -157,10 +203,16 @@ def test_slots_that_stay_in_use_are_told_of_once(
     keys = [bytes([number]) * 33 for number in range(64)]
     slots = rig.manager.offer(keys, Origin("r"), np.arange(64), 1, 1.0).slots
     rig.to(8 * SLOT_BYTES)
+    assert rig.size.reasons() == []
     wait_until(lambda: "some that are to go are in use" in caplog.text, "the line in the log")
+    assert rig.size.reasons() == [
+        "pool_bytes: the pool is to have 8 slots, and still has memory for 64: of those that are to go these are in "
+        "use: 56 being stored, or brought by a tier"
+    ]
     rig.manager.abandon(slots)
     wait_until(lambda: rig.has(8), "the size")
     assert caplog.text.count("some that are to go are in use") == 1
+    assert rig.size.reasons() == []
 
 
 @pytest.mark.parametrize(

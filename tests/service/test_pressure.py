@@ -64,7 +64,7 @@ def test_fifty_clients_a_pool_of_few_slots_and_a_tiny_device(tmp_path: Path) -> 
         assert stats["requests"]["seen"] == stats["requests"]["finished"] <= 150
         assert stats["requests"]["waiting_for_load"] == 0
         assert (stats["pool"]["pinned"], stats["pool"]["loading"], stats["pool"]["storing"]) == (0, 0, 0)
-        assert served.get("/readyz") == {"ready": True, "reasons": []}
+        assert served.get("/readyz") == {"ready": True, "reasons": [], "degraded": []}
         # All of the device is free again: a request that needs every block gets them.
         assert len(served.tokens([9] * (24 * 16 - 8), max_tokens=8, ignore_eos=True)) == 8
         assert served.stop() == 0

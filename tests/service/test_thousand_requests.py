@@ -156,6 +156,6 @@ def test_every_answer_is_the_one_without_offload(
         assert stats["evictions"]["total"] > 100
         assert stats["requests"]["seen"] == stats["requests"]["finished"] == len(asked)
         assert (stats["pool"]["pinned"], stats["pool"]["loading"], stats["pool"]["storing"]) == (0, 0, 0)
-        assert served.get("/readyz") == {"ready": True, "reasons": []}
+        assert served.get("/readyz") == {"ready": True, "reasons": [], "degraded": []}
         assert served.stop() == 0
         assert "ERROR" not in served.log()

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from app.tiers.context import TierRefused
+from app.tiers.files import FileTier
+from app.tiers.opening import close_tiers, open_tiers
 from core.events import Origin
 from core.origins import OriginMatch
-from tests.tiers.rig import WAIT_S, Rig, file_rig
-from tests.tiers.slots import ORIGIN, SLOT_BYTES, key_of, keys_of, length_of
+from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
+from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.waiting import wait_until
 
 OTHER = Origin("r2", "fedcba9876543210", None)
@@ -341,10 +343,23 @@ def test_dropped_blocks_do_not_come_back_after_a_restart(path: Path, rig: Rig) -
 
 
 def test_two_tiers_in_one_folder_refuse_to_start(path: Path, rig: Rig) -> None:
-    with pytest.raises(TierRefused, match=r"path=.*tier is used by another process: give each process"):
+    with pytest.raises(TierRefused, match=r"path=.*tier is used by another process: .* path=.*tier/\{engine\} does"):
         file_rig(path)
     rig.close()
     file_rig(path).close()
+
+
+def test_engines_that_share_a_configuration_have_folders_of_their_own(path: Path) -> None:
+    """Data-parallel engines do, and each of them would be refused the folder of another."""
+    entry = FileTier.Settings(type="fs", name="disk", path=str(path / "{engine}"), max_bytes="1GiB")
+    opened = [
+        open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine=name) for name in ("a", "b")
+    ]
+    assert sorted(folder.name for folder in path.iterdir()) == ["a", "b"]
+    with pytest.raises(TierRefused, match=r"path=.*/tier/a is used by another process: .*path=.*/tier/\{engine\} does"):
+        open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="a")
+    for tiers in opened:
+        close_tiers(tiers)
 
 
 _HOLDER = """

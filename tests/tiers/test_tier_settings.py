@@ -87,7 +87,8 @@ def test_all_problems_are_told_at_once() -> None:
     told = refused({"type": "fs"}, GOOD | {"name": "a"}, {}, GOOD | {"name": "a", "path": "/other"})
     assert told == (
         "tier 1 (fs): max_bytes is missing; it is the most bytes that it may hold; path is missing; it is the folder "
-        "of its files, which no other process uses; tier 3: type is missing: it names the type of tier, such as fs; "
+        "of its files, which no other process uses; `{engine}` in it is the engine's name; tier 3: type is missing: "
+        "it names the type of tier, such as fs; "
         "2 tiers are called a: give each a name of its own"
     )
     assert f"at most {MAX_TIERS} tiers" in refused(*[GOOD | {"name": f"t{n}"} for n in range(MAX_TIERS + 1)])
@@ -161,7 +162,7 @@ def entry_of(**fields: Any) -> dict[str, Any]:
 def test_types_of_others_come_from_entry_points(acme: Any) -> None:
     (entry,) = read_tiers([entry_of(name="far")])
     assert isinstance(entry, acme.Good.Settings)
-    tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+    tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert list(tiers) == ["far"]
     assert isinstance(tiers["far"], acme.Good)
 
@@ -205,7 +206,7 @@ def test_a_type_that_lacks_something_is_refused_with_its_name_and_what_to_do(acm
 def test_a_tier_that_cannot_be_opened_refuses_and_closes_the_ones_before(acme: Any, name: str, words: str) -> None:
     entries = read_tiers([entry_of(name="first"), entry_of(name=name)])
     with pytest.raises(TierRefused) as caught:
-        open_tiers(entries, FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+        open_tiers(entries, FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert str(caught.value) == words
     assert [tier.closed for tier in acme.Good.opened] == [True]
 
@@ -221,7 +222,7 @@ def test_a_tier_that_opens_too_late_is_closed(acme: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(acme.Good, "__init__", slow)
     (entry,) = read_tiers([entry_of(timeout_s=0.05)])
     with pytest.raises(TierRefused, match=r"tier acme did not open within timeout_s=0.05 s: see whether its disk"):
-        open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+        open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     gate.set()
     wait_until(lambda: [tier.closed for tier in acme.Good.opened] == [True], "closed", WAIT_S)
 
@@ -230,9 +231,9 @@ def test_a_model_that_could_be_another_revision_gets_no_tier(acme: Any) -> None:
     """LMCache#4492: a changed model of the same name found old blocks."""
     (entry,) = read_tiers([entry_of()])
     with pytest.raises(TierRefused, match="nothing says which weights the model has"):
-        open_tiers([entry], FINGERPRINT | {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None)
+        open_tiers([entry], FINGERPRINT | {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert not acme.Good.opened
-    assert open_tiers([], {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None) == {}
+    assert open_tiers([], {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None, engine="e") == {}
 
 
 # --- among the other settings -----------------------------------------------------------------------------------

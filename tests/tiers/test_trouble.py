@@ -98,7 +98,7 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
         ballast = fill(mount)
         settings = FileTier.Settings(type="fs", name="disk", path=mount / "tier", max_bytes="1GiB")
         slots = SlotArray(4)
-        tier = open_tiers([settings], FINGERPRINT, SLOT_BYTES, slots, lambda: None)["disk"]
+        tier = open_tiers([settings], FINGERPRINT, SLOT_BYTES, slots, lambda: None, engine="e")["disk"]
         wait_until(lambda: tier.counts().blocks == 3, "the folder read", WAIT_S)
         assert "No space left" in tier.health()[0]
         ballast.unlink()
@@ -299,5 +299,5 @@ def test_a_tier_is_probed_at_start_and_one_that_hangs_refuses(tmp_path: Path) ->
         file_rig(mount / "tier", "32MiB").close()
         settings = FileTier.Settings(type="fs", name="slow", path=mount / "tier", max_bytes="32MiB", timeout_s=0.3)
         with frozen(mount), pytest.raises(TierRefused, match=r"tier slow did not open within timeout_s=0.3 s"):
-            open_tiers([settings], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None)
+            open_tiers([settings], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
         wait_until(lambda: can_open(mount / "tier"), "the one that was late closed itself", WAIT_S)

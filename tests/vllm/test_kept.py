@@ -106,7 +106,7 @@ def test_a_server_killed_under_load_comes_back_warm_and_what_was_reset_does_not_
     with serving(llama, transfer, tmp_path) as server:
         pool = server.stats()["pool"]
         assert pool["ready"] == pool["unverified"] > 0
-        assert server.admin.get("/readyz").json() == {"ready": True, "reasons": []}
+        assert server.admin.get("/readyz").json() == {"ready": True, "reasons": [], "degraded": []}
         for prompt in DROPPED:
             ask(server, prompt)
         assert hits(server) == 0

@@ -150,6 +150,7 @@ class EngineCoreHost:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
+            degraded=self.core.tiers.health,
             wake=_nothing,
             started_s=self._started_s,
             closing=closing,
@@ -165,7 +166,7 @@ class EngineCoreHost:
         overdue = self.core.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.core.tiers.health() + self.store.health()
+        return reasons + self.store.health()
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""
@@ -199,7 +200,9 @@ class EngineCoreHost:
         self._closers.append(lambda: self.store.close(CLOSE_S))
         if mapped is None:
             return {}
-        tiers = open_tiers(settings.tiers, wanted.fingerprint, size.slots.slot_bytes, PoolSlots(mapped.pool), wake)
+        tiers = open_tiers(
+            settings.tiers, wanted.fingerprint, size.slots.slot_bytes, PoolSlots(mapped.pool), wake, engine=self.name
+        )
         self._closers.append(lambda: close_tiers(tiers))
         return tiers
 

@@ -21,12 +21,14 @@ from app.tiers.threaded import ThreadedTier
 
 _log = logging.getLogger(__name__)
 
+_ENGINE = "{engine}"
+
 
 class FileTierSettings(ThreadedSettings):
     """An entry of TIERS of type `fs`."""
 
     path: Annotated[Path, BeforeValidator(folder)] = Field(
-        description="folder of its files, which no other process uses"
+        description="folder of its files, which no other process uses; `{engine}` in it is the engine's name"
     )
 
 
@@ -42,12 +44,17 @@ class FileTier(ThreadedTier):
 
 def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     def refused(advice: str) -> TierRefused:
-        return TierRefused(f"TIERS: tier {context.name}: path={settings.path} {advice}")
+        return TierRefused(f"TIERS: tier {context.name}: path={path} {advice}")
 
+    path = Path(str(settings.path).replace(_ENGINE, context.engine))
     try:
-        opened = Folder(settings.path)
+        opened = Folder(path)
     except FolderInUse as error:
-        raise refused("is used by another process: give each process a folder of its own, or stop the other") from error
+        own = settings.path if path != settings.path else settings.path / _ENGINE
+        raise refused(
+            "is used by another process: stop that one, or give each engine a folder of its own, as "
+            f"path={own} does for engines of different ENGINE_NAME or data-parallel rank"
+        ) from error
     except OSError as error:
         raise refused(f"cannot be used: {error.strerror or error}; name a folder that kvferry may write to") from error
     try:
@@ -66,12 +73,12 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     except TierRefused:
         opened.close()
         raise
-    space = os.statvfs(settings.path)
+    space = os.statvfs(path)
     _log.info(
         "tier %s: at most %s bytes in %s, where %s bytes are free; blocks of up to %s bytes",
         context.name,
         f"{settings.max_bytes:,}",
-        settings.path,
+        path,
         f"{space.f_bavail * space.f_frsize:,}",
         f"{context.slot_bytes:,}",
     )
