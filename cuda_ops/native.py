@@ -1,8 +1,9 @@
 """Copying a batch of segments of host memory in one native call that runs without the interpreter's lock.
 
 Compiled once a process, when a copy engine first needs it. Blocks that have to come from and go to main memory anyway
-are written past the caches, as the C library does for large copies only, and several pages are copied at a time, so
-that small blocks keep the memory as busy as one large copy does.
+are written past the caches, as the C library does for large copies only. Several segments are copied at a time, and
+what is next is fetched while they are, across pages and segments: the processor sees neither coming, and small blocks
+would wait for memory that one large copy keeps busy.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from numpy.typing import NDArray
 Addresses = NDArray[np.int64]
 
 LINE_BYTES = 64
+TURN_BYTES = 2 * LINE_BYTES
+"""Of one segment, before the next has its turn."""
+LEAST_BYTES = 512
+"""A smaller segment is the C library's, and so is one below a page that is alone."""
 PAGE_BYTES = 4096
-LONG_BYTES = 64 << 10
-"""From this size on a segment alone keeps the memory busy."""
-PAGES_AT_ONCE = 8
+AT_ONCE = 4
+AHEAD_BYTES = 8 * LINE_BYTES
+"""Between what is fetched and what is copied, where several segments take turns."""
+AHEAD_ALONE_BYTES = 32 * LINE_BYTES
 
 
 @functools.cache
@@ -32,49 +38,79 @@ def segment_copier() -> Callable[[Addresses, Addresses, Addresses], None]:
     """
     from numba import njit, types
 
-    stream_line, fence = _intrinsics()
+    stream_line, fetch, fence = _intrinsics()
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     memcpy.restype = ctypes.c_void_p
     addresses = types.int64[::1]
 
-    @njit([types.void(addresses, addresses, addresses)], nogil=True)  # type: ignore[untyped-decorator]
-    def copy_segments(targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        page_targets, page_sources = np.empty(PAGES_AT_ONCE, np.int64), np.empty(PAGES_AT_ONCE, np.int64)
-        waiting = 0
-        for i in range(len(targets)):
-            target, source, size = targets[i], sources[i], sizes[i]
-            if size < PAGE_BYTES:
-                memcpy(target, source, size)
-                continue
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def copy_one(target: int, source: int, size: int) -> None:
+        done = 0
+        if size >= PAGE_BYTES:
             done = -target % LINE_BYTES
             memcpy(target, source, done)
-            while size < LONG_BYTES and done + PAGE_BYTES <= size:
-                page_targets[waiting], page_sources[waiting] = target + done, source + done
-                done += PAGE_BYTES
-                waiting += 1
-                if waiting == PAGES_AT_ONCE:
-                    for at in range(0, PAGE_BYTES, 2 * LINE_BYTES):
-                        for page in range(PAGES_AT_ONCE):
-                            stream_line(page_targets[page] + at, page_sources[page] + at)
-                            stream_line(page_targets[page] + at + LINE_BYTES, page_sources[page] + at + LINE_BYTES)
-                    waiting = 0
             while done + LINE_BYTES <= size:
+                fetch(source + done + AHEAD_ALONE_BYTES)
                 stream_line(target + done, source + done)
                 done += LINE_BYTES
+        if done < size:
             memcpy(target + done, source + done, size - done)
-        for page in range(waiting):
-            memcpy(page_targets[page], page_sources[page], PAGE_BYTES)
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def copy_in_turns(to: Addresses, at: Addresses, next_to: Addresses, next_at: Addresses, size: int) -> None:
+        """`size` bytes of each, in whole turns; the next ones are fetched behind their end."""
+        body = max(size - AHEAD_BYTES, 0)
+        for page in range(0, size, PAGE_BYTES):
+            end = page + PAGE_BYTES
+            for i in range(AT_ONCE):
+                # Where a page is, takes long to find out, also for one that is only written.
+                fetch(to[i] + end if end < size else next_to[i])
+                fetch(at[i] + end if end < size else next_at[i])
+            for turn in range(page, min(end, body), TURN_BYTES):
+                for i in range(AT_ONCE):
+                    for line in range(turn, turn + TURN_BYTES, LINE_BYTES):
+                        fetch(at[i] + line + AHEAD_BYTES)
+                        stream_line(to[i] + line, at[i] + line)
+        for turn in range(body, size, TURN_BYTES):
+            for i in range(AT_ONCE):
+                for line in range(turn, turn + TURN_BYTES, LINE_BYTES):
+                    fetch(next_at[i] + line - body)
+                    stream_line(to[i] + line, at[i] + line)
+
+    @njit([types.void(addresses, addresses, addresses)], nogil=True)  # type: ignore[untyped-decorator]
+    def copy_segments(targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        to, at = np.empty(AT_ONCE, np.int64), np.empty(AT_ONCE, np.int64)
+        count, first = len(targets), 0
+        while first + AT_ONCE <= count:
+            shortest = sizes[first]
+            for i in range(AT_ONCE):
+                to[i], at[i] = targets[first + i], sources[first + i]
+                head = min(-to[i] % LINE_BYTES, sizes[first + i])
+                if head:
+                    memcpy(to[i], at[i], head)
+                    to[i], at[i] = to[i] + head, at[i] + head
+                shortest = min(shortest, sizes[first + i] - head)
+            common = shortest // TURN_BYTES * TURN_BYTES if shortest >= LEAST_BYTES else 0
+            coming = first + AT_ONCE if first + 2 * AT_ONCE <= count else first
+            copy_in_turns(to, at, targets[coming : coming + AT_ONCE], sources[coming : coming + AT_ONCE], common)
+            for i in range(AT_ONCE):
+                left = targets[first + i] + sizes[first + i] - to[i] - common
+                copy_one(to[i] + common, at[i] + common, left)
+            first += AT_ONCE
+        for i in range(first, count):
+            copy_one(targets[i], sources[i], sizes[i])
         fence()
 
     copier: Callable[[Addresses, Addresses, Addresses], None] = copy_segments
     return copier
 
 
-def _intrinsics() -> tuple[Any, Any]:
-    """Two instructions that NumPy and Numba have no name for."""
+def _intrinsics() -> tuple[Any, Any, Any]:
+    """Three instructions that NumPy and Numba have no name for."""
     from llvmlite import ir
     from numba import types
+    from numba.core import cgutils
     from numba.extending import intrinsic
 
     one = ir.Constant(ir.IntType(32), 1)
@@ -93,6 +129,20 @@ def _intrinsics() -> tuple[Any, Any]:
         return types.void(types.int64, types.int64), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
+    def fetch(_typing: Any, _source: Any) -> Any:
+        """Begin to bring a line into the caches. Any address will do, also one where there is nothing."""
+
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            # To be read, kept in all caches, as data.
+            builder.call(prefetch, [builder.inttoptr(args[0], pointer), number(0), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
     def fence(_typing: Any) -> Any:
         """Have everything written by now, also past the caches, seen before whatever comes next."""
 
@@ -102,4 +152,4 @@ def _intrinsics() -> tuple[Any, Any]:
 
         return types.void(), generate
 
-    return stream_line, fence
+    return stream_line, fetch, fence
