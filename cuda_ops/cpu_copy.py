@@ -162,11 +162,12 @@ class CpuCopyEngine:
         segments = self._planner.plan(job, buffer, coalesce=False)
         num_bytes = self._planner.num_bytes(job)
         count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)
-        cuts = [0, len(segments.sizes)]
-        if count > 1:
-            cuts[1:1] = np.searchsorted(np.cumsum(segments.sizes), np.arange(1, count) * (num_bytes // count)).tolist()
         plan = _Plan(job, segments, buffer, self._pool.hold(), num_bytes, started_s, remaining=count)
-        first, *others = (_Share(plan, start, stop) for start, stop in pairwise(cuts))
+        if count == 1:
+            thread.in_hand = share = _Share(plan, 0, len(segments.sizes))
+            return share
+        inner = np.searchsorted(np.cumsum(segments.sizes), np.arange(1, count) * (num_bytes // count)).tolist()
+        first, *others = (_Share(plan, *cuts) for cuts in pairwise((0, *inner, len(segments.sizes))))
         with self._changed:
             self._work.extendleft(reversed(others))
             self._changed.notify(len(others))

@@ -55,6 +55,10 @@ class _Table:
         return extents
 
     def addresses(self, slots: Slots) -> NDArray[np.int64]:
+        if len(self.extents) == 1:
+            addresses = slots * self._row_bytes
+            addresses += self._addresses[0]
+            return addresses
         extents = self.extents_of(slots)
         addresses = slots - self._starts[extents]
         addresses *= self._row_bytes

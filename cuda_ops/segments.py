@@ -105,14 +105,18 @@ class SegmentPlanner:
             raise IndexError(f"group {run.group} is not one of the {len(self._groups)} of the device layout")
         if not len(run.block_ids) == len(run.slots) == len(run.parts):
             raise ValueError(f"{len(run.block_ids)} blocks for {len(run.slots)} slots and {len(run.parts)} parts")
+        if not len(run.block_ids):
+            return
+        group = self._groups[run.group]
         for what, indexes, count in (
-            (f"blocks of group {run.group}", run.block_ids, self._groups[run.group].num_blocks),
+            ("blocks of group {}", run.block_ids, group.num_blocks),
             ("slots", run.slots, self._pool.num_slots),
-            (f"parts of a slot of group {run.group}", run.parts, self._groups[run.group].slot_blocks),
+            ("parts of a slot of group {}", run.parts, group.slot_blocks),
         ):
             # As unsigned numbers the negative ones are the largest.
-            if len(indexes) and int(indexes.view(np.uint64).max()) >= count:
-                raise IndexError(f"{what} {indexes.min()} to {indexes.max()} are not all among the {count} there are")
+            if np.maximum.reduce(indexes.view(np.uint64)) >= count:
+                named = f"{what.format(run.group)} {indexes.min()} to {indexes.max()}"
+                raise IndexError(f"{named} are not all among the {count} there are")
 
     def _fill(self, group: _GroupTable, run: BlockRun, out: Segments) -> None:
         """One row a block, one column a region, written in place."""
