@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from cuda_ops.backing import SHARED_MEMORY
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 
+PATIENCE_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
 LAYOUT = read_layout(CACHE)
 
@@ -109,6 +113,30 @@ def kept(folder: Path) -> dict[str, object]:
 
 def tiers(folder: Path) -> dict[str, object]:
     return {"tiers": [{"type": "fs", "path": str(folder / "tier"), "max_bytes": "8MiB"}]}
+
+
+def where_a_bound_rank_copies(config: Any, cpus: set[int], tell: Any) -> None:
+    """In a process of its own: what vLLM's CPU backend does before it makes a worker's half."""
+    os.sched_setaffinity(0, cpus)
+    connector = KVFerryConnector(config, KVConnectorRole.WORKER, CACHE)
+    connector.register_kv_caches(allocate(CACHE))
+    threads = [each.native_id for each in threading.enumerate() if each.name in ("kvferry-copy", "kvferry-seal")]
+    tell.put([os.sched_getaffinity(thread) for thread in threads])
+    connector.shutdown()
+
+
+def test_a_rank_copies_beside_the_processors_that_it_computes_on(base: VllmConfig, tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    (first, *others) = sorted(allowed)
+    context = multiprocessing.get_context("spawn")
+    tell = context.Queue()
+    config = with_pool(base, **kept(tmp_path))
+    rank = context.Process(target=where_a_bound_rank_copies, args=(config, {first}, tell))
+    rank.start()
+    try:
+        assert tell.get(timeout=PATIENCE_S) == [set(others) or allowed] * 2
+    finally:
+        rank.join(PATIENCE_S)
 
 
 BOTH = (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)

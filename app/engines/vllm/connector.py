@@ -34,7 +34,7 @@ from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
 from app.engines.vllm.options import check_caching, check_parallel, read_options
-from app.engines.vllm.pool import EnginePool, map_for_rank
+from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
@@ -96,8 +96,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             wanted = self._wanted_pool(self._settings, self._layout, self._size)
             cuda = device_side(self._layout, kv_caches)
             mapped = map_for_rank(wanted, rank, preparation_for(cuda))
+            cpus = processors_beside(wanted)
             worker.attach(
-                lambda on_finished: Copies(self._layout, self._settings, kv_caches, mapped, on_finished, cuda)
+                lambda on_finished: Copies(self._layout, self._settings, kv_caches, mapped, on_finished, cuda, cpus)
             )
         except BaseException as error:
             self._refuse(error)

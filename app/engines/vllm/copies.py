@@ -5,7 +5,6 @@ All tensors are seen as bytes, and none is copied.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -45,9 +44,11 @@ class Copies:
         mapped: MappedPool,
         on_finished: Callable[[], None],
         cuda: CudaSide | None = None,
+        cpus: Collection[int] | None = None,
     ) -> None:
         """Start copying between the caches, which `check_caches` has seen, and the pool; it is closed with this, and
-        so is `cuda`, by which they are copied where they are in a CUDA device's memory. Raises `ConnectorRefused`."""
+        so is `cuda`, by which they are copied where they are in a CUDA device's memory. `cpus` are the processors that
+        copy and compute checksums, by default those of the calling thread. Raises `ConnectorRefused`."""
         regions = DeviceLayout(
             tuple(
                 GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
@@ -57,8 +58,6 @@ class Copies:
         self._pool = pool = mapped.pool
         self._cuda = cuda
         self._engine: CopyEngine
-        # vLLM pins a worker to the processors that compute; copies and checksums had better go elsewhere.
-        cpus = range(os.cpu_count() or 1)
         if cuda is None:
             self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus)
         else:

@@ -19,6 +19,7 @@ from app.engines.vllm.sizing import PoolSize
 from app.settings import Settings
 from app.settings.kinds import PoolKind
 from app.warm_start import open_kept_file
+from cuda_ops.affinity import allowed_processors
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile, read_boot_id
 from cuda_ops.passing_file import PassingFile, sweep_names
@@ -108,6 +109,14 @@ def map_for_rank(wanted: EnginePool, rank: int, preparation: Preparation | None 
     if mapped.passing is not None and not wanted.is_for_scheduler:
         mapped.passing.unlink()
     return mapped
+
+
+def processors_beside(wanted: EnginePool) -> frozenset[int]:
+    """Where to copy: the processors that no rank of this engine computes on, to which vLLM's CPU backend binds each.
+    All of the engine's where none is left. Every rank has to ask."""
+    allowed = allowed_processors()
+    computing = frozenset[int]().union(*_of_all_ranks(wanted, frozenset(os.sched_getaffinity(0))))
+    return allowed - computing or allowed
 
 
 def map_for_scheduler(wanted: EnginePool) -> MappedPool | None:
