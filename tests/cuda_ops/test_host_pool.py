@@ -22,6 +22,7 @@ from cuda_ops.backing import SHARED_MEMORY, SharedFile
 from cuda_ops.host_pool import HostPool
 from cuda_ops.limits import NotEnoughMemory
 from cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
+from tests.cuda_ops.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -234,19 +235,6 @@ class Device:
             if address not in self.registered:
                 raise OSError("not registered")
             self._left_bytes += self.registered.pop(address)
-
-
-def resident_bytes(pool: HostPool, slot: int) -> int:
-    """What the kernel says is in memory of the mapping that holds a slot."""
-    address, inside = pool.slot(slot).ctypes.data, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head, *_ = line.split()
-        if "-" in head:
-            start, end = (int(part, 16) for part in head.split("-"))
-            inside = start <= address < end
-        elif inside and head == "Rss:":
-            return int(line.split()[1]) << 10
-    raise LookupError("no such mapping")
 
 
 def test_a_pinned_pool_is_touched_and_registered_extent_by_extent_and_says_how_far_it_is() -> None:

@@ -18,10 +18,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import tests.vllm.fabricated as fake
 from app.engines.vllm.connector import KVFerryConnector
+from app.engines.vllm.copies import Copies
 from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from app.engines.vllm.layout import read_layout
 from app.engines.vllm.refusal import ConnectorRefused
 from cuda_ops.backing import SHARED_MEMORY
+from tests.cuda_ops.resident import resident_bytes
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 
@@ -137,6 +139,20 @@ def test_a_rank_copies_beside_the_processors_that_it_computes_on(base: VllmConfi
         assert tell.get(timeout=PATIENCE_S) == [set(others) or allowed] * 2
     finally:
         rank.join(PATIENCE_S)
+
+
+def test_memory_of_the_engines_own_is_taken_before_the_first_request(base: VllmConfig) -> None:
+    """Requests would otherwise wait for the kernel to give each page when it is first stored to."""
+    connector = KVFerryConnector(with_pool(base, pool_bytes="64MiB"), KVConnectorRole.WORKER, CACHE)
+    try:
+        connector.register_kv_caches(allocate(CACHE))
+        worker = connector._worker
+        assert worker is not None
+        assert isinstance(worker._copies, Copies)
+        extent_bytes = (64 << 20) // 8
+        assert resident_bytes(worker._copies, 0) >= 0.9 * extent_bytes
+    finally:
+        connector.shutdown()
 
 
 BOTH = (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)

@@ -95,7 +95,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 announce(self._size, self._settings, self._layout)
             wanted = self._wanted_pool(self._settings, self._layout, self._size)
             cuda = device_side(self._layout, kv_caches)
-            mapped = map_for_rank(wanted, rank, preparation_for(cuda))
+            mapped = map_for_rank(wanted, rank, preparation_for(cuda, is_own=not wanted.is_shared))
             cpus = processors_beside(wanted)
             worker.attach(
                 lambda on_finished: Copies(self._layout, self._settings, kv_caches, mapped, on_finished, cuda, cpus)

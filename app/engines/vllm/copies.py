@@ -111,9 +111,14 @@ def device_side(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | Non
         raise ConnectorRefused(str(error)) from error
 
 
-def preparation_for(cuda: CudaSide | None) -> Preparation | None:
-    """How the pool is made ready for that device; the log says how far it is."""
-    return None if cuda is None else replace(cuda.preparation(), progress=StartProgress().note_pool)
+def preparation_for(cuda: CudaSide | None, *, is_own: bool = True) -> Preparation:
+    """How the pool is made ready for that device; the log says how far it is.
+
+    A pool that is the rank's own memory (`is_own`) is taken before requests come: the kernel gives it more slowly than
+    blocks are copied. Files are taken as their kind needs it.
+    """
+    how = Preparation(touch=is_own) if cuda is None else cuda.preparation()
+    return replace(how, progress=StartProgress().note_pool)
 
 
 def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
