@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from core.transfers import BlockRun, Direction, TransferJob
 from cuda_ops.backing import AnonymousMemory
@@ -77,9 +77,9 @@ class SideBySide(AnonymousMemory):
     """Memory whose stretches lie one behind the other, as those that a kernel maps may well do."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._all = memoryview(mmap.mmap(-1, num_bytes))
+        self._all = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
-    def map(self, offset: int, num_bytes: int) -> Any:
+    def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         return self._all[offset : offset + num_bytes]
 
 
