@@ -269,6 +269,7 @@ class Process:
         )
         self._closers.append(lambda: close_tiers(tiers))
         self.feed = EventFeed(self.store.journal)
+        record = None if file is None else KeptRecord(file)
         self.manager = OffloadManager(
             num_slots,
             self._host.slot_bytes,
@@ -276,7 +277,7 @@ class Process:
             sink=self.feed,
             max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
-            record=None if file is None else KeptRecord(file),
+            record=record,
             epoch=0 if file is None else file.min_epoch,
             max_slots=plan.max_slots,
         )
@@ -294,7 +295,7 @@ class Process:
         self._closers.append(lambda: self.scheduler.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
         if self.engine is not None:
-            self._attach(settings, pool)
+            self._attach(settings, pool, record)
         self._pool_size = PoolSize(
             PoolResize(self.manager, plan.extent_slots),
             pool,
@@ -305,7 +306,7 @@ class Process:
         )
         self._closers.append(self._pool_size.close)
 
-    def _attach(self, settings: Settings, pool: HostPool) -> None:
+    def _attach(self, settings: Settings, pool: HostPool, record: KeptRecord | None) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
         from cuda_ops.cpu_copy import CpuCopyEngine
         from cuda_ops.layout import DeviceLayout
@@ -325,8 +326,8 @@ class Process:
                 settings.state_dir,
                 settings.kernel_below_bytes,
             )
-        if self._kept_file is not None:
-            copies = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)
+        if self._kept_file is not None and record is not None:
+            copies = record.fillings = KeptCopies(copies, SlotHeaders(self._kept_file.headers(0), pool), engine.wake)
         self.copies = copies
         self._closers.append(copies.close)
         engine.attach(self.scheduler, copies)

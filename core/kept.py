@@ -10,17 +10,23 @@ from numpy.typing import NDArray
 
 from core.events import Origin
 from core.keys import Key
-from core.transfers import Slots
+from core.transfers import SlotLabels, Slots
 
 
 class PoolRecord(Protocol):
-    """Where it is written what a restart must not bring back. Called under the lock: it only writes memory."""
+    """Where it is written what a restart may bring back, and must not. Called under the lock: it only writes memory."""
 
     def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """What these slots held in these generations has left the pool."""
 
     def void_before(self, epoch: int) -> None:
         """Nothing of an epoch before this one exists any more."""
+
+    def begin_filling(self, labels: SlotLabels) -> None:
+        """A tier is about to overwrite these slots; those that the engine's copies write are marked by those."""
+
+    def end_filling(self, labels: SlotLabels) -> None:
+        """A tier has filled these slots, whose blocks can be found now: somebody else may vouch for their bytes."""
 
 
 class KeptBlocks(NamedTuple):

@@ -215,6 +215,20 @@ class OffloadManager:
         with self.lock:
             return self.table.labels(slots)
 
+    def begin_filling(self, slots: Slots) -> None:
+        """A tier is about to write to slots that were reserved."""
+        if self._record is not None and len(slots):
+            with self.lock:
+                self._record.begin_filling(self.table.labels(slots))
+
+    def end_filling(self, slots: Slots) -> None:
+        """A tier has written to slots that were published since: those that did not lose a race may be kept."""
+        if self._record is not None:
+            with self.lock:
+                kept = slots[self.table.is_ready(slots)]
+                if len(kept):
+                    self._record.end_filling(self.table.labels(kept))
+
     # --- loads --------------------------------------------------------------------------------------------------
 
     def find_prefix(self, keys: Sequence[Key]) -> Slots:

@@ -348,6 +348,7 @@ class PromotionSide:
                     first, last = number * group.slot_tokens // step, ((number + 1) * group.slot_tokens - 1) // step
                     state.promoted.update(dict.fromkeys(range(first, last + 1), link.name))
 
+        self._manager.begin_filling(slots)
         session = state.session
         number = self._new_number()
         request_id = state.request.request_id if session is None else session.request_id
@@ -375,6 +376,7 @@ class PromotionSide:
             if origin is not None:
                 self._manager.note_origin(chosen, origin)
             self._manager.publish(chosen, now_s)
+            self._manager.end_filling(chosen)
         return came
 
 

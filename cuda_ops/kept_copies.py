@@ -85,6 +85,17 @@ class KeptCopies:
         early, self._early = self._early, []
         return early + results
 
+    def begin_filling(self, labels: SlotLabels) -> None:
+        """See `core.kept.PoolRecord`. Any thread."""
+        self._headers.begin(labels)
+
+    def end_filling(self, labels: SlotLabels) -> None:
+        """See `core.kept.PoolRecord`: they are sealed like stores. Any thread."""
+        with self._changed:
+            if not self._closing:
+                self._to_seal.append(labels)
+                self._changed.notify_all()
+
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
         deadline_s = time.monotonic() + timeout_s

@@ -9,14 +9,14 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
 from core.marks import marks_of
-from core.transfers import NO_SLOTS, Slots
+from core.transfers import NO_SLOTS, SlotLabels, Slots
 from cuda_ops.pool_format import (
     SLOT_HEADER,
     Headers,
@@ -62,10 +62,19 @@ class KeptSlots:
     dropped: dict[DropReason, int]
 
 
+class Fillings(Protocol):
+    """Who marks slots before a tier writes to them, and vouches for their bytes afterwards, on a thread of its own."""
+
+    def begin_filling(self, labels: SlotLabels) -> None: ...
+    def end_filling(self, labels: SlotLabels) -> None: ...
+
+
 class KeptRecord:
     """A `core.kept.PoolRecord` in the file's headers. Memory only; called under the manager's lock."""
 
     def __init__(self, file: KeptFile) -> None:
+        self.fillings: Fillings | None = None
+        """Without it, what tiers bring does not outlive this process."""
         self._file = file
         self._dropped = file.headers(0)["dropped_generation"]
 
@@ -76,6 +85,16 @@ class KeptRecord:
     def void_before(self, epoch: int) -> None:
         """See `PoolRecord`."""
         self._file.min_epoch = epoch
+
+    def begin_filling(self, labels: SlotLabels) -> None:
+        """See `PoolRecord`."""
+        if self.fillings is not None:
+            self.fillings.begin_filling(labels)
+
+    def end_filling(self, labels: SlotLabels) -> None:
+        """See `PoolRecord`."""
+        if self.fillings is not None:
+            self.fillings.end_filling(labels)
 
 
 def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:

@@ -17,7 +17,7 @@ from core.origins import OriginMatch
 from core.policy import PolicyBook, RequestPolicy
 from core.resize import PoolResize, Todo
 from core.scheduler import OffloadScheduler
-from core.transfers import NO_SLOTS, Slots, TransferResult
+from core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 
 
@@ -27,12 +27,20 @@ class Record:
     def __init__(self) -> None:
         self.voided: set[tuple[int, int]] = set()
         self.epochs: list[int] = []
+        self.began: list[int] = []
+        self.ended: list[bytes] = []
 
     def void(self, slots: Slots, generations: np.ndarray) -> None:
         self.voided |= set(zip(slots.tolist(), generations.tolist(), strict=True))
 
     def void_before(self, epoch: int) -> None:
         self.epochs.append(epoch)
+
+    def begin_filling(self, labels: SlotLabels) -> None:
+        self.began += labels.slots.tolist()
+
+    def end_filling(self, labels: SlotLabels) -> None:
+        self.ended += labels.keys
 
 
 class Recorder(NullSink):

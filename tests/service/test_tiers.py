@@ -171,6 +171,23 @@ def test_a_whole_reset_empties_the_tier_and_nothing_comes_back_also_after_a_rest
         assert second.get("/admin/v1/requests/dropped")["prompt_tokens"]["recomputed"] == len(dropped)
 
 
+def test_what_came_back_from_the_tier_is_in_the_kept_pool_of_the_next_process(tmp_path: Path) -> None:
+    prompt, kept = prompt_of(6), {"pool_kind": "file", "pool_path": tmp_path / "pool", "engine_name": "promoted"}
+    with serving(tmp_path, **settings(tmp_path / "files", **kept)) as first:
+        answer = store_in_tier(first, prompt)
+        assert first.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
+        turn_over(first)
+        ask_until_from_tier(first, prompt, answer, "promoted")
+        settle(first)
+        num_ready = first.stats()["pool"]["ready"]
+        assert first.stop() == 0
+    with serving(tmp_path, **settings(tmp_path / "files", **kept) | {"tiers": "[]"}) as second:
+        assert second.stats()["recovery"]["recovered"] == num_ready
+        assert second.tokens(prompt, max_tokens=OUTPUT) == answer
+        stats = second.settle()
+        assert (stats["prompt_tokens"]["host_hit"], stats["load"]["corrupt"]) == (BLOCK * 15, 0)
+
+
 @pytest.mark.parametrize("level", ["block", "request"])
 def test_the_level_of_the_settings_says_what_a_tier_gets(tmp_path: Path, level: str) -> None:
     prompt = prompt_of(5)
