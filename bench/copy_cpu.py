@@ -4,7 +4,8 @@ Run: OMP_NUM_THREADS=1 python -m bench.copy_cpu [--threads 1 2] [--rounds 9] [--
 
 Blocks and slots are random rows of two large tables, so that nothing comes from a cache. All contenders move as many
 bytes, in turns and at new places each time; the memcpy moves one stretch a thread. Times are from submitting a job
-until its result can be polled. The ratio is that of the same round's speeds.
+until its result can be polled. The ratio is that of the same round's speeds. Below stands what a job takes that copies
+next to nothing: the way to a copy thread and back, which the memcpy on one thread is spared.
 """
 
 from __future__ import annotations
@@ -115,6 +116,17 @@ def measure(bench: Bench, batch: Batch, run: Callable[[Batch], None]) -> float:
     return batch.num_bytes / (time.perf_counter() - started_s) / 1e9
 
 
+def job_us(bench: Bench) -> float:
+    """Microseconds of a job of one block: the median of many."""
+    times: list[float] = []
+    for _ in range(300):
+        batch = bench.batch(Direction.STORE, bench.block_bytes)
+        started_s = time.perf_counter()
+        bench.run_engine(batch)
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times) * 1e6
+
+
 def compare(bench: Bench, direction: Direction, num_bytes: int, rounds: int, only_engine: bool) -> None:
     contenders = {"memcpy": bench.run_memcpy, "engine": bench.run_engine}
     if not only_engine:
@@ -156,6 +168,7 @@ def main() -> None:
     print(f"GB/s, median (minimum-maximum) of {options.rounds} rounds; the ratio's median with its 95% interval\n")
     print(f"| block KiB | job MiB | direction | threads | {' | '.join(names)} | engine / memcpy | goal {GOAL} |")
     print("|" + " --- |" * (6 + len(names)))
+    one_block_us: dict[tuple[int, int], float] = {}
     for num_threads in options.threads:
         torch.set_num_threads(num_threads)
         for block_kib in options.blocks_kib:
@@ -163,7 +176,10 @@ def main() -> None:
             for job_mib in options.jobs_mib:
                 for direction in Direction:
                     compare(bench, direction, job_mib * MIB, options.rounds, options.only_engine)
+            one_block_us[num_threads, block_kib] = job_us(bench)
             bench.close()
+    for (num_threads, block_kib), micros in one_block_us.items():
+        print(f"a job of one block of {block_kib} KiB, {num_threads} threads: {micros:.0f} microseconds")
 
 
 if __name__ == "__main__":
