@@ -10,16 +10,19 @@ import multiprocessing
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from bench.report import median_interval, spread, verdict
 
 NOBODY, OWN, OTHER = ARMS = (-1, 0, 1)
 """Who is polled: nobody, the service with the engine, or another process."""
@@ -80,6 +83,21 @@ def another_service(folder: Path) -> Iterator[str]:
             raise SystemExit("the other service did not start")
         finally:
             other.terminate()
+
+
+def show_polled(columns: Mapping[str, Sequence[Mapping[int, float]]], goal: float) -> None:
+    """Tables of times, in seconds a step, by what was timed, round and arm."""
+    print(f"\n| ms a step, median (min-max) | not polled | polled | other polled |\n| {'--- | ' * 4}".rstrip())
+    for name, times in columns.items():
+        cells = [spread([1e3 * one[arm] for one in times]) for arm in (NOBODY, OWN, OTHER)]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"\n| | | ratio | 95% interval | goal {goal:.3f} |\n| --- | --- | ---: | --- | --- |")
+    for name, times in columns.items():
+        for what, base in (("polled / not polled", NOBODY), ("polled / other polled", OTHER)):
+            ratios = [one[OWN] / one[base] for one in times]
+            low, high = median_interval(ratios)
+            interval = f"{low:.3f} to {high:.3f}"
+            print(f"| {name} | {what} | {statistics.median(ratios):.3f} | {interval} | {verdict(ratios, goal)} |")
 
 
 def _poll(urls: Sequence[str], rate: float, target: Synchronized[int], stop: Event, count: Synchronized[int]) -> None:

@@ -34,8 +34,8 @@ from app.logs import start_logging
 from app.service import listen, make_server, url_of
 from app.settings import Settings
 from app.wiring import Process
-from bench.poller import ARMS, NOBODY, OTHER, OWN, STATS, another_service, polling
-from bench.report import environment, median_interval, spread, verdict
+from bench.poller import ARMS, NOBODY, OWN, STATS, another_service, polling, show_polled
+from bench.report import environment, median_interval
 from bench.windows import Windows
 
 GOAL = 1.02
@@ -111,7 +111,7 @@ def run(engine: EmbeddedEngine, windows: Windows, num_rounds: int) -> None:
         if steps == STREAMS:
             windows.restart()
         elif steps > STREAMS:
-            windows.step()
+            windows.step(steps)
         return len(windows.rounds) < num_rounds
 
     generations = 0
@@ -189,21 +189,13 @@ def _waits_of(thread: threading.Thread) -> int:
 
 def report(rounds: Sequence[dict[int, Readings]]) -> None:
     """A table of ratios, and what one poll takes from whom."""
-    columns = (
-        ("wall", [{arm: one.wall_of_step_s for arm, one in taken.items()} for taken in rounds]),
-        ("engine thread CPU", [{arm: one.cpu_of_step_s for arm, one in taken.items()} for taken in rounds]),
+    show_polled(
+        {
+            "wall": [{arm: one.wall_of_step_s for arm, one in taken.items()} for taken in rounds],
+            "engine thread CPU": [{arm: one.cpu_of_step_s for arm, one in taken.items()} for taken in rounds],
+        },
+        GOAL,
     )
-    print(f"\n| ms a step, median (min-max) | not polled | polled | other polled |\n| {'--- | ' * 4}".rstrip())
-    for name, times in columns:
-        cells = [spread([1e3 * one[arm] for one in times]) for arm in (NOBODY, OWN, OTHER)]
-        print(f"| {name} | {' | '.join(cells)} |")
-    print(f"\n| | | ratio | 95% interval | goal {GOAL} |\n| --- | --- | ---: | --- | --- |")
-    for name, times in columns:
-        for what, base in (("polled / not polled", NOBODY), ("polled / other polled", OTHER)):
-            ratios = [one[OWN] / one[base] for one in times]
-            low, high = median_interval(ratios)
-            interval = f"{low:.3f} to {high:.3f}"
-            print(f"| {name} | {what} | {statistics.median(ratios):.3f} | {interval} | {verdict(ratios, GOAL)} |")
     server_ms, server_waits, wall_ms, cpu_ms, waits = [], [], [], [], []
     for one in rounds:
         own, none = one[OWN], one[NOBODY]

@@ -11,7 +11,7 @@ class Windows:
     """Rounds of each arm twice: in an order that is drawn, and then backwards.
 
     What gets slower or quicker at a steady pace does so for all arms of a round alike. `readings` are counters that
-    only grow, and are read at a step's end, given its number; `rounds` has what they grew by in each arm's turns.
+    only grow, read at a step's end, given how many there were; `rounds` has what they grew by in each arm's turns.
     """
 
     def __init__(
@@ -35,7 +35,6 @@ class Windows:
         self._taken: dict[int, tuple[float, ...]] = {}
         self._first: tuple[float, ...] | None = None
         self._began_s = 0.0
-        self._steps = 0
 
     def restart(self) -> None:
         """The run was interrupted: begin the round anew."""
@@ -44,17 +43,16 @@ class Windows:
         self._taken = {}
         self._begin()
 
-    def step(self) -> None:
-        """A step of the run has ended."""
-        self._steps += 1
+    def step(self, steps: int) -> None:
+        """A step of the run has ended, and there were so many."""
         elapsed_s = time.perf_counter() - self._began_s
         if self._first is None:
             if elapsed_s >= self._settle_s:
-                self._first = self._readings(self._steps)
+                self._first = self._readings(steps)
             return
         if elapsed_s < self._window_s:
             return
-        grown = [after - before for before, after in zip(self._first, self._readings(self._steps), strict=True)]
+        grown = [after - before for before, after in zip(self._first, self._readings(steps), strict=True)]
         arm = self._turns.pop(0)
         before = self._taken.get(arm, (0.0,) * len(grown))
         self._taken[arm] = tuple(map(sum, zip(before, grown, strict=True)))
