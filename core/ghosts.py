@@ -107,8 +107,10 @@ class Ghosts(Generic[R]):
         return put_in_force
 
     def begin_epoch(self) -> None:
-        """Forget every ghost, in O(1)."""
+        """Forget every ghost. A part of what is left behind is swept, all of it before its epoch's number returns."""
         self._forget_pending()
+        chunk = len(self._table) >> _EPOCH_BITS
+        self._table[self._epoch * chunk : (self._epoch + 1) * chunk] = 0
         self._epoch = (self._epoch + 1) % (1 << _EPOCH_BITS)
 
     def reasons(self, keys: Sequence[Key]) -> list[R | None]:

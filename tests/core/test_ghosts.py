@@ -121,6 +121,16 @@ def test_what_was_evicted_says_between_when_and_when() -> None:
     assert manager.missing.explain(keys(4, 9), 600.0).evicted_between_s is None
 
 
+def test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does() -> None:
+    ghosts = Ghosts(10, EvictionReason, is_dated=True)
+    wanted = keys(0, 500)
+    ghosts.add(wanted, EvictionReason.CAPACITY, 1.0)
+    assert all(ghosts.reasons(wanted))
+    for number in range(1000):
+        ghosts.begin_epoch()
+        assert not any(ghosts.reasons(wanted)), f"known again after {number + 1} resets"
+
+
 def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:
     ghosts = Ghosts(100, EvictionReason)
     for reason in EvictionReason:

@@ -1139,6 +1139,15 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "a ghost comes back after 256 resets",
+        11,
+        "whatever was before a reset is forgotten",
+        "core/ghosts.py",
+        "        self._table[self._epoch * chunk : (self._epoch + 1) * chunk] = 0\n",
+        "",
+        (GHOSTS + "test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does",),
+    ),
+    Mutation(
         "an eviction is regretted twice",
         11,
         "a ghost is told once",
