@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from core.cascades import CascadeSide
 from core.engine import DeviceView
-from core.groups import Group, GroupLayout
+from core.groups import Group, GroupKind, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
 from core.keys import Key
 from core.manager import OffloadManager
@@ -116,14 +116,15 @@ class StoreSide:
 
     def _offer(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         full = self._count_full(state, progress)
+        # What no hit will look at any more is neither offered nor counted.
+        outside = min(self._first_wanted(state, progress.group) // progress.group.slot_tokens, full)
         if self.keep is not None and full > progress.kept:
-            first, progress.kept = progress.kept, full if limit is None else min(full, progress.kept + limit)
+            first = max(progress.kept, outside)
+            progress.kept = full if limit is None else min(full, first + limit)
             self.keep(state, progress, first, state.split_storable(progress.group, first, progress.kept)[0])
         if full <= progress.answered:
             return
-        # What the group's layers will not look at any more is neither offered nor counted.
-        outside = progress.group.spec.needed_from(state.num_computed_tokens) // progress.group.slot_tokens
-        progress.answered = max(progress.answered, min(outside, full))
+        progress.answered = max(progress.answered, outside)
         end, kept_back = state.split_storable(progress.group, progress.answered, full)
         stop = end if limit is None else min(end, progress.answered + limit)
         progress.refused_at = None
@@ -137,6 +138,13 @@ class StoreSide:
         if progress.answered == end:
             for reason, count in kept_back:
                 self._keep_out(state, progress, reason, progress.answered + count)
+
+    def _first_wanted(self, state: RequestState, group: Group) -> int:
+        """The first token of a request whose block may be stored, so that a hit finds it."""
+        if self.keep is None and group.spec.kind is GroupKind.RECURRENT:
+            # A block that the tokens have passed may hold the state of any of its own. Lazy mode asks the device.
+            return group.spec.needed_from(state.num_computed_tokens)
+        return self._layout.first_wanted(group, state.num_computed_tokens)
 
     def _keep_out(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
         """The slots up to `end` have their answer: they are not stored."""

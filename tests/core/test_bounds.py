@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.engine import StoreMode
 from core.events import Origin
-from core.groups import GroupSpec
+from core.groups import GroupKind, GroupSpec
 from core.histograms import empty
 from core.keys import make_keys
 from core.manager import OffloadManager
@@ -120,6 +120,42 @@ def test_blocks_of_two_groups_with_one_hash_are_two_blocks() -> None:
 
 
 # --- what a step may cost -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(StoreMode))
+def test_what_no_layer_will_look_at_again_is_not_stored(mode: StoreMode) -> None:
+    specs = (
+        GroupSpec(BLOCK_SIZE, 64),
+        GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 2 * BLOCK_SIZE),
+        GroupSpec(BLOCK_SIZE, 64, GroupKind.RECURRENT),
+    )
+    engine = ToyEngine(100, 64, specs=specs, null_block=0, store_mode=mode, watermark_blocks=64)
+    one = request("long", 10)
+    engine.add(one)
+    for _ in range(4):
+        engine.step(10**6, copy=True)
+    found = [engine.manager.find_each(make_keys(one.block_hashes, group)) >= 0 for group in range(3)]
+    # Behind 40 tokens, a window of eight looks back to the 34th, which is in the ninth block. That the last state is
+    # the one of its block's end only the device can tell, since the step went on behind it.
+    last_state = {9} if mode is StoreMode.LAZY else set()
+    assert [set(np.flatnonzero(each).tolist()) for each in found] == [set(range(10)), {8, 9}, last_state]
+
+
+@pytest.mark.parametrize("mode", list(StoreMode))
+@pytest.mark.parametrize("window_tokens", [1, 5, 8, 11])
+@pytest.mark.parametrize("num_tokens", range(40, 46))
+def test_a_prompt_of_any_length_is_found_again_though_a_window_moved_on_within_its_last_block(
+    mode: StoreMode, window_tokens: int, num_tokens: int
+) -> None:
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, window_tokens))
+    engine = ToyEngine(100, 64, specs=specs, null_block=0, store_mode=mode, watermark_blocks=64)
+    for name in ("first", "again"):
+        engine.device.forget_all()
+        engine.add(ToyRequest(name, list(range(num_tokens)), num_tokens, 2))
+        for _ in range(6):
+            engine.step(10**6, copy=True)
+    hit = engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit
+    assert hit == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_a_step_offers_a_bounded_number_of_blocks_of_a_request() -> None:
