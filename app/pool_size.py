@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from app.settings.problems import BadSettings, Problem
 from core.resize import PoolResize, Todo
-from cuda_ops.extents import PoolPlan, whole_extents
-from cuda_ops.host_pool import HostPool
+from cuda_ops.extents import PoolMemory, PoolPlan, whole_extents
 from cuda_ops.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class PoolSize:
     def __init__(
         self,
         resize: PoolResize,
-        pool: HostPool,
+        pool: PoolMemory,
         plan: PoolPlan,
         *,
         settle: Callable[[float], bool],

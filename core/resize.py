@@ -1,10 +1,10 @@
 """Resizing the pool while it is used: a few states, driven in short steps by whoever does work beside the engine.
 
-Names only. Whoever drives it asks `step` what is to be done, and has the workers add or let go of memory:
+Names only. Whoever drives it asks `step` what is to be done, and sees to the memory, of however many workers:
 
-    grow:    memory is added -> all workers have acknowledged -> the slots are given out, a batch at a time
+    grow:    memory is added everywhere, and acknowledged -> the slots are given out, a batch at a time
     shrink:  the last slots are given out no more -> they are emptied, a batch at a time, those in use when they are
-             free -> all workers have let go of the extents at the end -> their memory is freed
+             free -> the memory at the end is freed everywhere, and that acknowledged
 
 Another size may be asked for at any moment. Nothing that is in memory moves, and what is elsewhere stays.
 """
@@ -35,19 +35,18 @@ class Todo(Enum):
     LATER = "later"
     """`step` in a while: slots are in use."""
     MEMORY = "memory"
-    """Every worker has to have memory for `memory_slots`, no more and no less, and to acknowledge it."""
+    """There has to be memory for `memory_slots`, no more and no less, everywhere; then that is to be acknowledged."""
 
 
 class PoolResize:
     """How many slots a manager's pool is to have. `want` may come from any thread; one thread calls the rest."""
 
-    def __init__(self, manager: OffloadManager, extent_slots: int, num_workers: int = 1) -> None:
-        """The pool is as the manager has it, and every worker has memory for it, in extents of `extent_slots`."""
+    def __init__(self, manager: OffloadManager, extent_slots: int) -> None:
+        """The pool is as the manager has it, and there is memory for it, in extents of `extent_slots`."""
         self.extent_slots = extent_slots
         self._manager = manager
-        self._num_workers = num_workers
         self._memory_slots = manager.num_slots
-        self._waiting_for: set[int] = set()
+        self._is_waiting = False
         self._planned = manager.num_slots
         self._since_s: float | None = None
         self._look_from = 0
@@ -57,7 +56,7 @@ class PoolResize:
 
     @property
     def memory_slots(self) -> int:
-        """Slots that the workers have memory for, or are asked to have."""
+        """Slots that there is memory for, or that memory was asked for."""
         return self._memory_slots
 
     @property
@@ -66,7 +65,7 @@ class PoolResize:
         manager, table = self._manager, self._manager.table
         with manager.lock:
             sizes = {table.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
-            return len(sizes) > 1 or bool(self._waiting_for) or manager.index.is_spreading
+            return len(sizes) > 1 or self._is_waiting or manager.index.is_spreading
 
     def in_use(self) -> SlotUses:
         """What keeps the slots that are to go, and what for. Any thread."""
@@ -92,7 +91,7 @@ class PoolResize:
         """Do some, a batch of slots at most under the lock, and say what is to be done next."""
         manager, table = self._manager, self._manager.table
         wanted = table.wanted_slots
-        if self._waiting_for:
+        if self._is_waiting:
             return Todo.MEMORY
         if wanted > table.num_slots:
             return self._grow(wanted)
@@ -106,10 +105,10 @@ class PoolResize:
         # Keys may be on their way for a larger pool that is not wanted any more.
         return Todo.AGAIN if manager.index.spread(table.num_slots) else Todo.NOTHING
 
-    def acknowledge(self, num_slots: int, worker: int = 0) -> None:
-        """A worker has memory for exactly so many slots now."""
+    def acknowledge(self, num_slots: int) -> None:
+        """There is memory for exactly so many slots now."""
         if num_slots == self._memory_slots:
-            self._waiting_for.discard(worker)
+            self._is_waiting = False
 
     def fail(self) -> None:
         """Memory could not be had: the pool stays as large as it is, and whoever has more lets go of it."""
@@ -124,7 +123,7 @@ class PoolResize:
 
     def _ask_for(self, num_slots: int) -> Todo:
         self._memory_slots = num_slots
-        self._waiting_for = set(range(self._num_workers))
+        self._is_waiting = True
         return Todo.MEMORY
 
     def _grow(self, wanted: int) -> Todo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 DEFAULT_EXTENT_BYTES = 1 << 30
 _LEAST_EXTENTS = 8
@@ -18,6 +19,31 @@ class PoolPlan:
     num_slots: int
     extent_slots: int
     max_slots: int
+
+
+class PoolMemory(Protocol):
+    """A pool's memory, as whoever changes its size sees it: of one process, or of all that map it."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that there is memory for."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All slots of all ranks together."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a slot, all ranks together."""
+
+    def check_room(self, num_slots: int) -> None:
+        """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
+
+    def add_slots(self, num_slots: int) -> None:
+        """Have memory for so many more, in whole extents; on failure nothing has changed."""
+
+    def remove_extents(self, count: int) -> None:
+        """Give the last extents back, whose slots nobody uses any more."""
 
 
 def plan_pool(pool_bytes: int, row_bytes: int, largest_bytes: int) -> PoolPlan:

@@ -27,13 +27,11 @@ class LiveSettings:
         apply: Callable[[Settings], None],
         *,
         check: Callable[[Settings, Collection[str]], None] = _all_good,
-        fixed: Collection[str] = (),
     ) -> None:
-        """`fixed` are settings that may change elsewhere, but not in this process."""
         self._at_start = at_start
         self._apply = apply
         self._check = check
-        self.mutable = tuple(name for name in Settings.mutable_names() if name not in fixed)
+        self.mutable = tuple(Settings.mutable_names())
         self._changes: dict[str, Any] = {}
         self._current = at_start
         self._shortfalls: dict[str, str] = {}

@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     pool_bytes: Annotated[int, _read(values.size), MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
-        "extents: an eighth of the pool as it started, but at most 1 GiB. Inside vLLM it is fixed.",
+        "extents: an eighth of the pool as it started, but at most 1 GiB.",
     )
     pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
         default=PoolKind.PINNED,

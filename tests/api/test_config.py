@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from app.api.live_settings import LiveSettings
-from app.settings import NeedsRestart, Settings
+from app.settings import Settings
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, READ, Service, start_service
@@ -113,19 +113,6 @@ def test_what_needs_a_restart_is_named_and_nothing_changes(api: httpx.Client) ->
     assert "restart" in answer.json()["detail"]
     assert api.patch(CONFIG, json={"pool_kind": None}).status_code == 409
     assert api.get(CONFIG).json() == before
-
-
-def test_a_setting_that_may_change_elsewhere_may_be_fixed_in_a_process() -> None:
-    """Inside another engine the pool's size is: its workers map it when they start."""
-    settings = Settings(_env_file=None)
-    applied: list[Settings] = []
-    live = LiveSettings(settings, applied.append, fixed={"pool_bytes"})
-    for patch in ({"pool_bytes": 1 << 20}, {"pool_bytes": None}, {"pool_bytes": 1 << 20, "log_level": "debug"}):
-        with pytest.raises(NeedsRestart, match="pool_bytes can only change with a restart") as caught:
-            live.change(patch)
-        assert "pool_bytes" not in caught.value.mutable
-    assert applied == []
-    assert live.current is settings
 
 
 @pytest.mark.parametrize(

@@ -192,17 +192,16 @@ def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_ar
     assert pool.memory[-1] == 8
 
 
-def test_memory_is_there_on_every_worker_before_a_slot_of_it_is_given_out() -> None:
+def test_memory_is_there_before_a_slot_of_it_is_given_out() -> None:
     manager = OffloadManager(4, 64, max_slots=12)
-    resize = PoolResize(manager, 4, num_workers=2)
+    resize = PoolResize(manager, 4)
     resize.want(12)
     for _ in range(3):
         assert resize.step(1.0) is Todo.MEMORY
-    resize.acknowledge(12, worker=1)
-    resize.acknowledge(8, worker=0)
+    resize.acknowledge(8)
     assert resize.step(1.0) is Todo.MEMORY
     assert manager.num_slots == 4
-    resize.acknowledge(12, worker=0)
+    resize.acknowledge(12)
     assert resize.step(1.0) is Todo.AGAIN
     assert resize.step(1.0) is Todo.NOTHING
     assert manager.num_slots == 12

@@ -66,7 +66,7 @@ class ToyEngine(ToySchedule):
         self.manager = OffloadManager(
             num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, max_slots=max_slots
         )
-        self.resize = PoolResize(self.manager, extent_slots, num_workers)
+        self.resize = PoolResize(self.manager, extent_slots)
         self.policies = PolicyBook(settings or RequestPolicy(), {}, self.manager.lock)
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
@@ -271,7 +271,8 @@ class ToyEngine(ToySchedule):
             for rank in range(self.num_workers):
                 if may_acknowledge(rank):
                     self.copies.set_memory(rank, self.resize.memory_slots)
-                    self.resize.acknowledge(self.resize.memory_slots, rank)
+            if all(len(rows) == self.resize.memory_slots for rows in self.copies.host):
+                self.resize.acknowledge(self.resize.memory_slots)
         return todo
 
     def finish_resize(self, max_steps: int = 1000) -> None:

@@ -1349,13 +1349,13 @@ MUTATIONS = (
         (RESIZE + "test_slots_in_use_are_waited_for_and_their_memory_is_kept",),
     ),
     Mutation(
-        "slots are given out before every worker has their memory",
+        "slots are given out before there is memory for them",
         13,
         "workers acknowledge first",
         "core/resize.py",
-        "        if self._waiting_for:\n            return Todo.MEMORY\n",
+        "        if self._is_waiting:\n            return Todo.MEMORY\n",
         "",
-        (RESIZE + "test_memory_is_there_on_every_worker_before_a_slot_of_it_is_given_out",),
+        (RESIZE + "test_memory_is_there_before_a_slot_of_it_is_given_out",),
     ),
     Mutation(
         "a pool that grows again empties what stays",

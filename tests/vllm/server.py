@@ -50,6 +50,21 @@ class VllmServer:
     def stats(self) -> Any:
         return self.admin.get("/admin/v1/stats").raise_for_status().json()
 
+    def resize(self, num_bytes: int | str | None) -> Any:
+        """Ask for another size of the pool, which it then comes to."""
+        return self.admin.patch("/admin/v1/config", json={"pool_bytes": num_bytes}).raise_for_status().json()
+
+    def resized(self, num_bytes: int) -> Any:
+        """The pool's counts once it has come to a size, and none other is wanted."""
+        seen: dict[str, Any] = {}
+
+        def is_there() -> bool:
+            seen.update(self.stats()["pool"])
+            return seen["bytes"] == num_bytes and seen["slots"] == seen["wanted_slots"]
+
+        wait_until(is_there, f"the pool has {num_bytes:,} bytes", 60.0)
+        return seen
+
     def settled(self) -> Any:
         """The stats once nothing runs and no transfer is open."""
         seen: dict[str, Any] = {}

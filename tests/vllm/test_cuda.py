@@ -19,7 +19,7 @@ from app.engines.cuda import CudaSide
 from app.engines.vllm import connector
 from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from app.engines.vllm.layout import VllmLayout, read_layout
-from app.engines.vllm.metadata import StepOrders
+from app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders
 from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.worker_side import WorkerSide
@@ -48,7 +48,8 @@ class Rig:
         self.caches = allocate(self.config)
         check_caches(found, self.caches)
         side = CudaSide(torch.device("cuda", 0), CudaDriver(self.cuda.resolve), lambda: self.cuda.compute)
-        self.pool = HostPool(4, found.of_core(1, 1).slot_bytes, preparation=preparation_for(side))
+        slot_bytes = found.of_core(1, 1).slot_bytes
+        self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=preparation_for(side))
         assert self.pool.is_pinned
         settings = Settings(_env_file=None, state_dir=folder, kernel_below_bytes=1)
         self.worker = WorkerSide(0)
@@ -124,6 +125,38 @@ def test_a_store_waits_for_the_steps_compute_and_a_load_for_what_was_queued_befo
     assert rig.collect_all(1) == [None]
     assert rig.cuda.calls["cuStreamWaitEvent"] == waits + 2
     assert rig.seen(1, 9) == seen[0]
+
+
+def test_another_size_is_known_to_the_device_when_it_is_told_of_and_forgotten_when_it_goes(rig: Rig) -> None:
+    def come_to(number: int, num_slots: int) -> None:
+        rig.worker.start_loads(StepOrders(sizes=[SizeOrder(number, num_slots, (0,), free=True)]))
+        told: list[SizeReport] = []
+
+        def step() -> bool:
+            rig.worker.collect(StepOrders(is_idle=True))
+            reports = rig.worker.take_reports()
+            told.extend(reports.sizes if reports else ())
+            return bool(told)
+
+        wait_until(step, "it is told of", PATIENCE_S)
+        assert told == [SizeReport(number, 0)]
+        assert (rig.pool.num_slots, rig.pool.is_pinned) == (num_slots, True)
+
+    fill(rig.caches, seed=1)
+    before = rig.seen(1, 7)
+    registered = sum(rig.cuda.registered.values())
+    # An order for another rank is none.
+    rig.worker.start_loads(StepOrders(sizes=[SizeOrder(1, 8, (1,))]))
+    come_to(2, 12)
+    assert sum(rig.cuda.registered.values()) == 3 * registered
+    rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [11])]))
+    assert rig.collect_all(1) == [None]
+    fill(rig.caches, seed=2)
+    rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [11])]))
+    assert rig.collect_all(1) == [None]
+    assert rig.seen(1, 5) == before
+    come_to(3, 4)
+    assert sum(rig.cuda.registered.values()) == registered
 
 
 def test_a_lost_device_fails_its_loads_and_vllm_is_told_of_each(rig: Rig) -> None:

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +31,9 @@ from app.discovery import find_services
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.connector import KVFerryConnector
 from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.engine_extents import EngineExtents, EngineStops
 from app.engines.vllm.layout import NULL_BLOCK, read_layout
-from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
+from app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from core.keys import group_of, hash_of
@@ -40,6 +42,8 @@ from core.policy import PolicyBook, RequestPolicy
 from core.rates import LoadOrCompute
 from core.scheduler import OffloadScheduler
 from core.transfers import TransferJob, TransferResult
+from cuda_ops.extents import PoolPlan
+from cuda_ops.limits import NotEnoughMemory
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
@@ -295,6 +299,93 @@ def test_a_load_ends_when_the_last_rank_reports_and_one_failure_fails_it(error: 
     assert after.load.failed == (2 if error else 0)
 
 
+@dataclass
+class Resizing:
+    """The memory of three ranks while another thread changes its size, and what that came to."""
+
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.extents = EngineExtents(PoolPlan(16, 4, 64), 100, 3, None, step=lambda: None, stopping=self.stopping)
+        self.thread = ThreadPoolExecutor(1)
+
+    def orders(self) -> list[SizeOrder]:
+        """The next orders, which travel once."""
+        taken: list[SizeOrder] = []
+        wait_until(lambda: bool(taken.extend(self.extents.take_orders()) or taken), "there are orders", DEADLINE_S)
+        assert self.extents.is_waiting
+        assert self.extents.take_orders() == []
+        return taken
+
+    def report(self, number: int, *ranks: int, error: str | None = None) -> None:
+        self.extents.report([SizeReport(number, rank, error) for rank in ranks])
+
+
+@pytest.fixture
+def resizing() -> Iterator[Resizing]:
+    made = Resizing()
+    yield made
+    made.stopping.set()
+    made.thread.shutdown()
+
+
+def test_the_first_rank_takes_memory_first_and_gives_it_back_last(resizing: Resizing) -> None:
+    grown = resizing.thread.submit(resizing.extents.add_slots, 8)
+    assert resizing.orders() == [SizeOrder(1, 24, (0,))]
+    resizing.report(1, 0)
+    assert resizing.orders() == [SizeOrder(2, 24, (1, 2))]
+    # One that is late, one that comes twice, and one that was not asked.
+    resizing.report(1, 1)
+    resizing.report(2, 2, 2, 0)
+    assert resizing.extents.is_waiting
+    resizing.report(2, 1)
+    grown.result(DEADLINE_S)
+    assert (resizing.extents.num_slots, resizing.extents.num_bytes) == (24, 2400)
+    shrunk = resizing.thread.submit(resizing.extents.remove_extents, 5)
+    assert resizing.orders() == [SizeOrder(3, 4, (1, 2))]
+    resizing.report(3, 1)
+    resizing.report(3, 2, error="rank 2: it is used")
+    with pytest.raises(RuntimeError, match="rank 2: it is used"):
+        shrunk.result(DEADLINE_S)
+    # Nothing was given back, and it is tried again.
+    assert resizing.extents.num_slots == 24
+    shrunk = resizing.thread.submit(resizing.extents.remove_extents, 5)
+    resizing.report(resizing.orders()[0].number, 1, 2)
+    assert resizing.orders() == [SizeOrder(5, 4, (0,), free=True)]
+    resizing.report(5, 0)
+    shrunk.result(DEADLINE_S)
+    assert resizing.extents.num_slots == 4
+    assert not resizing.extents.is_waiting
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_where_one_rank_cannot_grow_all_go_back(resizing: Resizing, rank: int) -> None:
+    grown = resizing.thread.submit(resizing.extents.add_slots, 8)
+    if rank == 0:
+        resizing.report(resizing.orders()[0].number, 0, error="rank 0: no room")
+    else:
+        resizing.report(resizing.orders()[0].number, 0)
+        resizing.orders()
+        resizing.report(2, rank, error=f"rank {rank}: no room")
+        resizing.report(2, 3 - rank)
+        assert resizing.orders() == [SizeOrder(3, 16, (1, 2))]
+        resizing.report(3, 1, 2)
+        assert resizing.orders() == [SizeOrder(4, 16, (0,), free=True)]
+        resizing.report(4, 0)
+    with pytest.raises(NotEnoughMemory, match=f"^rank {rank}: no room$"):
+        grown.result(DEADLINE_S)
+    assert resizing.extents.num_slots == 16
+    assert not resizing.extents.is_waiting
+
+
+def test_an_engine_that_stops_keeps_nobody_waiting_for_its_ranks(resizing: Resizing) -> None:
+    grown = resizing.thread.submit(resizing.extents.add_slots, 8)
+    resizing.orders()
+    resizing.stopping.set()
+    with pytest.raises(EngineStops):
+        grown.result(DEADLINE_S)
+
+
 class Waits(threading.Event):
     """Counts how often somebody has waited for it."""
 
@@ -379,7 +470,8 @@ def test_data_parallel_engines_have_a_pool_and_a_port_of_their_own(
     try:
         for rank in range(2):
             ranks = {"data_parallel_size": 2, "data_parallel_index": rank}
-            connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL), **ranks)
+            made = connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL), **ranks)
+            made.set_xfer_handshake_metadata_pp_aware({})
     finally:
         base_config.kv_transfer_config.kv_connector_extra_config["port"] = 0
     found = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))

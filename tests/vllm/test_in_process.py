@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
+from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(200)
 
@@ -65,6 +68,40 @@ def test_two_hundred_prompts_in_lazy_mode_are_answered_alike(llama: Path, truth:
         assert after.load.blocks > 2 * DEVICE_BLOCKS
         assert after.prompt_tokens.host_hit > 0
         assert_nothing_left(engine)
+
+
+def test_answers_stay_the_same_while_the_pool_comes_to_other_sizes(engine: InProcess, truth: list[Answer]) -> None:
+    assert engine.connector._admin is not None
+    mib, answers, num_steps = 1 << 20, dict[str, Answer](), 0
+    sizes = itertools.cycle(size * mib for size in (16, 256, 32, 64, 512, 16, 128))
+    with httpx.Client(base_url=engine.connector._admin.url, timeout=30.0) as admin:
+
+        def resize(num_bytes: int) -> None:
+            admin.patch("/admin/v1/config", json={"pool_bytes": num_bytes}).raise_for_status()
+
+        def is_there(num_bytes: int) -> bool:
+            engine.step()
+            pool = engine.snapshot().pool
+            return pool.bytes == num_bytes and pool.slots == pool.wanted_slots
+
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt)
+        while engine.engine.has_unfinished_requests():
+            answers.update(engine.step())
+            num_steps += 1
+            if num_steps % 20 == 0:
+                resize(next(sizes))
+        assert_same([answers[str(number)] for number in range(len(PROMPTS))], truth)
+        for size in (16 * mib, 48 * mib):
+            resize(size)
+            wait_until(lambda: is_there(size), "the size", 60.0)  # noqa: B023
+        engine.forget_device()
+        assert_same(engine.generate(PROMPTS), truth)
+    after = engine.settle()
+    assert after.evictions.by_reason["shrink"] > 0
+    assert after.load.blocks > 0
+    assert (after.store.failed, after.load.failed) == (0, 0)
+    assert sum(extent for extent in engine.copies._pool.extent_slots) * after.pool.slot_bytes == 48 * mib
 
 
 def test_vllms_own_counters_agree_with_ours(engine: InProcess) -> None:

@@ -73,7 +73,7 @@ def ask_all(server: VllmServer, truth: list[Answer], prompts: list[list[int]] = 
 
 
 def kill_under_load(server: VllmServer) -> None:
-    """End it from one moment to the next, while it computes, stores and loads."""
+    """End it from one moment to the next, while it computes, stores and loads, and its pool comes to another size."""
     before = server.stats()["requests"]["finished"]
 
     def go_on() -> None:
@@ -87,7 +87,9 @@ def kill_under_load(server: VllmServer) -> None:
     with ThreadPoolExecutor(3) as clients:
         for _ in range(3):
             clients.submit(go_on)
-        wait_until(lambda: server.stats()["requests"]["finished"] > before + 20, "it works", 60.0)
+        for number, size in enumerate(("48MiB", "256MiB", "32MiB", "512MiB", "64MiB"), 1):
+            wait_until(lambda: server.stats()["requests"]["finished"] > before + 6 * number, "it works", 60.0)  # noqa: B023
+            server.resize(size)
         server.stop(signal.SIGKILL)
 
 
@@ -133,6 +135,9 @@ def test_two_ranks_come_back_warm(llama: Path, tmp_path: Path, truth: list[Answe
                 # Each rank looked at its part of each block that it had not written itself, and all bytes came back.
                 assert stats["load"]["bytes"] == stats["load"]["blocks"] * stats["pool"]["slot_bytes"]
                 assert stats["pool"]["unverified"] < pool["unverified"]
+            # In the midst of coming to other sizes, of which the next start knows nothing.
+            server.resize("256MiB")
+            server.resize("16MiB")
             server.stop(signal.SIGKILL)
 
 
@@ -155,6 +160,10 @@ def test_other_weights_drop_the_pool_and_the_field_is_named(
         after = engine.settle()
         assert after.prompt_tokens.host_hit == 0
         assert after.missed_tokens.causes[MissCause.OTHER_FINGERPRINT] == len(FEW[0]) // BLOCK * BLOCK
+        assert engine.connector._admin is not None
+        told = httpx.get(f"{engine.connector._admin.url}/admin/v1/stats").json()["recovery"]
+        assert told["dropped"] == {"foreign": stored}
+        assert told["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err
     assert re.search(r"WARNING .*is dropped and starts empty: revision was 'files-\w+' .* and is 'files-\w+'", said)
 

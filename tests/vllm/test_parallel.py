@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from httpx_sse import connect_sse
 
 from cuda_ops.backing import SHARED_MEMORY
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, tokens_of
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
+from tests.waiting import wait_until
 
 RANKS = 2
+MIB = 1 << 20
 PROMPTS = shared_prefixes(20, prefixes=10, seed=31)
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM wants a NUMA node a rank, unless it is told where its threads go."""
@@ -48,6 +54,38 @@ def pool_mappings(server: VllmServer) -> dict[int, set[tuple[str, bool]]]:
     return found
 
 
+def mapped_bytes(server: VllmServer) -> dict[int, int]:
+    """By process: how much of kvferry's memory it has mapped."""
+    found: dict[int, int] = {}
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            if f"{SHARED_MEMORY}/kvferry-" in line:
+                start, end = (int(place, 16) for place in line.split()[0].split("-"))
+                found[process.pid] = found.get(process.pid, 0) + end - start
+    return found
+
+
+def taken_bytes(server: VllmServer) -> int:
+    """Memory behind the mapping, whether or not somebody has mapped it."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        for file in Path(f"/proc/{process.pid}/fd").iterdir():
+            if f"{SHARED_MEMORY}/kvferry-" in os.readlink(file) and ".lock" not in os.readlink(file):
+                return file.stat().st_blocks * 512
+    return 0
+
+
+def has_memory(server: VllmServer, num_bytes: int) -> bool:
+    """Whether each rank has mapped so much, and no more is taken."""
+    return list(mapped_bytes(server).values()) == [num_bytes] * RANKS and taken_bytes(server) == num_bytes
+
+
+def worker_of(server: VllmServer, rank: int) -> psutil.Process:
+    """The process of a rank, by the name that vLLM gives it."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (found,) = (process for process in children if f"Worker_TP{rank}" in " ".join(process.cmdline()))
+    return found
+
+
 def test_two_ranks_answer_alike_from_a_pool_of_halves(server: VllmServer, truth: list[Answer]) -> None:
     for _ in range(3):
         answers = [tokens_of(ask(server, prompt)) for prompt in PROMPTS]
@@ -73,3 +111,58 @@ def test_both_ranks_map_one_pool_which_goes_with_them(server: VllmServer) -> Non
     # Its name is gone, so that nothing is left when the ranks are killed.
     assert is_deleted
     assert inode not in {str(entry.inode()) for entry in os.scandir(SHARED_MEMORY)}
+
+
+def test_two_ranks_map_other_sizes_while_requests_run_and_while_none_does(
+    server: VllmServer, truth: list[Answer]
+) -> None:
+    with ThreadPoolExecutor(3) as clients:
+        answers = [clients.submit(ask, server, prompt) for prompt in PROMPTS * 3]
+        for number, size in enumerate((16 * MIB, 256 * MIB, 32 * MIB, 64 * MIB, 16 * MIB), 1):
+            wait_until(lambda: sum(map(Future.done, answers)) >= 9 * number, "requests go on", 60.0)  # noqa: B023
+            server.resize(size)
+        assert_same([tokens_of(answer.result(60)) for answer in answers], truth * 3)
+    for size in (16 * MIB, 192 * MIB, 48 * MIB):
+        server.resize(size)
+        pool = server.resized(size)
+        wait_until(lambda: has_memory(server, size), "all ranks have as much memory, and no more is taken", 60.0)  # noqa: B023
+        assert pool["pinned"] == pool["loading"] == pool["storing"] == 0
+    stats = server.settled()
+    assert stats["evictions"]["by_reason"].get("shrink", 0) > 0
+    assert (stats["store"]["failed"], stats["load"]["failed"]) == (0, 0)
+    assert_same([tokens_of(ask(server, prompt)) for prompt in PROMPTS], truth)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_cannot_map_more_takes_all_back_to_where_they_were(
+    server: VllmServer, truth: list[Answer], rank: int
+) -> None:
+    server.resize(64 * MIB)
+    server.resized(64 * MIB)
+    wait_until(lambda: has_memory(server, 64 * MIB), "the size to begin with", 60.0)
+    worker = worker_of(server, rank)
+    # The first takes memory, by making a file longer; the other only maps it.
+    what = resource.RLIMIT_FSIZE if rank == 0 else resource.RLIMIT_AS
+    allowed = 64 * MIB if rank == 0 else worker.memory_info().vms + 32 * MIB
+    before = worker.rlimit(what)
+    with connect_sse(server.admin, "GET", "/admin/v1/events", params={"type": ["resized"]}) as source:
+        events = (json.loads(event.data) for event in source.iter_sse())
+        assert next(events)["type"] == "open"
+        worker.rlimit(what, (allowed, before[1]))
+        try:
+            server.resize(256 * MIB)
+            told = next(events)
+        finally:
+            worker.rlimit(what, before)
+    assert told["bytes"] == 64 * MIB
+    assert f"rank {rank}: " in told["error"]
+    assert f"the pool stays at {told['slots']:,} slots: rank {rank}: " in server.log.read_text()
+    assert server.resized(64 * MIB)["slots"] == told["slots"]
+    shown = server.admin.get("/admin/v1/config").json()["pool_bytes"]
+    assert shown["value"] == 64 * MIB
+    assert f"could not be had: rank {rank}: " in shown["shortfall"]
+    assert has_memory(server, 64 * MIB)
+    server.resize(128 * MIB)
+    server.resized(128 * MIB)
+    assert has_memory(server, 128 * MIB)
+    assert_same([tokens_of(ask(server, prompt)) for prompt in PROMPTS], truth)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6
+MIB = 1 << 20
 EVENTS_PORT = free_port()
 EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{EVENTS_PORT}"}
 """vLLM listens at an address with a star in it; to any other it connects."""
@@ -132,6 +133,57 @@ def test_settings_that_change_while_running_hold_for_the_engine(server: VllmServ
     finally:
         server.admin.patch("/admin/v1/config", json=dict.fromkeys(changed)).raise_for_status()
     assert server.settled()["pool"]["eviction_policy"] == "lru"
+
+
+def test_the_pool_comes_to_other_sizes_while_clients_ask_and_while_nobody_does(
+    server: VllmServer, truth: list[Answer]
+) -> None:
+    some = PROMPTS[:100]
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = [clients.submit(ask, server, prompt) for prompt in some]
+        for number, size in enumerate((3 * MIB, 48 * MIB, 9 * MIB, 96 * MIB, 6 * MIB), 1):
+            wait_until(lambda: sum(map(Future.done, answers)) >= 14 * number, "requests go on", 60.0)  # noqa: B023
+            server.resize(size)
+        assert_equal_tokens([answer.result(60) for answer in answers], truth[: len(some)])
+    server.resized(6 * MIB)
+    stats = server.settled()
+    assert stats["evictions"]["by_reason"]["shrink"] > 0
+    assert (stats["store"]["failed"], stats["load"]["failed"]) == (0, 0)
+    # Nobody asks anything now, and vLLM would sleep.
+    for size in (12 * MIB, 3 * MIB, 24 * MIB):
+        server.resize(size)
+        pool = server.resized(size)
+        assert pool["pinned"] == pool["loading"] == pool["storing"] == 0
+        assert pool["free"] + pool["ready"] == pool["slots"] == size // pool["slot_bytes"]
+    assert_equal_tokens([ask(server, prompt) for prompt in some[:20]], truth[:20])
+    server.resize(None)
+    assert server.resized(24 * MIB)["slots"] == 24 * MIB // pool["slot_bytes"]
+
+
+def test_a_size_that_cannot_be_is_refused_with_both_numbers(server: VllmServer) -> None:
+    before = server.stats()["pool"]
+    for size, words in (
+        (100_000, "holds no extent of this pool, which takes 3,145,728 bytes"),
+        (1 << 50, f"is more than this process can come to have, which is {64 * 24 * MIB:,} bytes"),
+    ):
+        answer = server.admin.patch("/admin/v1/config", json={"pool_bytes": size})
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert error["field"] == "pool_bytes"
+        assert words in error["message"]
+    ask(server, PROMPTS[0])
+    ready = server.settled()["pool"]["ready"]
+    found = server.admin.get("/admin/v1/blocks", params={"limit": 200}).json()["items"]
+    assert ready <= len(found)
+    for block in found:
+        server.admin.put(f"/admin/v1/blocks/{block['hash']}/pin")
+    refused = server.admin.patch("/admin/v1/config", json={"pool_bytes": 3 * MIB})
+    assert refused.status_code == 409
+    assert refused.json()["count"] > 0
+    for block in found:
+        server.admin.delete(f"/admin/v1/blocks/{block['hash']}/pin")
+    after = server.settled()["pool"]
+    assert (after["slots"], after["wanted_slots"]) == (before["slots"], before["slots"])
 
 
 def test_live_requests_are_shown_while_they_run(server: VllmServer) -> None:

@@ -8,7 +8,7 @@ import threading
 from app.discovery import Announcement, announce_service
 from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.refusal import ConnectorRefused
-from app.service import listen, make_server, url_of
+from app.service import Server, listen, make_server, url_of
 from app.settings import Settings
 from app.wiring import StartRefused
 
@@ -28,7 +28,8 @@ class AdminServer:
         except StartRefused as error:
             raise ConnectorRefused(str(error)) from error
         self.url = url_of(self._listener)
-        self._server = make_server(host)
+        self._host = host
+        self._server: Server | None = None
         self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
         self._announcement: Announcement | None = None
         self._settings = settings
@@ -36,6 +37,7 @@ class AdminServer:
 
     def start(self) -> None:
         """Serve, and let clients on this host find it."""
+        self._server = make_server(self._host)
         self._thread.start()
         try:
             self._announcement = announce_service(self._settings.state_dir, self._name, self.url)
@@ -51,12 +53,15 @@ class AdminServer:
         """Stop; may be called again."""
         if self._announcement is not None:
             self._announcement.withdraw()
-        self._server.should_exit = True
+        if self._server is not None:
+            self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
         self._listener.close()
 
     def _serve(self) -> None:
+        if self._server is None:
+            return
         try:
             self._server.run(sockets=[self._listener])
         except Exception:  # noqa: BLE001 - the engine goes on without its admin API, and says so

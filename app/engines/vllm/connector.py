@@ -38,6 +38,7 @@ from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
+from app.engines.vllm.waking import find_waker
 from app.engines.vllm.worker_side import WorkerSide, orders_of
 from app.settings import Settings
 from cuda_ops.limits import NotEnoughMemory
@@ -103,8 +104,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         except BaseException as error:
             self._refuse(error)
             raise
-        foreign_keys = [] if mapped.file is None else mapped.file.take_foreign_keys()
-        self._facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes, foreign_keys)
+        facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes)
+        if mapped.file is not None:
+            facts.dropped, facts.foreign_keys = mapped.file.found.dropped, mapped.file.take_foreign_keys()
+        self._facts = facts
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank made of the configuration."""
@@ -147,12 +150,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Refuse ranks that hold other bytes than the scheduler thinks; remember what was dropped with another pool."""
+        """Refuse ranks that hold other bytes than the scheduler thinks; remember what was dropped with another pool.
+
+        Then all is known that operators may ask for: the last thing that vLLM does before it serves.
+        """
         for facts in metadata.values():
             if isinstance(facts, RankFacts):
                 self._compare(facts)
-                if facts.foreign_keys:
-                    self._the_scheduler().core.manager.missing.note_foreign(facts.foreign_keys)
+                if facts.dropped is not None and self._host is not None:
+                    self._host.note_dropped(facts.dropped, facts.foreign_keys)
+        if self._admin is not None:
+            self._admin.start()
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""
@@ -243,17 +251,24 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             device,
             logs,
             wake=woken.set,
+            step=find_waker(),
             wrap_sink=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
         core = self._host.core
         waits_for = woken if settings.tiers else None
         self._scheduler = SchedulerSide(
-            core, device, layout, adapters, size.num_ranks, events=self._events, woken=waits_for
+            core,
+            device,
+            layout,
+            adapters,
+            size.num_ranks,
+            events=self._events,
+            woken=waits_for,
+            extents=self._host.extents,
         )
         self._stats = StatsSource(core, self._scheduler)
         self._admin = AdminServer(self._host, settings)
-        self._admin.start()
 
     def _wanted_pool(self, settings: Settings, layout: VllmLayout, size: PoolSize) -> EnginePool:
         return EnginePool.make(self._vllm_config, self._kv_cache_config, settings, layout, size)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from app.engines.cuda import CudaSide
 from app.engines.vllm.layout import Stretch, VllmLayout
 from app.engines.vllm.pool import MappedPool
+from app.engines.vllm.rank_extents import RankExtents
 from app.engines.vllm.refusal import ConnectorRefused
 from app.settings import Settings
 from app.starting import StartProgress
@@ -34,7 +35,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 
 class Copies:
-    """A rank's copy engine and its view of the pool; a `CopyEngine`."""
+    """A rank's copy engine and its view of the pool; a `CopyEngine`. `extents` gives the pool another size under it."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Copies:
         if mapped.file is not None:
             headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
             self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
+        self.extents = RankExtents(pool, self._settle, on_finished)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -89,6 +91,7 @@ class Copies:
 
     def close(self) -> None:
         """See `CopyEngine`; the pool goes with it."""
+        self.extents.close()
         self._engine.close()
         self._pool.close()
         if self._cuda is not None:
@@ -97,6 +100,10 @@ class Copies:
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of one slot, not a copy."""
         return self._pool.slot(slot)
+
+    def _settle(self, timeout_s: float) -> bool:
+        """Wait until nobody looks at slots that have left the pool."""
+        return self._engine.settle(timeout_s) if isinstance(self._engine, KeptCopies) else True
 
 
 def device_side(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | None:

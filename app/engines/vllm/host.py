@@ -8,31 +8,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
 from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.engine_extents import EngineExtents
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.pool import EnginePool, map_for_scheduler
 from app.engines.vllm.refusal import ConnectorRefused
-from app.event_feed import EventFeed
+from app.event_feed import EventFeed, EventType
 from app.policies import KeptPolicies
+from app.pool_size import PoolSize, ResizeEnd
 from app.settings import Settings
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
 from app.warm_start import BootVerification, WarmStart, begin_warm
 from core.events import EventSink
+from core.keys import Key
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
+from core.resize import PoolResize
 from core.scheduler import OffloadScheduler
 from core.tiers import Tier
-from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.extents import PoolPlan
+from cuda_ops.kept_pool import DropReason, KeptRecord
 
 _log = logging.getLogger(__name__)
 
@@ -53,15 +59,16 @@ class EngineCoreHost:
         device: VllmDevice,
         logs: GuestLogs,
         wake: Callable[[], None] = lambda: None,
+        step: Callable[[], None] = lambda: None,
         wrap_sink: Callable[[EventSink], EventSink] = lambda sink: sink,
     ) -> None:
         """Map the pool where it is needed here, open the store and the tiers, and make core. Raises `ConnectorRefused`.
 
-        `wake` is called on a tier's thread when there is something that a request waits for. `wrap_sink` may listen to
-        what the cache does.
+        `wake` is called on a tier's thread when there is something that a request waits for. `step` has an idle engine
+        take one. `wrap_sink` may listen to what the cache does.
         """
         settings, size = wanted.settings, wanted.size
-        self.settings = LiveSettings(settings, self._apply, fixed={"pool_bytes"})
+        self.settings = LiveSettings(settings, self._apply, check=self._check_change)
         self._logs = logs
         self._stopping = threading.Event()
         self._started_s = time.time()
@@ -87,9 +94,12 @@ class EngineCoreHost:
             self.close()
             raise
         file = None if self._mapped is None else self._mapped.file
+        plan = size.extents
+        if file is not None:
+            plan = PoolPlan(file.shape.num_slots, file.shape.extent_slots, file.shape.max_slots)
         self.feed = EventFeed(self.store.journal)
         self.manager = OffloadManager(
-            size.num_slots if self._mapped is None else self._mapped.pool.num_slots,
+            plan.num_slots,
             size.slots.slot_bytes,
             settings.eviction_policy,
             sink=wrap_sink(self.feed),
@@ -97,6 +107,7 @@ class EngineCoreHost:
             store_threshold=settings.store_threshold,
             record=None if file is None else KeptRecord(file),
             epoch=0 if file is None else file.min_epoch,
+            max_slots=plan.max_slots,
         )
         self.core = OffloadScheduler(
             self.manager,
@@ -113,6 +124,24 @@ class EngineCoreHost:
         )
         self._closers.append(lambda: self.core.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.core.policies, self.feed)
+        self.extents = EngineExtents(
+            plan,
+            size.slots.slot_bytes,
+            size.num_ranks,
+            None if self._mapped is None else self._mapped.pool,
+            step=step,
+            stopping=self._stopping,
+        )
+        self._pool_size = PoolSize(
+            PoolResize(self.manager, plan.extent_slots),
+            self.extents,
+            plan,
+            # Each rank waits until nobody looks at what it unmaps; here only slots in use are looked at.
+            settle=lambda timeout_s: True,
+            wake=_nothing,
+            tell=self._note_resize,
+        )
+        self._closers.append(self._pool_size.close)
 
     def start(self) -> None:
         """Take over what is kept of blocks and of what operators had set; start history and the supervisor."""
@@ -130,7 +159,15 @@ class EngineCoreHost:
                 self._mapped.file, self._mapped.pool, self.store, self.manager, self._stopping
             )
         self.store.start(self.manager.inventory)
+        self._pool_size.start()
         threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True).start()
+
+    def note_dropped(self, why: str, foreign_keys: Sequence[Key]) -> None:
+        """The first rank has dropped a kept pool as a whole, before this process could see it."""
+        self.manager.missing.note_foreign(foreign_keys)
+        if self._warm_start is not None:
+            dropped = {**self._warm_start.dropped, DropReason.FOREIGN.value: len(foreign_keys)}
+            self._warm_start = replace(self._warm_start, foreign=why, dropped=dropped)
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
@@ -150,7 +187,7 @@ class EngineCoreHost:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
-            degraded=self.core.tiers.health,
+            degraded=self.degraded,
             wake=_nothing,
             started_s=self._started_s,
             closing=closing,
@@ -167,6 +204,10 @@ class EngineCoreHost:
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
         return reasons + self.store.health()
+
+    def degraded(self) -> list[str]:
+        """What does less than it should, while requests are served all the same."""
+        return self.core.tiers.health() + self._pool_size.reasons()
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""
@@ -217,6 +258,18 @@ class EngineCoreHost:
             # In short turns, between which the engine has the lock.
             continue
         self.store.set_limits(_history_limits(settings))
+        self._pool_size.begin()
+
+    def _check_change(self, settings: Settings, names: Collection[str]) -> None:
+        """Refuse what validates and cannot be: raises `BadSettings` or `PinnedBlocks`."""
+        if "pool_bytes" in names:
+            self._pool_size.check(settings.pool_bytes)
+
+    def _note_resize(self, end: ResizeEnd) -> None:
+        """A resize has ended: what could not be had is not what the settings say any more."""
+        if end.error is not None:
+            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
+        self.feed.changed(EventType.RESIZED, asdict(end), time.time())
 
     def _supervise(self) -> None:
         """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
@@ -225,6 +278,7 @@ class EngineCoreHost:
                 if not self.store.journal.is_alive():
                     _log.error("the journal's thread died and is started again")
                     self.store.start(self.manager.inventory)
+                self._pool_size.start()
                 self.core.expire(time.time())
                 while self.manager.index.bury() and not self._stopping.is_set():
                     continue

@@ -89,7 +89,9 @@ def map_for_rank(wanted: EnginePool, rank: int, preparation: Preparation | None 
     """This rank's view of the pool, made ready for its device. Raises `ConnectorRefused`, on every rank if one of them
     cannot map it, and `NotEnoughMemory`."""
     if not wanted.is_shared:
-        return MappedPool(HostPool(wanted.size.num_slots, wanted.size.rank_slot_bytes, preparation=preparation))
+        size = wanted.size
+        extent_bytes = size.extents.extent_slots * size.slots.slot_bytes
+        return MappedPool(HostPool(size.num_slots, size.rank_slot_bytes, extent_bytes, preparation=preparation))
     mapped: MappedPool | None = None
     problem: str | None = None
     problems: list[str] = []

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.engine_extents import EngineExtents
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from app.engines.vllm.requests import VllmRequest
@@ -44,11 +45,14 @@ class SchedulerSide:
         num_workers: int = 1,
         events: FillListener | None = None,
         woken: threading.Event | None = None,
+        extents: EngineExtents | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`woken` is set by tiers that have something for a request that waits; None without tiers."""
+        """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
+        orders for the ranks while the pool's size changes; None where it does not."""
         self.core = core
         self._woken = woken
+        self._extents = extents
         self._events = events
         self.device = device
         self._adapters = adapters
@@ -109,14 +113,19 @@ class SchedulerSide:
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle and not plan and not lost:
             self._wait_for_tiers()
-        return StepOrders(plan.loads, plan.stores, lost, is_idle)
+        sizes = [] if self._extents is None else self._extents.take_orders()
+        return StepOrders(plan.loads, plan.stores, lost, is_idle, sizes)
 
     def take_reports(self, output: Any) -> None:
         """What the workers report after a step."""
         if output.invalid_block_ids:
             self._distrust(output.invalid_block_ids)
         reports = output.kv_connector_worker_meta
-        results = reports.results if isinstance(reports, StepReports) else []
+        results: list[TransferResult] = []
+        if isinstance(reports, StepReports):
+            results = reports.results
+            if self._extents is not None:
+                self._extents.report(reports.sizes)
         failed = output.failed_recving or ()
         for outcome in self.core.on_transfers_finished(self._checked(results), self._clock()):
             if outcome.ok or outcome.request_id in failed:
@@ -129,7 +138,8 @@ class SchedulerSide:
 
     def has_open_work(self) -> bool:
         """Whether steps are needed although no request may be there."""
-        return bool(self._lost) or self.core.has_open_work()
+        is_waiting = self._extents is not None and self._extents.is_waiting
+        return bool(self._lost) or is_waiting or self.core.has_open_work()
 
     def reset(self) -> None:
         """Forget all blocks. Transfers under way end, and publish nothing."""

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from app.engines.vllm.copies import Copies
 from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from core.transfers import Direction, TransferJob, TransferResult
-from cuda_ops.copy_engine import CopyEngine
 
 _log = logging.getLogger(__name__)
 
@@ -22,19 +22,22 @@ class WorkerSide:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._copies: CopyEngine | None = None
+        self._copies: Copies | None = None
         self._ended = threading.Event()
         self._open: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
-    def attach(self, make_copies: Callable[[Callable[[], None]], CopyEngine]) -> None:
-        """Make the copy engine; it calls what it is given whenever a job has ended."""
+    def attach(self, make_copies: Callable[[Callable[[], None]], Copies]) -> None:
+        """Make the copy engine; it calls what it is given whenever a job has ended, or an order of another size."""
         self._copies = make_copies(self._ended.set)
 
     def start_loads(self, orders: StepOrders) -> None:
-        """Start this step's loads. Requests whose load is lost have failed already."""
+        """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
+        if self._copies is not None:
+            for order in orders.sizes:
+                self._copies.extents.submit(order)
         for request_id in orders.lost:
             self._received.add(request_id)
             self._failed.add(request_id)
@@ -49,7 +52,7 @@ class WorkerSide:
     def collect(self, orders: StepOrders) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended since the last call, and those among them whose load failed."""
         self._poll()
-        if orders.is_idle and self._open and not self._results and not self._received:
+        if orders.is_idle and self._is_waiting():
             self._ended.wait(IDLE_WAIT_S)
             self._ended.clear()
             self._poll()
@@ -58,17 +61,24 @@ class WorkerSide:
         return received, failed
 
     def take_reports(self) -> StepReports | None:
-        """The jobs that ended since the last call."""
-        if not self._results:
+        """What has ended since the last call."""
+        sizes = [] if self._copies is None else self._copies.extents.take_reports()
+        if not self._results and not sizes:
             return None
         results, self._results = self._results, []
-        return StepReports(results)
+        return StepReports(results, sizes)
 
     def close(self) -> None:
         """Stop copying."""
         if self._copies is not None:
             self._copies.close()
             self._copies = None
+
+    def _is_waiting(self) -> bool:
+        """Whether something is under way, and nothing is to be told."""
+        if self._copies is None or self._results or self._received or self._copies.extents.has_reports:
+            return False
+        return bool(self._open) or self._copies.extents.is_busy
 
     def _submit(self, job: TransferJob) -> None:
         self._open[job.job_id] = job
