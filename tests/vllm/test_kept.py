@@ -117,6 +117,15 @@ def test_a_server_killed_under_load_comes_back_warm_and_what_was_reset_does_not_
         after = server.settled()
         assert (after["load"]["failed"], after["load"]["corrupt"]) == (0, 0)
         assert after["pool"]["unverified"] < pool["unverified"]
+        file = tmp_path / "pool" / "kept.pool"
+        for size_mib in (32, 192):
+            server.resize(size_mib << 20)
+            server.resized(size_mib << 20)
+            ask_all(server, truth)
+            # Behind the headers.
+            payload = range(size_mib << 20, (size_mib + 16) << 20)
+            wait_until(lambda: file.stat().st_size in payload, "the file has the size", 30.0)  # noqa: B023
+        assert server.settled()["load"]["corrupt"] == 0
 
 
 def test_two_ranks_come_back_warm(llama: Path, tmp_path: Path, truth: list[Answer], shm_name: str) -> None:

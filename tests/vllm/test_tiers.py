@@ -12,7 +12,7 @@ import pytest
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import serving
 from tests.vllm.test_in_process import assert_nothing_left
-from tests.vllm.test_parallel import BIND, RANKS, pool_mappings
+from tests.vllm.test_parallel import BIND, RANKS, mapped_bytes, pool_mappings
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
 from tests.waiting import wait_until
@@ -95,3 +95,11 @@ def test_two_ranks_and_the_engines_process_share_the_memory_that_a_tier_works_on
         assert stats["prompt_tokens"]["tier_hit"]["disk"] > 0
         assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
         assert stats["engine"]["workers"] == RANKS
+        for size in (3 << 20, 12 << 20):
+            server.resize(size)
+            server.resized(size)
+            assert_equal_tokens([ask(server, prompt) for prompt in PROMPTS], truth)
+            everywhere = [size] * (RANKS + 1)
+            wait_until(lambda: list(mapped_bytes(server).values()) == everywhere, "all map the size", 30.0)  # noqa: B023
+        stats = server.settled()
+        assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
