@@ -49,7 +49,7 @@ class Copies:
     ) -> None:
         """Start copying between the caches, which `check_caches` has seen, and the pool; it is closed with this, and
         so is `cuda`, by which they are copied where they are in a CUDA device's memory. `cpus` are the processors that
-        copy and compute checksums, by default those of the calling thread. Raises `ConnectorRefused`."""
+        copy, compute checksums and map memory, by default those of the calling thread. Raises `ConnectorRefused`."""
         regions = DeviceLayout(
             tuple(
                 GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
@@ -71,7 +71,7 @@ class Copies:
         if mapped.file is not None:
             headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
             self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
-        self.extents = RankExtents(pool, self._settle, on_finished)
+        self.extents = RankExtents(pool, self._settle, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""

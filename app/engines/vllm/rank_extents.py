@@ -6,10 +6,9 @@ Mapping a large extent takes a while, above all where a device has to know it, s
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from app.engines.vllm.metadata import SizeOrder, SizeReport
@@ -24,10 +23,17 @@ SETTLE_S = 1.0
 class RankExtents:
     """Orders are carried out one after another, on a thread of its own."""
 
-    def __init__(self, pool: HostPool, settle: Callable[[float], bool], on_done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        settle: Callable[[float], bool],
+        on_done: Callable[[], None],
+        cpus: Collection[int] | None = None,
+    ) -> None:
         """`settle` waits, within seconds, until nobody looks at slots that have left the pool; whether that is so.
 
-        `on_done` is called on that thread whenever there is something to report; it may only notify.
+        `on_done` is called on that thread whenever there is something to report; it may only notify. The thread runs on
+        `cpus`, by default on those of the thread that makes this.
         """
         self._pool = pool
         self._settle = settle
@@ -35,8 +41,6 @@ class RankExtents:
         self._reports: deque[SizeReport] = deque()
         self._num_open = 0
         self._closing = threading.Event()
-        # vLLM binds a worker to the processors that compute.
-        cpus = range(os.cpu_count() or 1)
         self._thread = ThreadPoolExecutor(1, "kvferry-extents", initializer=run_on, initargs=(cpus,))
 
     @property
