@@ -199,6 +199,9 @@ def report(rounds: Sequence[dict[int, Readings]]) -> None:
     server_ms, server_waits, wall_ms, cpu_ms, waits = [], [], [], [], []
     for one in rounds:
         own, none = one[OWN], one[NOBODY]
+        if not own.polls:
+            # Others had the machine all the while.
+            continue
         per_poll = own.steps / own.polls
         server_ms.append(1e3 * (own.server_cpu_s - none.server_cpu_s / none.wall_s * own.wall_s) / own.polls)
         server_waits.append((own.server_waits - none.server_waits / none.wall_s * own.wall_s) / own.polls)

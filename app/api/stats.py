@@ -37,23 +37,23 @@ def stats_json(context: AdminContext, now_s: float) -> bytes:
             "time": rfc3339(now_s),
             "uptime_s": max(0.0, round(now_s - context.started_s, 3)),
             "epoch": snapshot.epoch,
-            "engine": context.engine_info,
+            "engine": _fields(context.engine_info),
             "pool": {"kind": context.pool_kind, **_fields(snapshot.pool)},
-            "requests": snapshot.requests,
-            "prompt_tokens": snapshot.prompt_tokens,
-            "missed_tokens": snapshot.missed_tokens,
-            "store": snapshot.store,
-            "load": snapshot.load,
-            "evictions": snapshot.evictions,
+            "requests": _fields(snapshot.requests),
+            "prompt_tokens": _fields(snapshot.prompt_tokens),
+            "missed_tokens": _fields(snapshot.missed_tokens),
+            "store": _fields(snapshot.store),
+            "load": _fields(snapshot.load),
+            "evictions": _fields(snapshot.evictions),
             "tiers": {name: _fields(tier.counts) | _fields(tier.use) for name, tier in snapshot.tiers.items()},
-            "journal": context.store.journal_stats(),
-            "recovery": context.warm_start,
+            "journal": _fields(context.store.journal_stats()),
+            "recovery": None if context.warm_start is None else _fields(context.warm_start),
         }
     )
 
 
 def _fields(counts: DataclassInstance) -> dict[str, object]:
-    """A flat dataclass as a dictionary. `dataclasses.asdict` would copy every number in depth."""
+    """A flat dataclass as a dictionary, which is written quicker than it; `dataclasses.asdict` would copy in depth."""
     return {name: getattr(counts, name) for name in counts.__dataclass_fields__}
 
 
