@@ -31,13 +31,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from bench.poller import NOBODY, OTHER, OWN, STATS, another_service, polling
 from bench.report import environment, median_interval, spread, verdict
 from tests.vllm.conftest import ENVIRONMENT
 
 # vLLM reads it when it is imported.
 os.environ.update(ENVIRONMENT)
 
+from bench import vllm_polled
 from tests.vllm.engines import transfer_config
 from tests.vllm.models import write_llama
 from tests.vllm.server import VllmServer, serving
@@ -68,7 +68,6 @@ FRESH, FRESH_TOKENS = 16, 8 * BLOCK
 COST = 1 / 0.98
 """Times that go with 98% of the throughput."""
 CONVOY_GOAL = 1.05
-RATE = 50.0
 SEED = 5
 
 Ask = tuple[Sequence[Prompt], int]
@@ -191,23 +190,7 @@ def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
 
 
 def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
-    times: dict[int, list[Taken]] = {NOBODY: [], OWN: [], OTHER: []}
-    arms = tuple(times)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        another_service(Path(folder)) as other,
-        polling([str(url).rstrip("/") + STATS for url in (pair.ours.admin.base_url, other)], RATE) as poller,
-    ):
-        for number in range(pairs + 1):
-            ask: Ask = ([random_tokens(rng, 64) for _ in range(8)], 128)
-            for arm in (*arms[number % 3 :], *arms[: number % 3]):
-                poller.ask(arm)
-                taken = pair.with_kvferry(ask)
-                if number:
-                    times[arm].append(taken)
-    print(f"\npolled: 8 streams of 128 tokens; {RATE:.0f} polls of the statistics a second")
-    show("polled", times[OWN], "not polled", times[NOBODY], COST)
-    show("polled", times[OWN], "another process polled", times[OTHER], COST)
+    vllm_polled.measure_polled(pair.ours, pairs, rng, COST)
 
 
 def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], goal: float | None) -> None:
