@@ -87,13 +87,6 @@ class GroupLayout:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def first_wanted(self, group: Group, num_tokens: int) -> int:
-        """The first token whose block of a group a hit may need, once `num_tokens` tokens of a request are computed.
-
-        That of the very same prompt leaves its last token to compute, and so it may end a block before them.
-        """
-        return group.spec.needed_from(max(num_tokens - 1, 0) // self.alignment_tokens * self.alignment_tokens)
-
     def waste(self) -> float:
         """The share of slot bytes that stays unused when every group stores as many slots."""
         return 1 - sum(group.slot_bytes for group in self.groups) / (self.slot_bytes * len(self.groups))

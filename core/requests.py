@@ -141,13 +141,31 @@ class RequestState:
         policy = self.policy.policy
         if not policy.store:
             return first, [(SkipReason.DISABLED, end - first)]
-        prompt_end = self.request.num_prompt_tokens // group.slot_tokens if policy.offload_prompt_only else end
-        cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // group.slot_tokens
+        prompt_end, cap_end = self._storable_ends(group, end)
         storable_end = max(first, min(end, prompt_end, cap_end))
         decode = end - max(storable_end, min(prompt_end, end))
         capped = end - storable_end - decode
         kept_back = [(SkipReason.TOKEN_CAP, capped), (SkipReason.PROMPT_ONLY, decode)]
         return storable_end, [(reason, count) for reason, count in kept_back if count]
+
+    def longest_hit(self, alignment_tokens: int) -> int:
+        """Where the longest hit of this very prompt ends, with all whole slots stored that may be of what is computed.
+
+        It leaves the last token to compute.
+        """
+        end_token = max(self.num_computed_tokens - 1, 0)
+        for progress in self.groups:
+            size = progress.group.slot_tokens
+            full = self.num_computed_tokens // size
+            end_token = min(end_token, size * min(full, *self._storable_ends(progress.group, full)))
+        return end_token // alignment_tokens * alignment_tokens
+
+    def _storable_ends(self, group: Group, end: int) -> tuple[int, int]:
+        """Where prompt and cap end the slots of a group that may be stored; at `end` where they do not."""
+        policy = self.policy.policy
+        prompt_end = self.request.num_prompt_tokens // group.slot_tokens if policy.offload_prompt_only else end
+        cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // group.slot_tokens
+        return prompt_end, cap_end
 
     @property
     def answered_tokens(self) -> int:

@@ -141,10 +141,12 @@ class StoreSide:
 
     def _first_wanted(self, state: RequestState, group: Group) -> int:
         """The first token of a request whose block may be stored, so that a hit finds it."""
+        if group.spec.kind is GroupKind.FULL:
+            return 0
         if self.keep is None and group.spec.kind is GroupKind.RECURRENT:
             # A block that the tokens have passed may hold the state of any of its own. Lazy mode asks the device.
             return group.spec.needed_from(state.num_computed_tokens)
-        return self._layout.first_wanted(group, state.num_computed_tokens)
+        return group.spec.needed_from(state.longest_hit(self._layout.alignment_tokens))
 
     def _keep_out(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
         """The slots up to `end` have their answer: they are not stored."""

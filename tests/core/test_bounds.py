@@ -17,7 +17,7 @@ from core.groups import GroupKind, GroupSpec
 from core.histograms import empty
 from core.keys import make_keys
 from core.manager import OffloadManager
-from core.policy import Override, Priority
+from core.policy import Override, Priority, RequestPolicy
 from core.scheduler import Hit, Miss
 from core.transfers import Direction, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
@@ -143,19 +143,30 @@ def test_what_no_layer_will_look_at_again_is_not_stored(mode: StoreMode) -> None
 
 @pytest.mark.parametrize("mode", list(StoreMode))
 @pytest.mark.parametrize("window_tokens", [1, 5, 8, 11])
-@pytest.mark.parametrize("num_tokens", range(40, 46))
-def test_a_prompt_of_any_length_is_found_again_though_a_window_moved_on_within_its_last_block(
-    mode: StoreMode, window_tokens: int, num_tokens: int
+@pytest.mark.parametrize(("blocks_per_slot", "cap"), [(1, None), (2, None), (3, None), (1, 22), (2, 22)])
+def test_a_prompt_of_any_length_is_found_again_though_a_window_moved_on_behind_its_last_whole_slot(
+    mode: StoreMode, window_tokens: int, blocks_per_slot: int, cap: int | None
 ) -> None:
     specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, window_tokens))
-    engine = ToyEngine(100, 64, specs=specs, null_block=0, store_mode=mode, watermark_blocks=64)
-    for name in ("first", "again"):
-        engine.device.forget_all()
-        engine.add(ToyRequest(name, list(range(num_tokens)), num_tokens, 2))
-        for _ in range(6):
-            engine.step(10**6, copy=True)
-    hit = engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit
-    assert hit == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    for num_tokens in range(40, 49):
+        engine = ToyEngine(
+            100,
+            64,
+            specs=specs,
+            null_block=0,
+            blocks_per_slot=blocks_per_slot,
+            store_mode=mode,
+            watermark_blocks=64,
+            settings=RequestPolicy(max_offload_tokens=cap),
+        )
+        for name in ("first", "again"):
+            engine.device.forget_all()
+            engine.add(ToyRequest(name, list(range(num_tokens)), num_tokens, 2))
+            for _ in range(6):
+                engine.step(10**6, copy=True)
+        hit = engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit
+        stored = min(num_tokens, cap or num_tokens) // (BLOCK_SIZE * blocks_per_slot) * BLOCK_SIZE * blocks_per_slot
+        assert hit == min((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, stored), f"a prompt of {num_tokens} tokens"
 
 
 def test_a_step_offers_a_bounded_number_of_blocks_of_a_request() -> None:
