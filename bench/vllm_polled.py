@@ -1,12 +1,13 @@
 """What watching costs inside vLLM: while it generates, windows of being polled, not, and another process take turns.
 
-The wall time of a token is compared, and the CPU time of the process that holds the engine's core and kvferry.
+The wall time of a token is compared, and the CPU time of the engine's thread: the main one of its process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -31,7 +32,8 @@ SEED = 7
 
 def measure_polled(server: VllmServer, num_rounds: int, rng: random.Random, goal: float) -> None:
     """Generate until so many rounds are complete, and show them. The first warms up."""
-    clock = _cpu_clock(_engine_core(server))
+    pid = _engine_core(server)
+    engine = Path(f"/proc/{pid}/task/{pid}/stat")
     with (
         tempfile.TemporaryDirectory() as folder,
         another_service(Path(folder)) as other,
@@ -39,7 +41,7 @@ def measure_polled(server: VllmServer, num_rounds: int, rng: random.Random, goal
     ):
 
         def read(num_tokens: int) -> tuple[float, ...]:
-            return time.perf_counter(), time.clock_gettime(clock), num_tokens
+            return time.perf_counter(), _cpu_s(engine), num_tokens
 
         windows = Windows(ARMS, WINDOW_S, SETTLE_S, poller.ask, read, SEED)
 
@@ -57,7 +59,7 @@ def measure_polled(server: VllmServer, num_rounds: int, rng: random.Random, goal
     show_polled(
         {
             "wall": [{arm: wall_s / tokens for arm, (wall_s, _, tokens) in one.items()} for one in rounds],
-            "CPU": [{arm: cpu_s / tokens for arm, (_, cpu_s, tokens) in one.items()} for one in rounds],
+            "engine thread CPU": [{arm: cpu_s / tokens for arm, (_, cpu_s, tokens) in one.items()} for one in rounds],
         },
         goal,
     )
@@ -108,6 +110,7 @@ def _engine_core(server: VllmServer) -> int:
     raise SystemExit("no process of the server listens where its admin API is")
 
 
-def _cpu_clock(pid: int) -> int:
-    """The clock of the CPU time of another process: Linux makes its number from the process's."""
-    return (~pid << 3) | 2
+def _cpu_s(thread: Path) -> float:
+    """CPU seconds that a thread's `stat` tells, in hundredths."""
+    fields = thread.read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
