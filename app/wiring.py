@@ -25,6 +25,7 @@ from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
 from app.warm_start import BootVerification, WarmStart, begin_warm, largest_pool_bytes, open_kept_file
@@ -106,6 +107,7 @@ class Process:
         self.settings = LiveSettings(settings, self._apply, check=self._check_change)
         self._logs = logs
         self._closers: list[Callable[[], object]] = []
+        self._tier_news = TierNews()
         self._stopping = threading.Event()
         self._started_s = time.time()
         self._kept_file: KeptFile | None = None
@@ -166,6 +168,7 @@ class Process:
             ),
             readiness=self.readiness,
             degraded=self.degraded,
+            tier_news=self._tier_news,
             wake=self.wake,
             started_s=self._started_s,
             closing=closing,
@@ -265,7 +268,12 @@ class Process:
         )
         self._closers.append(lambda: self.store.close(CLOSE_S))
         tiers = open_tiers(
-            settings.tiers, self._host.fingerprint, self._host.slot_bytes, PoolSlots(pool), self.wake, engine=name
+            settings.tiers,
+            self._host.fingerprint,
+            self._host.slot_bytes,
+            PoolSlots(pool),
+            self._tier_news.telling(self.wake),
+            engine=name,
         )
         self._closers.append(lambda: close_tiers(tiers))
         self.feed = EventFeed(self.store.journal)

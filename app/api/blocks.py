@@ -22,14 +22,14 @@ from app.api.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
 from core.grants import BlockState, PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of
-from core.scheduler import OffloadScheduler
 from core.slots import SlotState
 from core.tiers import HOST
 
 MAX_KEY_HEX = 512
 TIERS_S = 0.5
 """How long a listing waits for what tiers have to say; those on a network may not answer at all."""
-_POLL_S = 0.005
+_SILENT_S = 0.05
+"""A tier need not tell that it has an answer; it is asked at least so often."""
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
 
 BlockHash = Annotated[
@@ -91,13 +91,19 @@ class SlotMap(BaseModel):
     epoch: int
 
 
-def _places(scheduler: OffloadScheduler, keys: Sequence[Key]) -> list[list[str]]:
+def _places(context: AdminContext, keys: Sequence[Key]) -> list[list[str]]:
     """Where each of these blocks of the pool is held. Waits for tiers, on the thread of whoever asked."""
+    scheduler, news = context.scheduler, context.tier_news
     inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
     deadline_s = time.monotonic() + TIERS_S
-    while not all(inquiry.is_over for inquiry in inquiries.values()) and time.monotonic() < deadline_s:
+    while not all(inquiry.is_over for inquiry in inquiries.values()):
+        heard = news.count
         scheduler.tiers.poll(time.time())
-        time.sleep(_POLL_S)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            break
+        if not all(inquiry.is_over for inquiry in inquiries.values()):
+            news.wait(heard, min(left_s, _SILENT_S))
     places = [[HOST] for _ in keys]
     for name, inquiry in inquiries.items():
         for held_by, is_there in zip(places, inquiry.found or (), strict=False):
@@ -106,11 +112,11 @@ def _places(scheduler: OffloadScheduler, keys: Sequence[Key]) -> list[list[str]]
     return places
 
 
-def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[str, Any]]:
+def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any]]:
     """The blocks of these rows, but for those that have left the pool by now."""
-    places = _places(scheduler, rows.keys)
+    places = _places(context, rows.keys)
     columns = zip(
-        scheduler.manager.inventory.holds(rows),
+        context.manager.inventory.holds(rows),
         places,
         rows.keys,
         rows.slots.tolist(),
@@ -172,7 +178,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         while more and len(items) < limit:
             # Blocks found may be gone a moment later, when they are read: an answer that is short is not yet the end.
             rows = manager.inventory.list_blocks(start, limit - len(items))
-            items += _rows_to_blocks(context.scheduler, rows)
+            items += _rows_to_blocks(context, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
         return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
@@ -181,7 +187,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 when the pool does not hold it."""
         rows = manager.inventory.find_block(_key_of(block_hash))
-        blocks = [] if rows is None else _rows_to_blocks(context.scheduler, rows)
+        blocks = [] if rows is None else _rows_to_blocks(context, rows)
         if not blocks:
             raise _unknown(block_hash)
         return blocks[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 
@@ -12,6 +12,7 @@ from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
 from app.store import Store
+from app.tiers.news import TierNews
 from app.warm_start import WarmStart
 from core.manager import OffloadManager
 from core.scheduler import OffloadScheduler
@@ -42,7 +43,8 @@ class AdminContext:
     served all the same. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
     called from the event loop and from threads, and must not block. `closing` turns true once the server is to stop:
     streams and waiting resets end then. `engine_router` serves `/v1`; None when another engine hosts us.
-    `pool_kind` is the setting `POOL_KIND`; `warm_start` is what a kept pool brought back. `started_s` is Unix time.
+    `tier_news` is told whenever a tier has an answer for whoever waits. `pool_kind` is the setting `POOL_KIND`;
+    `warm_start` is what a kept pool brought back. `started_s` is Unix time.
     """
 
     scheduler: OffloadScheduler
@@ -61,4 +63,5 @@ class AdminContext:
     closing: Callable[[], bool] = _never
     engine_router: APIRouter | None = None
     warm_start: WarmStart | None = None
+    tier_news: TierNews = field(default_factory=TierNews)
     version: str = "0.1.0"

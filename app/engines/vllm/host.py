@@ -26,6 +26,7 @@ from app.policies import KeptPolicies
 from app.pool_size import PoolSize, ResizeEnd
 from app.settings import Settings
 from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
 from app.warm_start import BootVerification, WarmStart, begin_warm
@@ -73,6 +74,7 @@ class EngineCoreHost:
         self._stopping = threading.Event()
         self._started_s = time.time()
         self._closers: list[Callable[[], object]] = []
+        self._tier_news = TierNews()
         self._warm_start: WarmStart | None = None
         self._verification: BootVerification | None = None
         self.data_parallel_rank = int(config.parallel_config.data_parallel_index)
@@ -188,6 +190,7 @@ class EngineCoreHost:
             ),
             readiness=self.readiness,
             degraded=self.degraded,
+            tier_news=self._tier_news,
             wake=_nothing,
             started_s=self._started_s,
             closing=closing,
@@ -242,7 +245,12 @@ class EngineCoreHost:
         if mapped is None:
             return {}
         tiers = open_tiers(
-            settings.tiers, wanted.fingerprint, size.slots.slot_bytes, PoolSlots(mapped.pool), wake, engine=self.name
+            settings.tiers,
+            wanted.fingerprint,
+            size.slots.slot_bytes,
+            PoolSlots(mapped.pool),
+            self._tier_news.telling(wake),
+            engine=self.name,
         )
         self._closers.append(lambda: close_tiers(tiers))
         return tiers
