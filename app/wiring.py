@@ -10,24 +10,25 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
-from app.event_feed import EventFeed, EventType
+from app.event_feed import EventFeed
 from app.logs import LogPipe
 from app.policies import KeptPolicies
-from app.pool_size import PoolSize, ResizeEnd
+from app.pool_size import PoolSize
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress
-from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.store import Store, StoreError, StoreUnavailable
 from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
+from app.upkeep import Upkeep, history_limits
 from app.warm_start import BootVerification, WarmStart, begin_warm, largest_pool_bytes, open_kept_file
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
@@ -53,7 +54,6 @@ _log = logging.getLogger(__name__)
 CLOSE_S = 10.0
 OVERDUE_S = 60.0
 """A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
-SUPERVISE_S = 1.0
 BARE_BLOCK_BYTES = 64 << 10
 """Size of a block where there is no engine that would give it."""
 
@@ -104,7 +104,11 @@ class Process:
     def __init__(self, settings: Settings, logs: LogPipe, progress: StartProgress | None = None) -> None:
         """Load the model, map the pool, open the store. Raises `StartRefused`. `progress` is told how far that is."""
         self._progress = StartProgress() if progress is None else progress
-        self.settings = LiveSettings(settings, self._apply, check=self._check_change)
+        self.settings = LiveSettings(
+            settings,
+            lambda changed: self._upkeep.apply(changed),
+            check=lambda changed, names: self._upkeep.check(changed, names),
+        )
         self._logs = logs
         self._closers: list[Callable[[], object]] = []
         self._tier_news = TierNews()
@@ -141,9 +145,7 @@ class Process:
         self.store.start(self.manager.inventory)
         if self.engine is not None:
             self.engine.start()
-        self._pool_size.start()
-        supervisor = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
-        supervisor.start()
+        self._upkeep.start()
         if self._kept_file is not None:
             self._kept_file.goes_if_new = False
 
@@ -262,7 +264,7 @@ class Process:
             settings.resolved_database_url(),
             name,
             settings.pool_kind.value,
-            _history_limits(settings),
+            history_limits(settings),
             num_kept_slots=num_slots if file is not None and file.found.is_kept else 0,
             on_replaced=lambda: self.policies.write_again(time.time()),
         )
@@ -310,9 +312,19 @@ class Process:
             plan,
             settle=self._settle,
             wake=self.wake,
-            tell=self._note_resize,
+            tell=lambda end: self._upkeep.note_resize(end),
         )
         self._closers.append(self._pool_size.close)
+        self._upkeep = Upkeep(
+            self.settings,
+            self._logs.set_level,
+            self.store,
+            self.feed,
+            self.scheduler,
+            self.manager,
+            self._pool_size,
+            self._stopping,
+        )
 
     def _attach(self, settings: Settings, pool: HostPool, record: KeptRecord | None) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
@@ -381,57 +393,15 @@ class Process:
                 device_bytes,
             )
 
-    def _apply(self, settings: Settings) -> None:
-        """Carry settings that changed while running to whoever holds a copy."""
-        self._logs.set_level(settings.log_level)
-        self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
-        self.scheduler.choice.decision = settings.load_decision
-        self.scheduler.set_store_mode(settings.store_mode)
-        self.manager.admission.threshold = settings.store_threshold
-        while self.manager.switch_policy(settings.eviction_policy):
-            # In short turns, between which the engine has the lock.
-            continue
-        self.store.set_limits(_history_limits(settings))
-        self._pool_size.begin()
-
-    def _check_change(self, settings: Settings, names: Collection[str]) -> None:
-        """Refuse what validates and cannot be: raises `BadSettings` or `PinnedBlocks`."""
-        if "pool_bytes" in names:
-            self._pool_size.check(settings.pool_bytes)
-
-    def _note_resize(self, end: ResizeEnd) -> None:
-        """A resize has ended: what could not be had is not what the settings say any more."""
-        if end.error is not None:
-            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
-        self.feed.changed(EventType.RESIZED, asdict(end), time.time())
-
     def _settle(self, timeout_s: float) -> bool:
         """Wait until nobody looks at slots that have left the pool."""
         return self.copies.settle(timeout_s) if isinstance(self.copies, KeptCopies) else True
-
-    def _supervise(self) -> None:
-        """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
-        while not self._stopping.wait(SUPERVISE_S):
-            try:
-                if not self.store.journal.is_alive():
-                    _log.error("the journal's thread died and is started again")
-                    self.store.start(self.manager.inventory)
-                self._pool_size.start()
-                self.scheduler.expire(time.time())
-                while self.manager.index.bury() and not self._stopping.is_set():
-                    continue
-            except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
-                _log.exception("the supervisor failed at a round")
 
 
 def _watermark_blocks(settings: Settings) -> int:
     """What one step may take from the device's free queue, but no more of the device than a quarter."""
     step_blocks = -(-settings.max_batched_tokens // settings.block_size) + settings.max_running
     return max(min(step_blocks, settings.device_blocks // 4), 1)
-
-
-def _history_limits(settings: Settings) -> HistoryLimits:
-    return HistoryLimits(settings.eviction_history_rows, float(settings.eviction_history_days))
 
 
 def _name_of(host: _Host) -> str:

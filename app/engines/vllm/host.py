@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from app.api.auth import Tokens
@@ -21,14 +21,14 @@ from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.pool import EnginePool, map_for_scheduler
 from app.engines.vllm.refusal import ConnectorRefused
-from app.event_feed import EventFeed, EventType
+from app.event_feed import EventFeed
 from app.policies import KeptPolicies
-from app.pool_size import PoolSize, ResizeEnd
-from app.settings import Settings
-from app.store import HistoryLimits, Store, StoreError, StoreUnavailable
+from app.pool_size import PoolSize
+from app.store import Store, StoreError, StoreUnavailable
 from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
+from app.upkeep import Upkeep, history_limits
 from app.warm_start import BootVerification, WarmStart, begin_warm
 from core.events import EventSink
 from core.keys import Key
@@ -46,7 +46,6 @@ _log = logging.getLogger(__name__)
 CLOSE_S = 5.0
 OVERDUE_S = 60.0
 """A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
-SUPERVISE_S = 1.0
 
 
 class EngineCoreHost:
@@ -69,7 +68,11 @@ class EngineCoreHost:
         take one. `wrap_sink` may listen to what the cache does.
         """
         settings, size = wanted.settings, wanted.size
-        self.settings = LiveSettings(settings, self._apply, check=self._check_change)
+        self.settings = LiveSettings(
+            settings,
+            lambda changed: self._upkeep.apply(changed),
+            check=lambda changed, names: self._upkeep.check(changed, names),
+        )
         self._logs = logs
         self._stopping = threading.Event()
         self._started_s = time.time()
@@ -141,9 +144,19 @@ class EngineCoreHost:
             # Each rank waits until nobody looks at what it unmaps; here only slots in use are looked at.
             settle=lambda timeout_s: True,
             wake=_nothing,
-            tell=self._note_resize,
+            tell=lambda end: self._upkeep.note_resize(end),
         )
         self._closers.append(self._pool_size.close)
+        self._upkeep = Upkeep(
+            self.settings,
+            self._logs.set_level,
+            self.store,
+            self.feed,
+            self.core,
+            self.manager,
+            self._pool_size,
+            self._stopping,
+        )
 
     def start(self) -> None:
         """Take over what is kept of blocks and of what operators had set; start history and the supervisor."""
@@ -161,8 +174,7 @@ class EngineCoreHost:
                 self._mapped.file, self._mapped.pool, self.store, self.manager, self._stopping
             )
         self.store.start(self.manager.inventory)
-        self._pool_size.start()
-        threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True).start()
+        self._upkeep.start()
 
     def note_dropped(self, why: str, foreign_keys: Sequence[Key]) -> None:
         """The first rank has dropped a kept pool as a whole, before this process could see it."""
@@ -237,7 +249,7 @@ class EngineCoreHost:
             settings.resolved_database_url(),
             self.name,
             settings.pool_kind.value,
-            _history_limits(settings),
+            history_limits(settings),
             num_kept_slots=mapped.pool.num_slots if mapped is not None and is_kept else 0,
             on_replaced=lambda: self.policies.write_again(time.time()),
         )
@@ -255,44 +267,6 @@ class EngineCoreHost:
         self._closers.append(lambda: close_tiers(tiers))
         return tiers
 
-    def _apply(self, settings: Settings) -> None:
-        """Carry settings that changed while running to whoever holds a copy."""
-        self._logs.set_level(settings.log_level)
-        self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
-        self.core.choice.decision = settings.load_decision
-        self.core.set_store_mode(settings.store_mode)
-        self.manager.admission.threshold = settings.store_threshold
-        while self.manager.switch_policy(settings.eviction_policy):
-            # In short turns, between which the engine has the lock.
-            continue
-        self.store.set_limits(_history_limits(settings))
-        self._pool_size.begin()
-
-    def _check_change(self, settings: Settings, names: Collection[str]) -> None:
-        """Refuse what validates and cannot be: raises `BadSettings` or `PinnedBlocks`."""
-        if "pool_bytes" in names:
-            self._pool_size.check(settings.pool_bytes)
-
-    def _note_resize(self, end: ResizeEnd) -> None:
-        """A resize has ended: what could not be had is not what the settings say any more."""
-        if end.error is not None:
-            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
-        self.feed.changed(EventType.RESIZED, asdict(end), time.time())
-
-    def _supervise(self) -> None:
-        """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
-        while not self._stopping.wait(SUPERVISE_S):
-            try:
-                if not self.store.journal.is_alive():
-                    _log.error("the journal's thread died and is started again")
-                    self.store.start(self.manager.inventory)
-                self._pool_size.start()
-                self.core.expire(time.time())
-                while self.manager.index.bury() and not self._stopping.is_set():
-                    continue
-            except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
-                _log.exception("the supervisor failed at a round")
-
 
 def _nothing() -> None:
     """vLLM steps for as long as transfers are open, and nothing else needs a step."""
@@ -306,7 +280,3 @@ def _watermark_blocks(config: Any, layout: VllmLayout) -> int:
         for group in layout.groups
     )
     return max(min(int(step_blocks), layout.num_blocks // 4), 1)
-
-
-def _history_limits(settings: Settings) -> HistoryLimits:
-    return HistoryLimits(settings.eviction_history_rows, float(settings.eviction_history_days))
