@@ -18,4 +18,6 @@ def server_config(app: ASGIApp, grace_s: int | None = None) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=grace_s,
+        # Else whoever calls from this machine could name any address in X-Forwarded-For, and the audit would say so.
+        proxy_headers=False,
     )

@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from app.server_config import server_config
 from tests import waiting
 
 DEADLINE_S = 20.0
@@ -61,8 +62,7 @@ def serve(app: FastAPI, closing: ClosingFlag | None = None) -> Iterator[Running]
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=10)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(app, 10))
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

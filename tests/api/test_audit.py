@@ -22,6 +22,12 @@ def latest(client: httpx.Client) -> dict[str, Any]:
     return item
 
 
+def test_a_caller_cannot_say_where_it_calls_from(api: httpx.Client) -> None:
+    said = {"X-Forwarded-For": "203.0.113.7", "X-Forwarded-Proto": "https", "Forwarded": "for=203.0.113.7"}
+    assert api.post("/admin/v1/reset", json={}, headers=said).status_code == 200
+    assert latest(api)["client"] == "127.0.0.1"
+
+
 def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
     with start_service(tmp_path, admin_token=ADMIN) as running, running.client(ADMIN) as client:
         (block, *_) = fill(running, LoopRequest("one", 64, seed=1))
