@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from math import comb
+from math import comb, inf
 
 
 def environment(*packages: str) -> str:
@@ -24,7 +24,10 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """A distribution-free interval for the median: the order statistics that enclose it with this confidence."""
+    """A distribution-free interval for the median: the order statistics that enclose it with this confidence.
+
+    Where even the smallest and the largest of so few values do not, as with fewer than six at 95%, it has no ends.
+    """
     ordered = sorted(values)
     count = len(ordered)
     tail = 0.0
@@ -34,7 +37,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         if 2 * tail > 1 - confidence:
             break
         rank += 1
-    low = max(rank - 1, 0)
+    if not rank:
+        return -inf, inf
+    low = rank - 1
     return ordered[low], ordered[count - 1 - low]
 
 
