@@ -22,6 +22,7 @@ from app.api.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
 from core.grants import BlockState, PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of
+from core.policy import PRIORITY_CLASS, Priority
 from core.slots import SlotState
 from core.tiers import HOST
 
@@ -30,6 +31,7 @@ TIERS_S = 0.5
 """How long a listing waits for what tiers have to say; those on a network may not answer at all."""
 _SILENT_S = 0.05
 """A tier need not tell that it has an answer; it is asked at least so often."""
+_PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
 
 BlockHash = Annotated[
@@ -60,6 +62,7 @@ class Block(BaseModel):
     last_hit: str | None
     hits: int
     generation: int = Field(description="raised each time the slot is given out")
+    priority: Priority = Field(description="eviction class: the highest in which it was offered; lower ones go first")
     pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
     tiers: list[str] = Field(
         examples=[["host", "disk"]],
@@ -127,6 +130,7 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
         rows.hit_s.tolist(),
         rows.hits.tolist(),
         rows.generations.tolist(),
+        rows.classes.tolist(),
         strict=True,
     )
     return [
@@ -145,10 +149,11 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
             "last_hit": rfc3339_or_none(hit_s),
             "hits": hits,
             "generation": generation,
+            "priority": _PRIORITIES[class_],
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
             "tiers": held_by,
         }
-        for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation in columns
+        for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation, class_ in columns
         if hold is not None
     ]
 

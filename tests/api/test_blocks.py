@@ -46,6 +46,22 @@ def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> 
     assert (tail["hits"], tail["last_hit"]) == (0, None)
 
 
+def test_a_block_shows_the_class_in_which_it_is_evicted(fresh: Service) -> None:
+    """The highest that it was offered in: a request of a lower one does not take it back."""
+    with fresh.client() as client:
+        for name in ("low", "high"):
+            client.put(f"/admin/v1/requests/{name}/policy", json={"priority": name})
+        stored = {name: fill(fresh, LoopRequest(name, 64, seed=1)) for name in ("low", "normal")}
+        assert stored["low"] == stored["normal"]
+        stored["high"] = fill(fresh, LoopRequest("high", 64, seed=2))
+        fill(fresh, LoopRequest("low", 64, seed=2))
+        for name, priority in (("normal", "normal"), ("high", "high")):
+            assert {client.get(f"{BLOCKS}/{block}").json()["priority"] for block in stored[name]} == {priority}
+        other = fill(fresh, LoopRequest("low", 64, seed=3))
+        listed = {item["hash"]: item["priority"] for item in client.get(BLOCKS).json()["items"]}
+        assert {listed[block] for block in other} == {"low"}
+
+
 def test_a_block_says_what_it_is_under(fresh: Service) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
 
