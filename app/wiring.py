@@ -197,7 +197,11 @@ class Process:
 
     def degraded(self) -> list[str]:
         """What does less than it should, while requests are served all the same."""
-        return self.scheduler.tiers.health() + self._pool_size.reasons()
+        return [
+            *self.scheduler.tiers.health(),
+            *self._pool_size.reasons(),
+            *self.settings.shortfalls.values(),
+        ]
 
     def wake(self) -> None:
         """Have an idle engine take a step."""

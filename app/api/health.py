@@ -33,7 +33,7 @@ class Readiness(BaseModel):
     degraded: list[str] = Field(
         default=[],
         description="what does less than it should while requests are served all the same: a tier that is out of "
-        "order, or a resize that waits for slots in use",
+        "order, a resize that waits for slots in use, or a size of the pool that could not be had",
         examples=[["tier disk: the disk is full"]],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,19 @@ SIZES_MIB = (1, 6, 2, 8, 4, 0.5, 3, 8)
 
 def resize(served: Served, num_bytes: int) -> httpx.Response:
     return served.http.patch(CONFIG, json={"pool_bytes": num_bytes})
+
+
+def test_a_growth_that_could_not_be_had_shows_until_another_size_is_asked_for(tmp_path: Path) -> None:
+    with serving(tmp_path, **SETTINGS, pool_kind="file", pool_path=tmp_path / "pool") as served:
+        resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
+        assert resize(served, 32 * MIB).status_code == 200
+        wait_until(lambda: served.get(CONFIG)["pool_bytes"]["shortfall"] is not None, "the growth has failed")
+        ready = served.get("/readyz")
+        assert ready["degraded"] == [served.get(CONFIG)["pool_bytes"]["shortfall"]]
+        assert f"pool_bytes={32 * MIB} could not be had" in ready["degraded"][0]
+        assert served.tokens(PROMPTS[0], max_tokens=8)
+        resized(served, 6 * MIB)
+        assert served.get("/readyz")["degraded"] == []
 
 
 def resized(served: Served, num_bytes: int) -> Any:
