@@ -31,6 +31,11 @@ def test_stats(ask: Run, service: Service) -> None:
     assert re.search(rf"^prompt tokens +{total:,} *$", shown.out, re.MULTILINE)
 
 
+def heeds_sigint() -> None:
+    """Before a child runs: what a shell starts in the background ignores Ctrl-C, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "app.cli", "stats", "--watch", "--json", "--interval-s", "0.1"],
@@ -39,6 +44,7 @@ def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Pa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heeds_sigint,
     ) as watching:
         assert watching.stdout is not None
         seen = [json.loads(watching.stdout.readline()) for _ in range(3)]
@@ -135,8 +141,7 @@ def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background may have had Ctrl-C ignored, and that is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heeds_sigint,
         ) as watching:
             assert watching.stdout is not None
             lines = [watching.stdout.readline()]
