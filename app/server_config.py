@@ -7,11 +7,14 @@ import logging
 import uvicorn
 from starlette.types import ASGIApp
 
+from app.api.repeats import RepeatedCalls
+
 
 def server_config(app: ASGIApp, grace_s: int | None = None) -> uvicorn.Config:
     """Logging stays ours. A server that is told to stop gives answers under way `grace_s`; None waits for them all."""
     return uvicorn.Config(
         app,
+        http=RepeatedCalls,
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import getrandbits
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.headers import values_of
 from app.api.problems import Problem
+from app.api.repeats import BODY_NOW, HEAD_NOW
 
 MAX_REQUEST_ID_CHARS = 200
 REQUEST_ID_PATTERN = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
@@ -20,6 +21,7 @@ _Header = tuple[bytes, bytes]
 # Names are in lower case, as ASGI has them.
 _ID = b"x-request-id"
 _TYPE = b"content-type"
+_LENGTH = b"content-length"
 _ON_EVERY_ANSWER: list[_Header] = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -49,7 +51,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _settle_request_id(scope)
+        request_id, is_drawn = _settle_request_id(scope)
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -57,6 +59,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = _complete(message["headers"], message["status"], request_id)
+                if BODY_NOW in scope["state"]:
+                    scope["state"][HEAD_NOW] = _head_maker(message["headers"], is_drawn)
             await send(message)
 
         try:
@@ -68,17 +72,32 @@ class Envelope:
                 await problem.response(scope)(scope, receive, send_with_headers)
 
 
-def _settle_request_id(scope: Scope) -> str:
+def _draw_request_id() -> str:
+    # Not from the system's source of secrets: asking it gives the interpreter away, and getting it back takes time.
+    return f"{getrandbits(128):032x}"
+
+
+def _settle_request_id(scope: Scope) -> tuple[str, bool]:
+    """A call's id, and whether it was drawn for want of one that the client sent."""
     sent = values_of(scope, _ID)
-    if len(sent) == 1 and is_request_id(sent[0]):
-        request_id = sent[0]
-    else:
-        # Not from the system's source of secrets: asking it gives the interpreter away, and getting it back takes time.
-        request_id = f"{getrandbits(128):032x}"
+    is_drawn = len(sent) != 1 or not is_request_id(sent[0])
+    if is_drawn:
+        request_id = _draw_request_id()
         others = [header for header in scope["headers"] if header[0] != _ID]
         scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
+    else:
+        request_id = sent[0]
     scope.setdefault("state", {})["request_id"] = request_id
-    return request_id
+    return request_id, is_drawn
+
+
+def _head_maker(headers: Iterable[_Header], is_id_drawn: bool) -> Callable[[], bytes]:
+    """What makes the header lines of the same answer to the same call, but for an id of its own and the length."""
+    changing = {_LENGTH, _ID} if is_id_drawn else {_LENGTH}
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers if header[0] not in changing)
+    if not is_id_drawn:
+        return lambda: lines
+    return lambda: b"%b%b: %b\r\n" % (lines, _ID, _draw_request_id().encode("ascii"))
 
 
 def _complete(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -13,7 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
-from app.api.polled import PolledRoute
+from app.api.polled import PolledAnswer, PolledRoute
 from app.metrics import build_registry
 
 READINESS_TIMEOUT_S = 5.0
@@ -91,10 +92,10 @@ def health_router(context: AdminContext) -> APIRouter:
         answer = await readiness.answer()
         return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
 
-    async def metrics(request: Request) -> Response:
+    def metrics(request: Request) -> PolledAnswer:
         """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        return PolledAnswer(partial(encode, registry), content_type)
 
     router.add_api_route(
         "/metrics",

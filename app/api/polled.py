@@ -1,7 +1,8 @@
-"""Routes that are asked again and again: described like any other, and answered without what FastAPI does for others.
+"""Calls that are made again and again: described like any other, and answered without what others need.
 
-What it does for each call (stacks for dependencies and files, the solving of parameters, models) costs a call without
-any of them about as much as its answer, and that is time of the interpreter that an engine in this process wants too.
+What FastAPI does for each call (stacks for dependencies and files, the solving of parameters, models) costs a call
+without any of them about as much as its answer, and that is time of the interpreter that an engine in this process
+wants too. A caller who sends the same bytes again on the same connection costs still less: see `app.api.repeats`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,28 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from app.api.repeats import BODY_NOW
+
+
+class PolledAnswer(Response):
+    """An answer with 200, whose body can be made anew whenever the same call comes again."""
+
+    def __init__(self, make_body: Callable[[], bytes], content_type: str) -> None:
+        """`make_body` gives the bytes of the moment."""
+        super().__init__(make_body(), headers={"Content-Type": content_type})
+        self.make_body = make_body
 
 
 class PolledRoute(APIRoute):
-    """A route whose endpoint is an `async` function that takes the request or nothing, and returns a `Response`.
+    """A route whose endpoint takes the request or nothing, and returns a `PolledAnswer` without waiting for anything.
 
     Give it to a router as `add_api_route(..., route_class_override=PolledRoute)`.
     """
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, path: str, endpoint: Callable[..., PolledAnswer], **options: Any) -> None:
         """Raises `TypeError` for an endpoint that takes more."""
         super().__init__(path, endpoint, **options)
         asked = self.dependant
@@ -29,7 +42,8 @@ class PolledRoute(APIRoute):
             raise TypeError(f"{path}: a polled route takes no parameters and has no dependencies")
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await endpoint(*([Request(scope, receive, send)] if asked.request_param_name else []))
+            response = endpoint(*([Request(scope, receive, send)] if asked.request_param_name else []))
+            scope["state"][BODY_NOW] = response.make_body
             await response(scope, receive, send)
 
         self.app = answer

@@ -62,7 +62,7 @@ def serve(app: FastAPI, closing: ClosingFlag | None = None) -> Iterator[Running]
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = uvicorn.Server(server_config(app, 10))
+    server = uvicorn.Server(server_config(app, grace_s=10))
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

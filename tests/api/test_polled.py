@@ -1,33 +1,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import httpx
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.middleware import Middleware
 
 from app.api.envelope import Envelope
-from app.api.polled import PolledRoute
+from app.api.polled import PolledAnswer, PolledRoute
 from app.api.problems import Problem, install_problem_handlers
 
 from .service import Service
 from .serving import serve
 from .test_envelope import problem_of
 
-Endpoint = Callable[..., Awaitable[Response]]
+Endpoint = Callable[..., PolledAnswer]
 
 
-async def answer(request: Request) -> Response:
-    return Response(request.headers["X-Asked"], media_type="text/plain")
+def answer(request: Request) -> PolledAnswer:
+    asked = request.headers["X-Asked"].encode()
+    return PolledAnswer(lambda: asked, "text/plain")
 
 
-async def refuse(_request: Request) -> Response:
+def refuse(_request: Request) -> PolledAnswer:
     raise Problem(409, "not now")
 
 
-async def fail(_request: Request) -> Response:
+def fail(_request: Request) -> PolledAnswer:
     raise RuntimeError("a secret in a message")
 
 
@@ -56,11 +57,11 @@ def test_a_polled_route_answers_and_says_no_like_any_other(caplog: pytest.LogCap
     assert sum("failed" in record.getMessage() for record in caplog.records) == 1
 
 
-async def with_query(_request: Request, limit: int) -> Response:
+def with_query(_request: Request, limit: int) -> PolledAnswer:
     raise NotImplementedError(limit)
 
 
-async def with_dependency(_request: Request, found: str = Depends(lambda: "found")) -> Response:
+def with_dependency(_request: Request, found: str = Depends(lambda: "found")) -> PolledAnswer:
     raise NotImplementedError(found)
 
 
