@@ -4,8 +4,9 @@ Run: OMP_NUM_THREADS=1 python -m bench.copy_cpu [--threads 1 2] [--rounds 9] [--
 
 Blocks and slots are random rows of two large tables, so that nothing comes from a cache. All contenders move as many
 bytes, in turns and at new places each time; the memcpy moves one stretch a thread. Times are from submitting a job
-until its result can be polled. The ratio is that of the same round's speeds. Below stands what a job takes that copies
-next to nothing: the way to a copy thread and back, which the memcpy on one thread is spared.
+until its result can be polled. Jobs come one at a time, which shows how late a block is that somebody waits for, and in
+a row, which shows how much gets through. The ratio is that of the same round's speeds. Below stands what a job takes
+that copies next to nothing: the way to a copy thread and back, which the memcpy on one thread is spared.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -31,6 +34,8 @@ from cuda_ops.prepare import Preparation
 
 TABLE_BYTES = 512 << 20
 MIB = 1 << 20
+ROW_BYTES = 256 * MIB
+MAX_ROW = 8
 GOAL = 0.9
 """Of the speed of one memcpy, from blocks of 16 KiB up."""
 
@@ -73,34 +78,44 @@ class Bench:
         at = int(self.rng.integers(0, (TABLE_BYTES - num_bytes) // 4096 + 1)) * 4096
         return Batch(direction, blocks, slots, at, num_bytes)
 
-    def run_engine(self, batch: Batch) -> None:
-        self.job_id += 1
-        run = BlockRun(0, batch.blocks, batch.slots, np.zeros_like(batch.slots))
-        self.engine.submit(TransferJob(self.job_id, batch.direction, (run,)))
-        self.engine.wait([self.job_id], 60.0)
-        (result,) = self.engine.poll()
-        if result.error is not None or result.num_bytes != batch.num_bytes:
-            raise RuntimeError(f"the copy engine failed: {result}")
+    def run_engine(self, row: Sequence[Batch]) -> None:
+        jobs = []
+        for batch in row:
+            self.job_id += 1
+            run = BlockRun(0, batch.blocks, batch.slots, np.zeros_like(batch.slots))
+            jobs.append(TransferJob(self.job_id, batch.direction, (run,)))
+        for job in jobs:
+            self.engine.submit(job)
+        self.engine.wait([job.job_id for job in jobs], 60.0)
+        results = self.engine.poll()
+        if len(results) != len(row) or any(
+            result.error is not None or result.num_bytes != batch.num_bytes
+            for result, batch in zip(results, row, strict=True)
+        ):
+            raise RuntimeError(f"the copy engine failed: {results}")
 
-    def run_memcpy(self, batch: Batch) -> None:
-        source, target = self._sides(batch)
-        part = batch.num_bytes // self.num_threads
-        starts = range(batch.at, batch.at + part * self.num_threads, part)
-        from_, to = source.ctypes.data, target.ctypes.data
-        if self.num_threads == 1:
-            ctypes.memmove(to + batch.at, from_ + batch.at, part)
-        else:
-            list(self.helpers.map(lambda start: ctypes.memmove(to + start, from_ + start, part), starts))
+    def run_memcpy(self, row: Sequence[Batch]) -> None:
+        for batch in row:
+            source, target = self._sides(batch)
+            part = batch.num_bytes // self.num_threads
+            starts = range(batch.at, batch.at + part * self.num_threads, part)
+            from_, to = source.ctypes.data, target.ctypes.data
+            if self.num_threads == 1:
+                ctypes.memmove(to + batch.at, from_ + batch.at, part)
+            else:
+                list(self.helpers.map(partial(_move, to, from_, part), starts))
 
-    def run_numpy(self, batch: Batch) -> None:
-        source, target = self._sides(batch)
-        from_, to = self._rows(batch)
-        target[to] = source[from_]
+    def run_numpy(self, row: Sequence[Batch]) -> None:
+        for batch in row:
+            source, target = self._sides(batch)
+            from_, to = self._rows(batch)
+            target[to] = source[from_]
 
-    def run_torch(self, batch: Batch) -> None:
-        source, target = map(torch.from_numpy, self._sides(batch))
-        from_, to = map(torch.from_numpy, self._rows(batch))
-        target.index_copy_(0, to, source.index_select(0, from_))
+    def run_torch(self, row: Sequence[Batch]) -> None:
+        for batch in row:
+            source, target = map(torch.from_numpy, self._sides(batch))
+            from_, to = map(torch.from_numpy, self._rows(batch))
+            target.index_copy_(0, to, source.index_select(0, from_))
 
     def _sides(self, batch: Batch) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         return (self.device, self.host) if batch.direction is Direction.STORE else (self.host, self.device)
@@ -109,11 +124,15 @@ class Bench:
         return (batch.blocks, batch.slots) if batch.direction is Direction.STORE else (batch.slots, batch.blocks)
 
 
-def measure(bench: Bench, batch: Batch, run: Callable[[Batch], None]) -> float:
+def _move(to: int, from_: int, num_bytes: int, start: int) -> None:
+    ctypes.memmove(to + start, from_ + start, num_bytes)
+
+
+def measure(row: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> float:
     """GB/s."""
     started_s = time.perf_counter()
-    run(batch)
-    return batch.num_bytes / (time.perf_counter() - started_s) / 1e9
+    run(row)
+    return sum(batch.num_bytes for batch in row) / (time.perf_counter() - started_s) / 1e9
 
 
 def job_us(bench: Bench) -> float:
@@ -122,23 +141,23 @@ def job_us(bench: Bench) -> float:
     for _ in range(300):
         batch = bench.batch(Direction.STORE, bench.block_bytes)
         started_s = time.perf_counter()
-        bench.run_engine(batch)
+        bench.run_engine([batch])
         times.append(time.perf_counter() - started_s)
     return statistics.median(times) * 1e6
 
 
-def compare(bench: Bench, direction: Direction, num_bytes: int, rounds: int, only_engine: bool) -> None:
+def compare(bench: Bench, direction: Direction, num_bytes: int, in_row: int, rounds: int, only_engine: bool) -> None:
     contenders = {"memcpy": bench.run_memcpy, "engine": bench.run_engine}
     if not only_engine:
         contenders |= {"numpy": bench.run_numpy, "torch": bench.run_torch}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
-    repeats = max(1, min(16, 64 * MIB // num_bytes))
+    repeats = max(1, min(16, 64 * MIB // (num_bytes * in_row)))
     for round_ in range(rounds + 1):
         order = list(contenders)
         bench.rng.shuffle(order)
         for name in order:
             found = [
-                measure(bench, bench.batch(direction, num_bytes), contenders[name])
+                measure([bench.batch(direction, num_bytes) for _ in range(in_row)], contenders[name])
                 for _ in range(1 if name in ("numpy", "torch") else repeats)
             ]
             if round_:
@@ -147,7 +166,7 @@ def compare(bench: Bench, direction: Direction, num_bytes: int, rounds: int, onl
     low, high = median_interval(ratios)
     judged = verdict(ratios, GOAL, at_most=False) if bench.block_bytes >= 16 << 10 else "-"
     print(
-        f"| {bench.block_bytes >> 10} | {num_bytes // MIB} | {direction} | {bench.num_threads} | "
+        f"| {bench.block_bytes >> 10} | {num_bytes // MIB} | {in_row} | {direction} | {bench.num_threads} | "
         + " | ".join(spread(rates[name], 1) for name in contenders)
         + f" | {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) | {judged} |",
         flush=True,
@@ -166,16 +185,17 @@ def main() -> None:
     names = ["memcpy", "engine"] if options.only_engine else ["memcpy", "engine", "numpy", "torch"]
     print(environment("numpy", "numba", "torch"))
     print(f"GB/s, median (minimum-maximum) of {options.rounds} rounds; the ratio's median with its 95% interval\n")
-    print(f"| block KiB | job MiB | direction | threads | {' | '.join(names)} | engine / memcpy | goal {GOAL} |")
-    print("|" + " --- |" * (6 + len(names)))
+    print(f"| block KiB | job MiB | in a row | direction | threads | {' | '.join(names)} | engine / memcpy | {GOAL} |")
+    print("|" + " --- |" * (7 + len(names)))
     one_block_us: dict[tuple[int, int], float] = {}
     for num_threads in options.threads:
         torch.set_num_threads(num_threads)
         for block_kib in options.blocks_kib:
             bench = Bench(block_kib << 10, num_threads, np.random.default_rng(options.seed))
             for job_mib in options.jobs_mib:
-                for direction in Direction:
-                    compare(bench, direction, job_mib * MIB, options.rounds, options.only_engine)
+                rows = sorted({1, min(MAX_ROW, max(ROW_BYTES // (job_mib * MIB), 1))})
+                for direction, in_row in product(Direction, rows):
+                    compare(bench, direction, job_mib * MIB, in_row, options.rounds, options.only_engine)
             one_block_us[num_threads, block_kib] = job_us(bench)
             bench.close()
     for (num_threads, block_kib), micros in one_block_us.items():
