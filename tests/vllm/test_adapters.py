@@ -101,6 +101,15 @@ def test_hashes_are_longer_by_one_digest_and_grow_with_vllms(tmp_path: Path, ada
     assert adapters.ours(b"\x08" * 32) == b"\x08" * 32
 
 
+def test_hashes_that_vllm_takes_back_are_not_kept(tmp_path: Path, adapters: Adapters) -> None:
+    """A streaming session drops the token that it sampled last, and goes on with the client's next ones."""
+    found = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1)), blocks=3)
+    first = found.known()
+    found.theirs[2:] = [b"\x07" * 32, b"\x08" * 32]
+    assert [ours[:32] for ours in found.now()] == found.theirs
+    assert found.now()[:2] == first[:2]
+
+
 def test_an_adapter_loaded_again_with_other_weights_from_its_path_is_not_stored(
     tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -252,6 +252,23 @@ def test_what_steps_computed_on_a_failed_load_of_another_connector_is_never_publ
     assert world.core.snapshot().pool.ready > 0
 
 
+def test_a_request_that_a_reset_took_off_the_device_offers_nothing_when_it_is_aborted() -> None:
+    """vLLM preempts all requests to reset its cache between two steps, as before it takes other weights. What they held
+    until then is no more, and the very blocks may be anybody's."""
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", 2 * BLOCK, hashes(1))
+    blocks = world.take(2)
+    world.add(request, blocks)
+    world.end(*world.step({"one": (0, 2 * BLOCK)}).stores)
+    request.block_hashes += hashes(2)[1:]
+    world.pool.free_blocks([world.pool.blocks[block] for block in blocks])
+    request.num_preemptions += 1
+    world.side.reset()
+    world.side.finish("one")
+    assert world.step({}).stores == []
+    assert not world.side.has_open_work()
+
+
 # --- several ranks --------------------------------------------------------------------------------------------------
 
 

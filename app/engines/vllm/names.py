@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 
-_PREFIXES = ("cmpl-", "chatcmpl-")
-_INDEXED = "cmpl-"
-"""Only completions number the prompts of a call, and they do so behind the client's id."""
+_INDEX_BY_PREFIX = {
+    "cmpl-": re.compile(r"-\d+$"),
+    "chatcmpl-": re.compile(r"_\d+$"),
+    "generate-tokens-": None,
+}
+"""What the API puts in front, and how it numbers the prompts of one call."""
+_CHILD = re.compile(r"^\d+_")
+"""Each of several answers to one prompt is a request."""
+_BEAM = re.compile(r"-[0-9a-f]{32}-beam-\d+$")
+"""And so is each step of each beam."""
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
-_INDEX = re.compile(r"-\d+$")
 
 
 def aliases_of(request_id: str) -> tuple[str, ...]:
@@ -17,10 +23,13 @@ def aliases_of(request_id: str) -> tuple[str, ...]:
     `cmpl-ID-0-1a2b3c4d` is known as `cmpl-ID-0`, `cmpl-ID`, `ID-0-1a2b3c4d`, `ID-0` and `ID`.
     """
     found: list[str] = []
-    stems = [request_id, *(request_id.removeprefix(prefix) for prefix in _PREFIXES if request_id.startswith(prefix))]
-    for stem in stems:
-        plain = _RANDOM.sub("", stem)
-        found += [stem, plain]
-        if request_id.startswith(_INDEXED):
-            found.append(_INDEX.sub("", plain))
+    for whole in dict.fromkeys((request_id, _CHILD.sub("", request_id))):
+        prefix = next((prefix for prefix in _INDEX_BY_PREFIX if whole.startswith(prefix)), "")
+        index = _INDEX_BY_PREFIX.get(prefix)
+        for stem in dict.fromkeys((whole, whole.removeprefix(prefix))):
+            plain = _RANDOM.sub("", stem)
+            single = _BEAM.sub("", plain)
+            found += [stem, plain, single]
+            if index is not None:
+                found.append(index.sub("", single))
     return tuple(name for name in dict.fromkeys(found) if name and name != request_id)

@@ -58,7 +58,9 @@ class VllmRequest:
         suffix = self._adapter.suffix
         if suffix is None:
             return ()
-        if len(theirs) < len(self._hashes):
+        known = len(self._hashes)
+        # vLLM takes tokens back where a streaming session goes on. Hashes are chained: the last speaks for all.
+        if known > len(theirs) or (known and theirs[known - 1] + suffix != self._hashes[-1]):
             self._hashes.clear()
         self._hashes += self._adapters.lengthen(theirs[len(self._hashes) :], suffix)
         return self._hashes

@@ -92,8 +92,10 @@ class SchedulerSide:
 
     def finish(self, request_id: str) -> None:
         """A request is over, in whatever state. Blocks that are still copied are held by themselves."""
+        now_s = self._clock()
+        self._note_preemption(request_id, now_s)
         if self._requests.pop(request_id, None) is not None:
-            self.core.on_request_finished(request_id, self._clock())
+            self.core.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
         if self._events is not None:
             self._events.forget(request_id)
