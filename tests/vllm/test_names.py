@@ -37,5 +37,5 @@ def test_a_request_goes_by_what_its_client_called_it(vllms: str) -> None:
 
 @pytest.mark.parametrize("sent", ["a-1", "a-1a2b3c4d", "2_a", "cmpl-a", "a_3", "job-0123456789abcdef0123456789abcdef"])
 def test_what_looks_like_vllms_own_in_a_clients_id_stays(sent: str) -> None:
-    for vllms in (f"cmpl-{sent}-0{RANDOM}", f"chatcmpl-{sent}{RANDOM}", f"{sent}{RANDOM}", f"1_chatcmpl-{sent}{RANDOM}"):
-        assert sent in aliases_of(vllms)
+    for vllms in (f"cmpl-{sent}-0", f"chatcmpl-{sent}", sent, f"1_chatcmpl-{sent}"):
+        assert sent in aliases_of(vllms + RANDOM)

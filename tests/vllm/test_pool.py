@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm import EngineArgs
 from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -61,6 +62,18 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
         lambda config: changed(config, "cache_config", prefix_caching_hash_algo="sha256_cbor"),
     ),
     "ranks": ("tensor_parallel", lambda config: changed(config, "parallel_config", tensor_parallel_size=2)),
+    # Some models (LongRoPE, Llama 4) compute other keys by the longest prompt that is to be served.
+    "longest prompt": ("longest", lambda config: changed(config, "model_config", original_max_model_len=9999)),
+    "layers kept apart": (
+        "cache_dtype",
+        lambda config: changed(config, "cache_config", kv_cache_dtype_skip_layers=["sliding_window"]),
+    ),
+    "type of recurrent states": (
+        "cache_dtype",
+        lambda config: changed(config, "cache_config", mamba_ssm_cache_dtype="float16"),
+    ),
+    "what it is run as": ("runner", lambda config: changed(config, "model_config", convert="embed")),
+    "code of the hub": ("code", lambda config: changed(config, "model_config", code_revision="abc")),
     "random weights": ("revision", lambda config: changed(config, "load_config", load_format="dummy")),
 }
 
@@ -163,8 +176,11 @@ def test_weights_that_nobody_knows_are_refused_where_blocks_outlive_the_engine(
     base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
 ) -> None:
     streamed = changed(with_pool(base, **extra(tmp_path)), "model_config", model_weights="s3://bucket/model")
-    with pytest.raises(ConnectorRefused, match=r"nothing says which weights the model .*local folder"):
-        start(streamed, *BOTH)
+    trained = copy.copy(with_pool(base, **extra(tmp_path)))
+    trained.weight_transfer_config = WeightTransferConfig()
+    for config in (streamed, trained):
+        with pytest.raises(ConnectorRefused, match=r"nothing says which weights the model .*local folder"):
+            start(config, *BOTH)
     start(with_pool(base, **extra(tmp_path)), *BOTH)
     assert not [path for path in SHARED_MEMORY.glob("kvferry-*") if start_digest(base) in path.name]
 

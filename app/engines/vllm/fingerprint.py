@@ -30,7 +30,7 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout) -> dict[str, object
 
     Alike in all processes of an engine. `revision` is None where nothing says which weights the model has.
     """
-    model, parallel = config.model_config, config.parallel_config
+    model, cache_types, parallel = config.model_config, config.cache_config, config.parallel_config
     draft = _draft(config)
     return {
         "vllm": vllm.__version__,
@@ -38,10 +38,19 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout) -> dict[str, object
         "model": model.model,
         "revision": None if draft is not None and draft[1] is None else _revision(config),
         "overrides": _overrides(model.hf_overrides),
+        "code": [str(model.model_impl), str(model.code_revision)],
+        "runner": [str(model.runner_type), str(model.convert)],
+        # Some models turn keys by it. As it was asked for: vLLM may fit it to the memory that there is.
+        "longest": str(model.original_max_model_len),
         "draft": draft,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "cache_dtype": str(config.cache_config.cache_dtype),
+        "cache_dtype": [
+            str(cache_types.cache_dtype),
+            str(cache_types.mamba_cache_dtype),
+            str(cache_types.mamba_ssm_cache_dtype),
+            sorted(cache_types.kv_cache_dtype_skip_layers),
+        ],
         "attention": str(config.attention_config.backend),
         "layout": str(cache.kv_cache_layout),
         "groups": [
@@ -101,8 +110,8 @@ def _revision(config: Any) -> str | None:
     model = config.model_config
     if str(config.load_config.load_format) == "dummy":
         return f"dummy-{model.seed}"
-    if model.model_weights:
-        # They are streamed from elsewhere, and the folder has the configuration only.
+    if model.model_weights or config.weight_transfer_config is not None:
+        # They are streamed from elsewhere, and the folder has the configuration only; or they change while it runs.
         return None
     weights = _weights(str(model.model), model.revision, model.hf_config)
     if weights is None or not model.hf_config_path:
