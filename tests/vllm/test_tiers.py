@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cuda_ops.inspection import inspect_pool
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import serving
 from tests.vllm.test_in_process import assert_nothing_left
@@ -103,3 +105,31 @@ def test_two_ranks_and_the_engines_process_share_the_memory_that_a_tier_works_on
             wait_until(lambda: list(mapped_bytes(server).values()) == everywhere, "all map the size", 30.0)  # noqa: B023
         stats = server.settled()
         assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
+
+
+def test_what_a_tier_brought_into_a_kept_pool_outlives_a_killed_engine(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    few = PROMPTS[:8]
+    kept = {"pool_kind": "file", "pool_path": str(tmp_path / "pool"), "engine_name": "promoted"}
+    with serving(llama, tiered(tmp_path, **kept), tmp_path, BIND, tensor_parallel_size=RANKS) as server:
+        assert_equal_tokens([ask(server, prompt) for prompt in few], truth[: len(few)])
+        server.settled()
+        wait_until(lambda: not server.stats()["tiers"]["disk"]["open_jobs"], "the tier has it", 30.0)
+        server.admin.post("/admin/v1/reset", json={"tiers": ["host"]}).raise_for_status()
+        server.client.post("/reset_prefix_cache").raise_for_status()
+        assert_equal_tokens([ask(server, prompt) for prompt in few], truth[: len(few)])
+        stats = server.settled()
+        promoted = stats["tiers"]["disk"]["promoted"]
+        ready = stats["pool"]["ready"]
+        assert promoted > 0
+        file = tmp_path / "pool" / "promoted.pool"
+        wait_until(lambda: len(inspect_pool(file).kept.slots) == ready, "all blocks are sealed", 30.0)
+        server.stop(signal.SIGKILL)
+    plain = transfer_config(pool_bytes=SMALL_POOL, load_decision="always", **kept)
+    with serving(llama, plain, tmp_path, BIND, tensor_parallel_size=RANKS) as server:
+        assert server.stats()["recovery"]["recovered"] == ready
+        assert_equal_tokens([ask(server, prompt) for prompt in few], truth[: len(few)])
+        stats = server.settled()
+        assert stats["prompt_tokens"]["host_hit"] > 0
+        assert stats["load"]["failed"] == stats["load"]["corrupt"] == 0

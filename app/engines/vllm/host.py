@@ -17,6 +17,7 @@ from app.api.context import AdminContext, EngineInfo
 from app.api.live_settings import LiveSettings
 from app.engines.vllm.device import VllmDevice
 from app.engines.vllm.engine_extents import EngineExtents
+from app.engines.vllm.fillings import EngineFillings
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.pool import EnginePool, map_for_scheduler
@@ -40,6 +41,7 @@ from core.scheduler import OffloadScheduler
 from core.tiers import Tier
 from cuda_ops.extents import PoolPlan
 from cuda_ops.kept_pool import DropReason, KeptRecord
+from cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,13 @@ class EngineCoreHost:
             self.close()
             raise
         file = None if self._mapped is None else self._mapped.file
+        record = None if file is None else KeptRecord(file)
+        self._fillings: EngineFillings | None = None
+        if self._mapped is not None and file is not None and record is not None and tiers:
+            self._fillings = record.fillings = EngineFillings(
+                [SlotHeaders(file.headers(rank), self._mapped.pool, rank) for rank in range(size.num_ranks)]
+            )
+            self._closers.append(self._fillings.close)
         plan = size.extents
         if file is not None:
             plan = PoolPlan(file.shape.num_slots, file.shape.extent_slots, file.shape.max_slots)
@@ -110,7 +119,7 @@ class EngineCoreHost:
             sink=wrap_sink(self.feed),
             max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
-            record=None if file is None else KeptRecord(file),
+            record=record,
             epoch=0 if file is None else file.min_epoch,
             max_slots=plan.max_slots,
         )
@@ -141,8 +150,8 @@ class EngineCoreHost:
             PoolResize(self.manager, plan.extent_slots),
             self.extents,
             plan,
-            # Each rank waits until nobody looks at what it unmaps; here only slots in use are looked at.
-            settle=lambda timeout_s: True,
+            # Each rank waits besides until nobody looks at what it unmaps.
+            settle=lambda timeout_s: self._fillings is None or self._fillings.settle(timeout_s),
             wake=_nothing,
             tell=lambda end: self._upkeep.note_resize(end),
         )
