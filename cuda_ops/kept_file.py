@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from core.keys import Key
 from cuda_ops.backing import SharedFile
-from cuda_ops.kept_pool import read_slots
+from cuda_ops.kept_pool import DropReason, read_slots
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory
 from cuda_ops.pool_format import (
     FORMAT_VERSION,
@@ -120,6 +120,8 @@ class KeptFile:
         self.shape = shape
         self.goes_if_new = False
         """Whether a file that this process has made goes when it is closed: as long as nothing has come to use it."""
+        self.num_cut_off = 0
+        """Blocks that the file lost with its end, once that is shared: those who join never see them."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
@@ -199,6 +201,9 @@ class KeptFile:
         num_lost = min(self.found.num_slots, self.num_slots) - self.found.num_whole
         if self.found.is_kept and num_lost > 0:
             _log.warning("the kept pool %s was cut off: %s slots are lost", self.path, f"{num_lost:,}")
+            ranks = [self.headers(rank)[: self.num_slots] for rank in range(self.shape.num_ranks)]
+            seen = read_slots(ranks, self.shape, self.min_epoch, self.found.num_whole)
+            self.num_cut_off = seen.dropped.get(DropReason.TRUNCATED, 0)
             self._void_headers(self.found.num_whole, self.num_slots)
         self._lock.share()
 

@@ -21,7 +21,7 @@ from tests.vllm.engines import engine_options
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-START_S = 180.0
+START_S = 360.0
 STOP_S = 60.0
 
 

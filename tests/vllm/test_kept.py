@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from core.misses import MissCause
 from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.inspection import inspect_pool
 from cuda_ops.pool_lock import PoolLock, PoolRefused
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
@@ -175,6 +177,25 @@ def test_other_weights_drop_the_pool_and_the_field_is_named(
         assert told["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err
     assert re.search(r"WARNING .*is dropped and starts empty: revision was 'files-\w+' .* and is 'files-\w+'", said)
+
+
+def test_what_a_pool_has_lost_with_the_end_of_its_file_is_told(
+    llama: Path, tmp_path: Path, truth: list[Answer]
+) -> None:
+    with in_process(llama, kept_config(tmp_path)) as engine:
+        engine.generate(PROMPTS)
+        stored = engine.settle().store.stored
+    file = tmp_path / "pool" / "kept.pool"
+    whole = inspect_pool(file)
+    shape = whole.header.shape
+    half = int(whole.kept.slots[len(whole.kept.slots) // 2])
+    os.truncate(file, shape.payload_offset + int(shape.row_offsets(np.array([half]))[0]))
+    left = int((whole.kept.slots < half).sum())
+    with in_process(llama, kept_config(tmp_path)) as engine:
+        assert engine.connector._admin is not None
+        told = httpx.get(f"{engine.connector._admin.url}/admin/v1/stats").json()["recovery"]
+        assert (told["recovered"], told["dropped"]) == (left, {"truncated": stored - left})
+        assert_same(engine.generate(FEW), truth[: len(FEW)])
 
 
 def test_a_pool_is_one_engines_at_a_time(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

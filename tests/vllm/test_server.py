@@ -153,6 +153,7 @@ def test_the_pool_comes_to_other_sizes_while_clients_ask_and_while_nobody_does(
     for size in (12 * MIB, 3 * MIB, 24 * MIB):
         server.resize(size)
         pool = server.resized(size)
+        wait_until(lambda: server.metric("vllm:kvferry_pool_slots") == pool["slots"], "vLLM shows the size", 30.0)  # noqa: B023
         assert pool["pinned"] == pool["loading"] == pool["storing"] == 0
         assert pool["free"] + pool["ready"] == pool["slots"] == size // pool["slot_bytes"]
     assert_equal_tokens([ask(server, prompt) for prompt in some[:20]], truth[:20])
@@ -253,10 +254,12 @@ def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer) -> 
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     stored: dict[Any, Any] = {}
     removed: set[Any] = set()
+    cleared: list[Any] = []
 
     def listen() -> None:
         while socket.poll(0):
             for event in decoder.decode(socket.recv_multipart()[-1]).events:
+                cleared.extend([event] if type(event).__name__ == "AllBlocksCleared" else [])
                 if getattr(event, "medium", None) != "CPU":
                     continue
                 if type(event).__name__ == "BlockStored":
@@ -281,6 +284,12 @@ def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer) -> 
         for other in PROMPTS[100:]:
             ask(server, other)
         wait_until(lambda: (listen(), second.block_hashes[0] in removed)[1], "it is said to be gone", 30.0)
+        server.settled()
+        listen()
+        cleared.clear()
+        # Also while the engine has nothing to do.
+        server.admin.post("/admin/v1/reset", json={}).raise_for_status()
+        wait_until(lambda: (listen(), bool(cleared))[1], "it is said that all is gone", 30.0)
     finally:
         socket.close(0)
         context.term()

@@ -107,6 +107,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         facts = RankFacts(rank, self._size.num_slots, self._size.rank_slot_bytes)
         if mapped.file is not None:
             facts.dropped, facts.foreign_keys = mapped.file.found.dropped, mapped.file.take_foreign_keys()
+            facts.num_cut_off = mapped.file.num_cut_off
         self._facts = facts
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -157,8 +158,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         for facts in metadata.values():
             if isinstance(facts, RankFacts):
                 self._compare(facts)
-                if facts.dropped is not None and self._host is not None:
-                    self._host.note_dropped(facts.dropped, facts.foreign_keys)
+                if self._host is not None:
+                    self._host.note_dropped(facts)
         if self._admin is not None:
             self._admin.start()
 

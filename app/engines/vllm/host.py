@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from app.engines.vllm.engine_extents import EngineExtents
 from app.engines.vllm.fillings import EngineFillings
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.logs import GuestLogs
+from app.engines.vllm.metadata import RankFacts
 from app.engines.vllm.pool import EnginePool, map_for_scheduler
 from app.engines.vllm.refusal import ConnectorRefused
 from app.event_feed import EventFeed
@@ -32,7 +33,6 @@ from app.tiers.pool_slots import PoolSlots
 from app.upkeep import Upkeep, history_limits
 from app.warm_start import BootVerification, WarmStart, begin_warm
 from core.events import EventSink
-from core.keys import Key
 from core.manager import OffloadManager
 from core.policy import PolicyBook
 from core.rates import LoadOrCompute
@@ -185,12 +185,17 @@ class EngineCoreHost:
         self.store.start(self.manager.inventory)
         self._upkeep.start()
 
-    def note_dropped(self, why: str, foreign_keys: Sequence[Key]) -> None:
-        """The first rank has dropped a kept pool as a whole, before this process could see it."""
-        self.manager.missing.note_foreign(foreign_keys)
-        if self._warm_start is not None:
-            dropped = {**self._warm_start.dropped, DropReason.FOREIGN.value: len(foreign_keys)}
-            self._warm_start = replace(self._warm_start, foreign=why, dropped=dropped)
+    def note_dropped(self, facts: RankFacts) -> None:
+        """What the first rank has dropped of a kept pool, or all of it, before this process could see it."""
+        if self._warm_start is None:
+            return
+        self.manager.missing.note_foreign(facts.foreign_keys)
+        counts = {DropReason.TRUNCATED: facts.num_cut_off}
+        if facts.dropped is not None:
+            counts[DropReason.FOREIGN] = len(facts.foreign_keys)
+            self._warm_start = replace(self._warm_start, foreign=facts.dropped)
+        dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
+        self._warm_start = replace(self._warm_start, dropped={**self._warm_start.dropped, **dropped})
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""

@@ -72,7 +72,8 @@ class StepReports(KVConnectorWorkerMetadata):
 class RankFacts(KVConnectorHandshakeMetadata):
     """What a worker made of the configuration, for the scheduler to compare with its own, and what it found.
 
-    `dropped` says why a kept pool was dropped as a whole, and `foreign_keys` are those that it held.
+    `dropped` says why a kept pool was dropped as a whole, and `foreign_keys` are those that it held; `num_cut_off` blocks
+    were lost with its file's end.
     """
 
     rank: int
@@ -80,3 +81,4 @@ class RankFacts(KVConnectorHandshakeMetadata):
     slot_bytes: int
     dropped: str | None = None
     foreign_keys: list[Key] = field(default_factory=list)
+    num_cut_off: int = 0
