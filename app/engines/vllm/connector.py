@@ -38,7 +38,7 @@ from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
-from app.engines.vllm.waking import find_waker
+from app.engines.vllm.waking import IdleSteps, find_waker
 from app.engines.vllm.worker_side import WorkerSide, orders_of
 from app.settings import Settings
 from cuda_ops.limits import NotEnoughMemory
@@ -245,6 +245,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._events = KVEventSink.for_config(config, layout, size.slots)
         self._size = size
         woken = threading.Event()
+        steps = IdleSteps(find_waker())
         self._host = EngineCoreHost(
             config,
             self._wanted_pool(settings, layout, size),
@@ -252,7 +253,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             device,
             logs,
             wake=woken.set,
-            step=find_waker(),
+            step=steps.want,
             wrap_sink=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
@@ -267,6 +268,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             events=self._events,
             woken=waits_for,
             extents=self._host.extents,
+            steps=steps,
         )
         self._stats = StatsSource(core, self._scheduler)
         self._admin = AdminServer(self._host, settings)

@@ -67,7 +67,7 @@ class EngineCoreHost:
         """Map the pool where it is needed here, open the store and the tiers, and make core. Raises `ConnectorRefused`.
 
         `wake` is called on a tier's thread when there is something that a request waits for. `step` has an idle engine
-        take one. `wrap_sink` may listen to what the cache does.
+        take one, in which vLLM hears what has become of the pool. `wrap_sink` may listen to what the cache does.
         """
         settings, size = wanted.settings, wanted.size
         self.settings = LiveSettings(
@@ -76,6 +76,7 @@ class EngineCoreHost:
             check=lambda changed, names: self._upkeep.check(changed, names),
         )
         self._logs = logs
+        self._step = step
         self._stopping = threading.Event()
         self._started_s = time.time()
         self._closers: list[Callable[[], object]] = []
@@ -152,7 +153,7 @@ class EngineCoreHost:
             plan,
             # Each rank waits besides until nobody looks at what it unmaps.
             settle=lambda timeout_s: self._fillings is None or self._fillings.settle(timeout_s),
-            wake=_nothing,
+            wake=step,
             tell=lambda end: self._upkeep.note_resize(end),
         )
         self._closers.append(self._pool_size.close)
@@ -217,7 +218,7 @@ class EngineCoreHost:
             readiness=self.readiness,
             degraded=self.degraded,
             tier_news=self._tier_news,
-            wake=_nothing,
+            wake=self._step,
             started_s=self._started_s,
             closing=closing,
             warm_start=self._warm_start,
@@ -280,10 +281,6 @@ class EngineCoreHost:
         )
         self._closers.append(lambda: close_tiers(tiers))
         return tiers
-
-
-def _nothing() -> None:
-    """vLLM steps for as long as transfers are open, and nothing else needs a step."""
 
 
 def _watermark_blocks(config: Any, layout: VllmLayout) -> int:

@@ -17,6 +17,7 @@ from app.engines.vllm.engine_extents import EngineExtents
 from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from app.engines.vllm.requests import VllmRequest
+from app.engines.vllm.waking import IdleSteps
 from core.engine import BlockTables, StepProgress
 from core.scheduler import Hit, Later, OffloadScheduler
 from core.transfers import TransferResult
@@ -46,13 +47,15 @@ class SchedulerSide:
         events: FillListener | None = None,
         woken: threading.Event | None = None,
         extents: EngineExtents | None = None,
+        steps: IdleSteps | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
-        orders for the ranks while the pool's size changes; None where it does not."""
+        orders for the ranks while the pool's size changes; None where it does not. `steps` are wanted by others."""
         self.core = core
         self._woken = woken
         self._extents = extents
+        self._steps = steps
         self._events = events
         self.device = device
         self._adapters = adapters
@@ -66,7 +69,7 @@ class SchedulerSide:
         self._open_stores: dict[int, int] = {}
         self._distrusted: set[int] = set()
         self.num_changes = 0
-        """Raised with every step that started or ended a transfer."""
+        """Raised with every step that started or ended a transfer, or that others wanted."""
 
     # --- the life of a request -----------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class SchedulerSide:
         plan = self.core.plan_step(list(self._progress(output)), now_s)
         self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
         lost, self._lost = self._lost, []
-        self.num_changes += bool(plan)
+        self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
         is_idle = output.total_num_scheduled_tokens == 0
         if is_idle and not plan and not lost:
             self._wait_for_tiers()
@@ -141,7 +144,8 @@ class SchedulerSide:
     def has_open_work(self) -> bool:
         """Whether steps are needed although no request may be there."""
         is_waiting = self._extents is not None and self._extents.is_waiting
-        return bool(self._lost) or is_waiting or self.core.has_open_work()
+        is_wanted = self._steps is not None and self._steps.is_wanted
+        return bool(self._lost) or is_waiting or is_wanted or self.core.has_open_work()
 
     def reset(self) -> None:
         """Forget all blocks. Transfers under way end, and publish nothing."""

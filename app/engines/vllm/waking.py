@@ -12,6 +12,32 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 
+class IdleSteps:
+    """Steps that an engine is to take although it has nothing to compute. Any thread may want one.
+
+    vLLM hears in a step only what has become of the pool: its metrics, and its events for routers.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._is_wanted = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the engine is to take one."""
+        return self._is_wanted
+
+    def want(self) -> None:
+        """Have the engine take one."""
+        self._is_wanted = True
+        self._wake()
+
+    def take(self) -> bool:
+        """A step is being taken; whether somebody wanted it."""
+        wanted, self._is_wanted = self._is_wanted, False
+        return wanted
+
+
 def _nothing() -> None:
     """An engine in its user's process takes steps when the user says so."""
 
