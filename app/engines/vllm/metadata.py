@@ -72,8 +72,8 @@ class StepReports(KVConnectorWorkerMetadata):
 class RankFacts(KVConnectorHandshakeMetadata):
     """What a worker made of the configuration, for the scheduler to compare with its own, and what it found.
 
-    `dropped` says why a kept pool was dropped as a whole, and `foreign_keys` are those that it held. `num_cut_off` are the
-    blocks that its file lost with its end.
+    `dropped` says why a kept pool was dropped as a whole, and `foreign_keys` are those that it held. Its file lost
+    `num_cut_off` blocks with its end.
     """
 
     rank: int
