@@ -200,6 +200,7 @@ class Process:
         return [
             *self.scheduler.tiers.health(),
             *self._pool_size.reasons(),
+            *self.store.degraded(),
             *self.settings.shortfalls.values(),
         ]
 

@@ -34,7 +34,8 @@ class Readiness(BaseModel):
     degraded: list[str] = Field(
         default=[],
         description="what does less than it should while requests are served all the same: a tier that is out of "
-        "order, a resize that waits for slots in use, or a size of the pool that could not be had",
+        "order, a resize that waits for slots in use, a size of the pool that could not be had, or another process "
+        "that writes into the database under the same name",
         examples=[["tier disk: the disk is full"]],
     )
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sqlalchemy import select
+
 from app.seldom import SeldomLogger
 from app.store.database import Database
 from app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
@@ -94,6 +96,8 @@ class Journal(NullSink):
         self._clean_rounds = 0
         self._started_at_s = 0.0
         self._seen_s = float("-inf")
+        self._registered_at_s: float | None = None
+        self._has_rival = False
         self._beat_s = 0.0
         self._lost = False
         self._restoring = False
@@ -197,6 +201,17 @@ class Journal(NullSink):
             told.append(f"the journal has been at one write for {now_s - self._beat_s:.0f} s")
         return told
 
+    def degraded(self) -> list[str]:
+        """What is amiss though all is written. Reads memory only."""
+        return [self._rival] if self._has_rival else []
+
+    @property
+    def _rival(self) -> str:
+        return (
+            f"another process writes into {self._database.name} under the name {self._engine}, too, so that slots, "
+            "history, overrides and rules of both are mixed there: give one of them another ENGINE_NAME"
+        )
+
     # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self, source: DirtySource) -> None:
@@ -256,6 +271,7 @@ class Journal(NullSink):
             self._lost = False
         if self._restoring:
             self._projection.start_over(source)
+            self._registered_at_s = None
             self._seen_s = float("-inf")
             if self._on_replaced is not None:
                 self._on_replaced()
@@ -277,9 +293,18 @@ class Journal(NullSink):
             "eviction_days": self._limits.eviction_days,
         }
         with self._database.write() as connection:
+            found_s = connection.scalar(select(EngineRow.started_at).where(EngineRow.name == self._engine))
             upsert(connection, EngineRow, [row])
+        self._note_rival(self._registered_at_s is not None and found_s not in (None, self._registered_at_s))
+        self._registered_at_s = self._started_at_s
         self._seen_s = time.monotonic()
         return False
+
+    def _note_rival(self, has_rival: bool) -> None:
+        """Whether somebody has written over what this process wrote when it registered last."""
+        if has_rival and not self._has_rival:
+            _log.warning("%s", self._rival)
+        self._has_rival = has_rival
 
     def _trim(self) -> bool:
         return self._trimmer.step(self._database, self._clock(), self._history.written_rows)

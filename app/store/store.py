@@ -72,6 +72,10 @@ class Store:
         """Why the store does not work as it should, empty when it does. Never waits."""
         return self.journal.health()
 
+    def degraded(self) -> list[str]:
+        """What is amiss though the store works. Never waits."""
+        return self.journal.degraded()
+
     def set_limits(self, limits: HistoryLimits) -> None:
         """Hold this engine's history to other limits."""
         self.journal.set_limits(limits)

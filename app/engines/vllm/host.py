@@ -237,7 +237,12 @@ class EngineCoreHost:
 
     def degraded(self) -> list[str]:
         """What does less than it should, while requests are served all the same."""
-        return [*self.core.tiers.health(), *self._pool_size.reasons(), *self.settings.shortfalls.values()]
+        return [
+            *self.core.tiers.health(),
+            *self._pool_size.reasons(),
+            *self.store.degraded(),
+            *self.settings.shortfalls.values(),
+        ]
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""
