@@ -48,7 +48,7 @@ def create_app(service: AdminContext) -> FastAPI:
             Middleware(Envelope),
             Middleware(Audit, trail=AuditTrail(service.store)),
             Middleware(Auth, tokens=service.tokens),
-            Middleware(Bodies),
+            Middleware(Bodies, closing=service.closing),
             Middleware(RawIds),
         ],
     )

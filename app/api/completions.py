@@ -33,6 +33,9 @@ from app.engines.embedded import (
     Sampling,
 )
 
+SHUTDOWN_GRACE_S = 10.0
+"""A stream under way ends with its request, which a service that stops aborts before this is over."""
+
 
 class ApiError(Exception):
     """An answer in OpenAI's error shape."""
@@ -105,7 +108,13 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = answer.events(include_usage)
             # The task covers a client that hangs up before the first event, when the generator has not even started.
-            return EventSourceResponse(events, sep="\n", headers=headers, background=BackgroundTask(answer.cancel))
+            return EventSourceResponse(
+                events,
+                sep="\n",
+                headers=headers,
+                background=BackgroundTask(answer.cancel),
+                shutdown_grace_period=SHUTDOWN_GRACE_S,
+            )
         whole = await _unless_gone(request, answer.whole())
         return JSONResponse(whole, headers=headers) if whole is not None else Response(status_code=499)
 
