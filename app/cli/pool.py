@@ -38,6 +38,10 @@ def inspect(
 
     try:
         pool = inspect_pool(path)
+    except IsADirectoryError:
+        found = min((file.name for file in path.glob("*.pool")), default=None)
+        complain(f"{path} is a folder" + (f": name a pool in it, such as {found}" if found else ", with no pool in it"))
+        return ExitCode.REFUSED
     except (NotAPool, OSError) as error:
         complain(f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is no pool: {error}")
         return ExitCode.REFUSED

@@ -84,6 +84,12 @@ def test_a_pool_that_a_service_shrinks_meanwhile_ends_nobody_who_looks_at_it(tmp
         assert inspect_pool(path).kept.slots.tolist() == list(range(4))
 
 
+def test_the_folder_of_a_pool_is_told_from_its_file(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """POOL_PATH is the folder."""
+    assert main(["pool", "inspect", str(pool.parent)]) == 1
+    assert "is a folder: name a pool in it, such as engine.pool" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 100_000)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +94,9 @@ def _resolve_device(device: str) -> torch.device:
 
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     try:
+        if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+            # Else it would be taken for the id of a model on the hub.
+            raise FileNotFoundError("there is no such folder")
         config = AutoConfig.from_pretrained(name)
         refuse_by_config(name, config)
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -107,7 +111,7 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         if ATTENTION_NAME in str(error):
             raise refusal(name, "its attention cannot be exchanged for a paged one") from error
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
         raise EngineStartError(
             f"MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
         ) from error
