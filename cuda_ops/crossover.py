@@ -89,9 +89,8 @@ class CrossoverMover:
 def calibrate(
     dma: Mover, kernel: Mover, measure: Measure, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.monotonic
 ) -> Crossover:
-    """Measure both, from small segments up until the DMA engines win. What the budget has no time for is theirs."""
-    # The first launch compiles the kernel, which is not what the budget is for.
-    measure(kernel, Direction.STORE, COUNTS[0], SIZES_BYTES[0])
+    """Measure both, from small segments up until the DMA engines win. What the budget has no time for is theirs. The
+    kernel has run before: to compile it is not what the budget is for."""
     end_s = clock() + budget_s
     steps: dict[Direction, tuple[tuple[int, int], ...]] = {}
     for direction in Direction:
@@ -111,10 +110,12 @@ def calibrate(
 
 
 class DeviceMeasure:
-    """A `Measure` on memory of its own, with the context current, between `__enter__` and `__exit__`."""
+    """A `Measure` on memory of its own, with the context current, between `__enter__` and `__exit__`. A job of more than
+    `scratch_bytes` has no room there."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> None:
         self._driver = driver
+        self._scratch_bytes = scratch_bytes
 
     def __enter__(self) -> DeviceMeasure:
         driver = self._driver
@@ -126,8 +127,8 @@ class DeviceMeasure:
 
             self._stream = take(driver.create_stream(), driver.destroy_stream)
             self._start, self._end = (take(driver.create_event(timing=True), driver.destroy_event) for _ in range(2))
-            self._device = take(driver.allocate(_SCRATCH_BYTES), driver.free)
-            self._host = take(driver.allocate_host(_SCRATCH_BYTES), driver.free_host)
+            self._device = take(driver.allocate(self._scratch_bytes), driver.free)
+            self._host = take(driver.allocate_host(self._scratch_bytes), driver.free_host)
             self._taken = taken.pop_all()
         return self
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cuda_ops.crossover import Crossover, CrossoverMover, DeviceMeasure, calibrate, kept_crossover
+from core.transfers import Direction
+from cuda_ops.crossover import (
+    COUNTS,
+    SIZES_BYTES,
+    Crossover,
+    CrossoverMover,
+    DeviceMeasure,
+    calibrate,
+    kept_crossover,
+)
 from cuda_ops.dma import DmaMover, Mover
 from cuda_ops.driver import CudaDriver
 from cuda_ops.host_pool import HostPool
@@ -23,30 +32,45 @@ def choose_mover(
     launch: LaunchCopy | None = None,
 ) -> Mover:
     """For a device as torch counts them. `below_bytes` is where the kernel ends, measured by default and then kept in
-    `file`; `launch` is the kernel, Triton's by default. Raises `CudaError` where the device is not usable at all.
+    `file`, 1 is never; `launch` is the kernel, Triton's by default. Raises `CudaError` where the device is not usable
+    at all.
     """
     handle = driver.device(device)
     if not driver.reaches_registered_memory(handle):
         _log.warning("blocks are copied one by one, since the device has pinned memory at addresses of its own")
         return DmaMover(driver, lambda: False)
     dma = DmaMover(driver, lambda: pool.is_pinned)
+    if below_bytes is not None and below_bytes <= 1:
+        return dma
     try:
         kernel = KernelMover(driver, triton_launch(device) if launch is None else launch)
     except ImportError as error:
         _log.info("small blocks are copied by the DMA engines too, since there is no Triton (%s)", error)
         return dma
-    if below_bytes is not None:
-        return CrossoverMover(dma, kernel, Crossover.fixed(below_bytes), lambda: pool.is_pinned)
     context = driver.retain_context(handle)
     try:
         with driver.current(context):
-            crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
+            _run_once(driver, kernel)
+            if below_bytes is None:
+                crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
+            else:
+                crossover = Crossover.fixed(below_bytes)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it
         _log.warning("small blocks are copied by the DMA engines too, since the kernel does not run: %s", error)
         return dma
     finally:
         driver.release_context(handle)
     return CrossoverMover(dma, kernel, crossover, lambda: pool.is_pinned)
+
+
+def _run_once(driver: CudaDriver, kernel: Mover) -> None:
+    """Have the kernel compiled before it is needed, or fail before jobs do: what is known of where it is faster says
+    nothing of whether this machine, too, can compile it."""
+    try:
+        with DeviceMeasure(driver, COUNTS[0] * SIZES_BYTES[0]) as measure:
+            measure(kernel, Direction.STORE, COUNTS[0], SIZES_BYTES[0])
+    finally:
+        kernel.close()
 
 
 def _measure(driver: CudaDriver, kernel: Mover) -> Crossover:

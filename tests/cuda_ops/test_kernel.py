@@ -298,6 +298,17 @@ def test_a_device_is_calibrated_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
 
 
+@pytest.mark.parametrize("known", ["the size is given", "it was measured before"])
+def test_the_kernel_is_compiled_at_start_and_not_by_the_first_job(known: str, tmp_path: Path) -> None:
+    cuda, file = FakeCuda(), tmp_path / "crossover.json"
+    kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+    driver, pool, launches = CudaDriver(cuda.resolve), pinned_pool(cuda), Launches(cuda)
+    before = cuda.retained
+    choose_mover(driver, 0, pool, file, 8192 if known == "the size is given" else None, launches)
+    assert list(launches.words) == [16]
+    assert (cuda.allocated, cuda.copy_streams, cuda.num_events, cuda.retained) == ({}, [], 0, before)
+
+
 @pytest.mark.parametrize("below_bytes", [1, 1 << 20])
 def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> None:
     cuda = FakeCuda()
@@ -305,6 +316,7 @@ def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> 
     file = tmp_path / "crossover.json"
     mover = choose_mover(driver, 0, pool, file, below_bytes, launches)
     assert not file.exists()
+    launches.words.clear()
     stream = cuda.compute
     blocks = np.arange(64, dtype=np.uint8)
     with driver.current(1):
@@ -318,15 +330,20 @@ def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> 
     assert bool(launches.words) == (below_bytes > 64)
 
 
+@pytest.mark.parametrize("known", ["nothing", "the size is given", "it was measured before"])
 def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    known: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda = FakeCuda()
+    """Also where somebody knows from which size on: the compiler of an image may be gone in the next one."""
+    cuda, file = FakeCuda(), tmp_path / "crossover.json"
+    if known == "it was measured before":
+        kept_crossover(file, "Fake, driver 13.2", lambda: FOUND)
+    below_bytes = 8192 if known == "the size is given" else None
 
     def broken(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
         raise NotImplementedError("no such architecture")
 
-    mover = choose_mover(CudaDriver(cuda.resolve), 0, pinned_pool(cuda), tmp_path / "crossover.json", launch=broken)
+    mover = choose_mover(CudaDriver(cuda.resolve), 0, pinned_pool(cuda), file, below_bytes, broken)
     assert isinstance(mover, DmaMover)
     assert "no such architecture" in caplog.text
     assert (cuda.allocated, cuda.copy_streams) == ({}, [])
@@ -362,6 +379,7 @@ def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
     pool, launches = pinned_pool(cuda), Launches(cuda)
     blocks = np.random.default_rng(3).integers(0, 256, (8, 4096), dtype=np.uint8)
     copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
+    launches.words.clear()
     copies.submit(job(1, Direction.STORE, [0, 2, 4], [1, 3, 5]))
     copies.submit(job(2, Direction.STORE, [5, 6, 7], [6, 7, 0]))
     assert copies.wait([1, 2], PATIENCE_S)
