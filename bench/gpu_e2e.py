@@ -212,16 +212,8 @@ class Bench:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reduced", action="store_true", help="on the CPU, with the model tiny")
-    parser.add_argument("--json", type=Path, help="where to write all figures, as they come")
-    parser.add_argument("--budget-s", type=float, default=420.0, help="no part begins after so many seconds")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    scale = REDUCED if options.reduced else FULL
-    found = Found("", options.seed)
-    parts = Parts(lambda: asdict(found), options.json, options.budget_s)
+def serve(options: argparse.Namespace, scale: Scale, found: Found, parts: Parts) -> None:
+    """Everything that takes an engine, and the engine."""
     with tempfile.TemporaryDirectory() as folder:
         model = TINY
         if not options.reduced:
@@ -255,6 +247,19 @@ def main() -> None:
                 parts.run("throughput", bench.throughput)
             finally:
                 process.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reduced", action="store_true", help="on the CPU, with the model tiny")
+    parser.add_argument("--json", type=Path, help="where to write all figures, as they come")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="no part begins after so many seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    scale = REDUCED if options.reduced else FULL
+    found = Found("", options.seed)
+    parts = Parts(lambda: asdict(found), options.json, options.budget_s)
+    parts.run("engine", lambda: serve(options, scale, found, parts))
     sys.exit(parts.conclude())
 
 

@@ -7,15 +7,22 @@ import platform
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from math import comb, inf
 
 
 def environment(*packages: str) -> str:
-    """One line: when, on what, with which versions."""
+    """One line: when, on what, with which versions; a package need not be there."""
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
     return f"{datetime.now(UTC):%Y-%m-%d}, {machine}, {versions}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

@@ -110,8 +110,8 @@ def calibrate(
 
 
 class DeviceMeasure:
-    """A `Measure` on memory of its own, with the context current, between `__enter__` and `__exit__`. A job of more than
-    `scratch_bytes` has no room there."""
+    """A `Measure` on memory of its own, with the context current, between `__enter__` and `__exit__`, with room for
+    jobs of `scratch_bytes`."""
 
     def __init__(self, driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> None:
         self._driver = driver

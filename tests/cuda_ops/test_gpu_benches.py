@@ -122,3 +122,21 @@ def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path:
         assert min(*one["cold_s"], *one["device_s"], *one["host_s"]) > 0
     assert found["throughput"]["same"] == found["throughput"]["conversations"] == 4
     assert "same answers in 4" in said
+
+
+def test_an_engine_that_does_not_start_is_named_in_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_BLOCK_SIZE", "0")
+    file = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_e2e", "--reduced", "--json", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    found = json.loads(file.read_text())
+    assert (done.returncode, list(found["failed"]), found["first_tokens"]) == (1, ["engine"], [])
+    assert "block_size" in found["failed"]["engine"].lower()
