@@ -10,8 +10,14 @@ from starlette.types import ASGIApp
 from app.api.repeats import RepeatedCalls
 
 
+def _says_more(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's is not about an answer that was broken off: the API says which one, and why."""
+    return record.msg != "ASGI callable returned without completing response."
+
+
 def server_config(app: ASGIApp, grace_s: int | None = None) -> uvicorn.Config:
     """Logging stays ours. A server that is told to stop gives answers under way `grace_s`; None waits for them all."""
+    logging.getLogger("uvicorn.error").addFilter(_says_more)
     return uvicorn.Config(
         app,
         http=RepeatedCalls,

@@ -17,12 +17,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from sse_starlette import EventSourceResponse
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
 from app.api.completion_models import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS, UNSUPPORTED_UNLESS, CompletionRequest
 from app.api.problems import UNREADABLE_JSON
+from app.api.streams import SEND_TIMEOUT_S, Stream
 from app.engines.embedded import (
     EmbeddedEngine,
     EngineStoppedError,
@@ -108,9 +108,10 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = answer.events(include_usage)
             # The task covers a client that hangs up before the first event, when the generator has not even started.
-            return EventSourceResponse(
+            return Stream(
                 events,
                 sep="\n",
+                send_timeout=SEND_TIMEOUT_S,
                 headers=headers,
                 background=BackgroundTask(answer.cancel),
                 shutdown_grace_period=SHUTDOWN_GRACE_S,

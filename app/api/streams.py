@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 import anyio
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
 
 from app.api.context import AdminContext
 from app.api.problems import Problem
@@ -19,6 +22,22 @@ HEARTBEAT_S = 15.0
 """A comment line this often tells client and proxies that the stream is alive."""
 
 MustEnd = Callable[[], bool]
+
+_log = logging.getLogger(__name__)
+
+
+class Stream(EventSourceResponse):
+    """An answer that lets a client go which reads nothing for so long, as that of a machine that sleeps."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.info(
+                "request %s: the client of %s does not read, and is let go", scope["state"]["request_id"], scope["path"]
+            )
+            if self.background is not None:
+                await self.background()
 
 
 class Streams:
@@ -34,7 +53,7 @@ class Streams:
         if self._num_open >= self._max_streams:
             raise Problem(503, f"{self._max_streams} streams are open already: close one", headers={"Retry-After": "5"})
         shutdown = anyio.Event()
-        return EventSourceResponse(
+        return Stream(
             self._counted(follow(lambda: self._context.closing() or shutdown.is_set())),
             ping=HEARTBEAT_S,
             send_timeout=SEND_TIMEOUT_S,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +13,7 @@ from httpx_sse import connect_sse
 from app.api import events as events_module
 from app.api import stats as stats_module
 from app.api import streams as streams_module
+from app.event_feed import EventType
 
 from .service import READ, Service, start_service
 from .serving import wait_until
@@ -72,3 +75,20 @@ def test_a_stream_without_news_still_shows_that_it_is_alive(
     with service.client() as client, client.stream("GET", url) as answer:
         beats = (line for line in answer.iter_lines() if line.startswith(":"))
         assert [next(beats)[:6], next(beats)[:6]] == [": ping"] * 2
+
+
+def test_a_client_that_does_not_read_is_let_go_and_that_is_no_error(
+    fresh: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A browser on a laptop that sleeps."""
+    monkeypatch.setattr(streams_module, "SEND_TIMEOUT_S", 0.2)
+    caplog.set_level(logging.INFO, "app")
+    feed = fresh.context.feed
+    with socket.create_connection(("127.0.0.1", fresh.port)) as client:
+        client.sendall(f"GET {EVENTS} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        wait_until(lambda: feed.num_watchers == 1, "the client watches")
+        for number in range(64):
+            feed.changed(EventType.POLICY, {"set": {"x": "x" * 200_000}, "removed": []}, float(number))
+        wait_until(lambda: feed.num_watchers == 0, "the client is let go")
+        wait_until(lambda: any("does not read" in record.message for record in caplog.records), "it is said")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
