@@ -22,8 +22,8 @@ def test_a_streamed_answer_under_way_comes_to_its_end(tmp_path: Path, max_tokens
     with serving(tmp_path) as served:
         chunks: list[str] = []
         with served.http.stream("POST", "/v1/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                chunks += [line.removeprefix("data: ")] if line else []
+            for line in filter(None, answer.iter_lines()):
+                chunks.append(line.removeprefix("data: "))
                 if len(chunks) == 3:
                     served.process.send_signal(signal.SIGTERM)
         *_, last, done = chunks
