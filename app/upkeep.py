@@ -21,6 +21,7 @@ from core.scheduler import OffloadScheduler
 _log = logging.getLogger(__name__)
 
 SUPERVISE_S = 1.0
+CLOSE_S = 5.0
 
 
 class Upkeep:
@@ -45,11 +46,19 @@ class Upkeep:
         self._manager = manager
         self._pool_size = pool_size
         self._stopping = stopping
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to resize when asked to, and to look after the threads."""
         self._pool_size.start()
-        threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True).start()
+        self._thread = threading.Thread(target=self._supervise, name="kvferry-supervisor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking after the threads, once `stopping` is set, and resizing: what is closed next stays closed."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        self._pool_size.close()
 
     def apply(self, settings: Settings) -> None:
         """Carry settings that changed while running to whoever holds a copy."""

@@ -319,7 +319,6 @@ class Process:
             wake=self.wake,
             tell=lambda end: self._upkeep.note_resize(end),
         )
-        self._closers.append(self._pool_size.close)
         self._upkeep = Upkeep(
             self.settings,
             self._logs.set_level,
@@ -330,6 +329,7 @@ class Process:
             self._pool_size,
             self._stopping,
         )
+        self._closers.append(self._upkeep.close)
 
     def _attach(self, settings: Settings, pool: HostPool, record: KeptRecord | None) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""

@@ -156,7 +156,6 @@ class EngineCoreHost:
             wake=step,
             tell=lambda end: self._upkeep.note_resize(end),
         )
-        self._closers.append(self._pool_size.close)
         self._upkeep = Upkeep(
             self.settings,
             self._logs.set_level,
@@ -167,6 +166,7 @@ class EngineCoreHost:
             self._pool_size,
             self._stopping,
         )
+        self._closers.append(self._upkeep.close)
 
     def start(self) -> None:
         """Take over what is kept of blocks and of what operators had set; start history and the supervisor."""
