@@ -83,6 +83,7 @@ class World:
     num_workers: int = 1
     woken: threading.Event | None = None
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+    num_look_ups: int = 0
 
     def __post_init__(self) -> None:
         self.layout = read_layout(cache_config(KVCacheLayout.LBNHC, self.groups))
@@ -125,8 +126,10 @@ class World:
         computed: dict[str, tuple[int, int]],
         offers: dict[str, list[tuple[int, int, int]]] | None = None,
         drafts: dict[str, list[int]] | None = None,
+        unchanged: Sequence[str] = (),
     ) -> StepOrders:
-        """A step that takes each request from so many computed tokens over so many new ones."""
+        """A step that takes each request from so many computed tokens over so many new ones. Those that are `unchanged`
+        were given no block."""
         return self.side.plan(
             SimpleNamespace(
                 preempted_req_ids=(),
@@ -135,13 +138,20 @@ class World:
                 scheduled_spec_decode_tokens=drafts or {},
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=list(computed), num_computed_tokens=[before for before, _ in computed.values()]
+                    req_ids=list(computed),
+                    num_computed_tokens=[before for before, _ in computed.values()],
+                    new_block_ids=[None if name in unchanged else ((),) for name in computed],
                 ),
                 kv_connector_block_state=KVConnectorBlockState(
-                    {*computed, *(offers or {})}, self.tables.__getitem__, offers or {}
+                    {*computed, *(offers or {})}, self.look_up, offers or {}
                 ),
             )
         )
+
+    def look_up(self, request_id: str) -> tuple[list[int], ...]:
+        """A request's tables, as vLLM makes them anew for whoever asks."""
+        self.num_look_ups += 1
+        return self.tables[request_id]
 
     def report(self, results: Sequence[TransferResult]) -> None:
         self.side.take_reports(KVConnectorOutput(kv_connector_worker_meta=StepReports(list(results))))
@@ -159,6 +169,45 @@ class World:
 def blocks_of(jobs: Sequence[TransferJob]) -> list[tuple[int, int]]:
     """Groups and device blocks that jobs name."""
     return sorted((run.group, block) for job in jobs for run in job.runs for block in run.block_ids.tolist())
+
+
+# --- block tables ---------------------------------------------------------------------------------------------------
+
+
+def test_tables_that_only_grow_are_looked_up_when_they_have_grown() -> None:
+    """vLLM lists all blocks of a request for whoever asks, which at each token of each request is a lot."""
+    world = World(groups_of(fake.FULL))
+    request = LiveRequest("one", BLOCK, hashes(1))
+    blocks = world.take(2)
+    world.add(request, blocks[:1])
+    world.end(*world.step({"one": (0, BLOCK)}).stores)
+    world.tables["one"] = (blocks,)
+    world.step({"one": (BLOCK, 1)})
+    assert world.num_look_ups == 2
+    for computed in range(BLOCK + 1, 2 * BLOCK - 1):
+        world.step({"one": (computed, 1)}, unchanged=["one"])
+    assert world.num_look_ups == 2
+    request.block_hashes += hashes(2)[1:]
+    assert blocks_of(world.step({"one": (2 * BLOCK - 1, 1)}, unchanged=["one"]).stores) == [(0, blocks[1])]
+    assert world.num_look_ups == 2
+    # What it had before it was preempted says nothing of what it has now.
+    request.num_preemptions += 1
+    world.side.match(request, 0)
+    world.step({"one": (0, 1)}, unchanged=["one"])
+    assert world.num_look_ups == 3
+
+
+def test_a_block_that_has_left_a_window_meanwhile_is_not_stored() -> None:
+    """It leaves without another coming, and may be anybody's by now."""
+    world = World(groups_of(fake.WINDOW, fake.FULL))
+    request = LiveRequest("one", 3 * BLOCK, hashes(3))
+    full, window = world.take(3), world.take(3)
+    world.add(request, window, full)
+    world.step({"one": (0, BLOCK - 1)})
+    world.tables["one"] = ([NULL_BLOCK, *window[1:]], full)
+    orders = world.step({"one": (BLOCK - 1, 2 * BLOCK + 1)}, unchanged=["one"])
+    assert (0, window[0]) not in blocks_of(orders.stores)
+    assert (1, full[0]) in blocks_of(orders.stores)
 
 
 # --- recurrent states -----------------------------------------------------------------------------------------------

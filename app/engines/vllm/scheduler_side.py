@@ -19,6 +19,7 @@ from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from app.engines.vllm.requests import VllmRequest
 from app.engines.vllm.waking import IdleSteps
 from core.engine import BlockTables, StepProgress
+from core.groups import GroupKind
 from core.scheduler import Hit, Later, OffloadScheduler
 from core.transfers import TransferResult
 
@@ -60,6 +61,7 @@ class SchedulerSide:
         self.device = device
         self._adapters = adapters
         self._by_offer = [group.by_offer for group in layout.groups]
+        self._only_grow = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
         self._block_sizes = [group.spec.block_size for group in layout.groups]
         self._num_workers = num_workers
         self._clock = clock
@@ -166,13 +168,15 @@ class SchedulerSide:
         num_new = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
         offers = state.boundary_state_offloads
-        for request_id, num_computed in _scheduled(output):
+        for request_id, num_computed, has_grown in _scheduled(output):
             ours = self._requests.get(request_id)
             if ours is None:
                 continue
-            # Tables that are only appended to would go on naming blocks that have left a sliding window.
-            tables = state.get_block_ids(request_id)
-            self._tables[request_id] = tables
+            # vLLM lists all of a request's blocks for whoever asks. Of what it had in the step before, nothing but what
+            # is in a window leaves without another block coming.
+            tables = None if has_grown or not self._only_grow else self._tables.get(request_id)
+            if tables is None:
+                tables = self._tables[request_id] = state.get_block_ids(request_id)
             end = num_computed + num_new[request_id] - len(drafts.get(request_id, ()))
             if self._events is not None:
                 self._events.note(ours, end)
@@ -248,9 +252,10 @@ class SchedulerSide:
         self.core.on_step_failed(affected, self._clock())
 
 
-def _scheduled(output: Any) -> Iterable[tuple[str, int]]:
-    """Each scheduled request, and its computed tokens before the step."""
+def _scheduled(output: Any) -> Iterable[tuple[str, int, bool]]:
+    """Each scheduled request, its computed tokens before the step, and whether it was given blocks for it."""
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
+        yield new.req_id, new.num_computed_tokens, True
     cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    given = (blocks is not None for blocks in cached.new_block_ids)
+    yield from zip(cached.req_ids, cached.num_computed_tokens, given, strict=True)
