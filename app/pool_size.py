@@ -173,6 +173,8 @@ class PoolSize:
         if todo is Todo.AGAIN:
             time.sleep(BETWEEN_STEPS_S)
         elif todo is Todo.MEMORY:
+            # Nothing is waited for any more, and nobody shall read so once the new size can be seen.
+            self._num_waits = 0
             self._change_memory(self._resize.memory_slots)
         elif todo is Todo.LATER:
             # Leases and pins run out in steps, which an idle engine takes when it is woken.

@@ -200,6 +200,13 @@ def test_slots_that_stay_in_use_are_told_of_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("app.pool_size.LONG_WAIT_STEPS", 2)
+    remove, told_by_then = rig.pool.remove_extents, []
+
+    def note_and_remove(count: int) -> None:
+        remove(count)
+        told_by_then.extend(rig.size.reasons())
+
+    monkeypatch.setattr(rig.pool, "remove_extents", note_and_remove)
     keys = [bytes([number]) * 33 for number in range(64)]
     slots = rig.manager.offer(keys, Origin("r"), np.arange(64), 1, 1.0).slots
     rig.to(8 * SLOT_BYTES)
@@ -212,7 +219,8 @@ def test_slots_that_stay_in_use_are_told_of_once(
     rig.manager.abandon(slots)
     wait_until(lambda: rig.has(8), "the size")
     assert caplog.text.count("some that are to go are in use") == 1
-    assert rig.size.reasons() == []
+    # Also as soon as anybody could see the new size.
+    assert told_by_then == rig.size.reasons() == []
 
 
 @pytest.mark.parametrize(
