@@ -84,6 +84,15 @@ class Upkeep:
             self._settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self._feed.changed(EventType.RESIZED, asdict(end), time.time())
 
+    def degraded(self) -> list[str]:
+        """What does less than it should, while requests are served all the same."""
+        return [
+            *self._scheduler.tiers.health(),
+            *self._pool_size.reasons(),
+            *self._store.degraded(),
+            *self._settings.shortfalls.values(),
+        ]
+
     def _supervise(self) -> None:
         """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
         while not self._stopping.wait(SUPERVISE_S):

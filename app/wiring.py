@@ -169,7 +169,7 @@ class Process:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
-            degraded=self.degraded,
+            degraded=self._upkeep.degraded,
             tier_news=self._tier_news,
             wake=self.wake,
             started_s=self._started_s,
@@ -194,15 +194,6 @@ class Process:
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
         return reasons + self.store.health()
-
-    def degraded(self) -> list[str]:
-        """What does less than it should, while requests are served all the same."""
-        return [
-            *self.scheduler.tiers.health(),
-            *self._pool_size.reasons(),
-            *self.store.degraded(),
-            *self.settings.shortfalls.values(),
-        ]
 
     def wake(self) -> None:
         """Have an idle engine take a step."""

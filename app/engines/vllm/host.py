@@ -216,7 +216,7 @@ class EngineCoreHost:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
-            degraded=self.degraded,
+            degraded=self._upkeep.degraded,
             tier_news=self._tier_news,
             wake=self._step,
             started_s=self._started_s,
@@ -234,15 +234,6 @@ class EngineCoreHost:
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
         return reasons + self.store.health()
-
-    def degraded(self) -> list[str]:
-        """What does less than it should, while requests are served all the same."""
-        return [
-            *self.core.tiers.health(),
-            *self._pool_size.reasons(),
-            *self.store.degraded(),
-            *self.settings.shortfalls.values(),
-        ]
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""
