@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 CODE := app core cuda_ops migrations tests bench
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
+# A file of tests at a time on each core; by hand, plain pytest runs them one by one.
+XDIST := -n logical --maxprocesses 4 --dist loadfile
 SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
@@ -20,9 +22,8 @@ help:
 serve: $(STAMP)
 	@exec $(BIN)/kvferry serve
 
-# A file of tests at a time on each core; by hand, plain pytest runs them one by one.
 test: $(STAMP)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)
@@ -39,7 +40,7 @@ kill-test: $(STAMP)
 # In a venv of its own, outside the checkout, which is used again while its versions match.
 test-vllm: $(STAMP)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py)" && cd "$(CURDIR)" && \
-		TEST_VLLM=1 OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest tests/vllm $(PYTEST_ARGS)
+		TEST_VLLM=1 OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest tests/vllm $(XDIST) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

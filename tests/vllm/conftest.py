@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.vllm.excuses import EXCUSES
+
+EXCUSES_OF_WORKER = "kvferry_excuses"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,11 +52,22 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker that runs some of the files hands over what it excused."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[EXCUSES_OF_WORKER] = EXCUSES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; one that crashed handed nothing over."""
+    EXCUSES.extend(getattr(node, "workeroutput", {}).get(EXCUSES_OF_WORKER, []))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print which answers differed from vLLM's own where vLLM was undecided."""
     if os.environ.get("TEST_VLLM"):
-        from tests.vllm.workload import EXCUSES
-
         terminalreporter.section(f"near ties that fell the other way: {len(EXCUSES)}")
         for excuse in EXCUSES:
             terminalreporter.line(excuse)

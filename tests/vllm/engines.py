@@ -138,15 +138,27 @@ class InProcess:
 def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
     """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
     extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
-    with out_of_vllms_sight():
+    with out_of_vllms_sight(), collecting_once():
         llm = LLM(**engine_options(model, **options), **extra)
     try:
         yield InProcess(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        with collecting_once():
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def collecting_once() -> Iterator[None]:
+    """Garbage is collected at the end of this, once. An engine that starts and stops asks for it nine times, each of
+    which looks at everything that was imported: most of the time that a small engine takes."""
+    collect, gc.collect = gc.collect, lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
         gc.collect()
-        cleanup_dist_env_and_memory()
 
 
 @contextmanager

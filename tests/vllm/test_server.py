@@ -28,9 +28,6 @@ from tests.waiting import wait_until
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6
 MIB = 1 << 20
-EVENTS_PORT = free_port()
-EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{EVENTS_PORT}"}
-"""vLLM listens at an address with a star in it; to any other it connects."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +37,19 @@ def truth(llama: Path) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def events_port() -> int:
+    """Where the server tells its KV events."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, events_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("serve")
     # A pool that is soon full, so that blocks leave it.
     transfer = transfer_config(load_decision="always", pool_bytes="24MiB")
-    with serving(llama, transfer, folder, kv_events_config=EVENTS) as server:
+    # vLLM listens at an address with a star in it; to any other it connects.
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events_port}"}
+    with serving(llama, transfer, folder, kv_events_config=events) as server:
         yield server
 
 
@@ -244,12 +249,12 @@ def test_an_operators_reset_drops_blocks_while_requests_run(server: VllmServer, 
         assert_equal_tokens([answer.result(60) for answer in answers], truth[:60])
 
 
-def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer) -> None:
+def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer, events_port: int) -> None:
     prompt = random_tokens(random.Random(79), 4 * BLOCK + 3)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(f"tcp://127.0.0.1:{EVENTS_PORT}")
+    socket.connect(f"tcp://127.0.0.1:{events_port}")
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     stored: dict[Any, Any] = {}

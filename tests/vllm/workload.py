@@ -6,15 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.vllm.excuses import EXCUSES
 from tests.vllm.models import VOCABULARY
 
 BLOCK = 32
 EXCUSED_GAP = 1e-3
 """Where the baseline's two best tokens are so close, rounding may choose either."""
 EXCUSED_SHARE = 0.01
-
-EXCUSES: list[str] = []
-"""Every difference that was excused, for the end of the run to print."""
 
 Prompt = list[int]
 

@@ -1,0 +1,3 @@
+"""Every difference between answers that was excused, for the end of the run to print."""
+
+EXCUSES: list[str] = []
