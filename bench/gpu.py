@@ -412,12 +412,12 @@ class Bench:
                     (GroupRegions(tuple(Region(1 << 40, num_blocks, 64, 64) for _ in range(regions))),)
                 )
                 pool = HostPool(num_blocks, 64 * regions)
-                planner, buffer = SegmentPlanner(layout, pool), SegmentBuffer()
+                planner, buffer = SegmentPlanner(layout, pool.slot_bytes), SegmentBuffer()
                 job = self.job(Direction.STORE, self.rng.permutation(num_blocks))
                 times = []
                 for _ in range(self.scale.rounds):
                     started_s = time.perf_counter()
-                    planner.plan(job, buffer, coalesce=True)
+                    planner.plan(job, pool.hold(), buffer, coalesce=True)
                     times.append((time.perf_counter() - started_s) * 1e6)
                 self.found.descriptors_us.append((num_blocks, regions, statistics.median(times)))
                 print(f"| {num_blocks} | {regions} | {statistics.median(times):.0f} |", flush=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.affinity import run_on
-from cuda_ops.host_pool import HostPool
+from cuda_ops.host_pool import HostPool, SlotTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
 from cuda_ops.native import Addresses, segment_copier
@@ -53,7 +53,7 @@ class CpuCopyEngine:
             num_threads = default_threads(len(os.sched_getaffinity(0) if cpus is None else cpus))
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, and must be at least 1")
-        self._planner = SegmentPlanner(layout, pool)
+        self._planner = SegmentPlanner(layout, pool.slot_bytes)
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
         self._copy = segment_copier()
@@ -159,10 +159,11 @@ class CpuCopyEngine:
         except IndexError:
             # Asking first whether one is free would race with the other threads.
             buffer = SegmentBuffer()
-        segments = self._planner.plan(job, buffer, coalesce=False)
+        table = self._pool.hold()
+        segments = self._planner.plan(job, table, buffer, coalesce=False)
         num_bytes = self._planner.num_bytes(job)
         count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)
-        plan = _Plan(job, segments, buffer, self._pool.hold(), num_bytes, started_s, remaining=count)
+        plan = _Plan(job, segments, buffer, table, num_bytes, started_s, remaining=count)
         if count == 1:
             thread.in_hand = share = _Share(plan, 0, len(segments.sizes))
             return share
@@ -225,12 +226,12 @@ class _CopyThread(threading.Thread):
 
 @dataclass(slots=True)
 class _Plan:
-    """A job under way: what it copies, and how many of its shares have not ended. `memory` keeps the pool mapped."""
+    """A job under way: what it copies, and how many of its shares have not ended. `table` keeps the pool mapped."""
 
     job: TransferJob
     segments: Segments
     buffer: SegmentBuffer
-    memory: object
+    table: SlotTable
     num_bytes: int
     started_s: float
     remaining: int

@@ -20,7 +20,7 @@ import numpy as np
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.dma import DmaMover, Mover
 from cuda_ops.driver import CudaDriver, CudaError
-from cuda_ops.host_pool import HostPool
+from cuda_ops.host_pool import HostPool, SlotTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
 from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
@@ -59,7 +59,7 @@ class CudaCopyEngine:
 
         Raises `ValueError` if a slot of the pool is too small for the layout, and `CudaError`.
         """
-        self._planner = SegmentPlanner(layout, pool)
+        self._planner = SegmentPlanner(layout, pool.slot_bytes)
         # The layout keeps the tensors allocated for as long as this engine may copy.
         self._layout = layout
         self._pool = pool
@@ -160,12 +160,12 @@ class CudaCopyEngine:
             self._settle(lane)
             self._ledger.end(job, _describe(ready))
             return None
-        memory = self._pool.hold()
+        table = self._pool.hold()
         buffer: SegmentBuffer | None = None
         try:
             with self._driver.current(self._context):
                 buffer = self._take_buffer()
-                segments = self._planner.plan(job, buffer, coalesce=True)
+                segments = self._planner.plan(job, table, buffer, coalesce=True)
                 num_bytes = self._planner.num_bytes(job)
                 start, end = self._timing_events.take(), self._timing_events.take()
         except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
@@ -176,7 +176,7 @@ class CudaCopyEngine:
             self._ready_events.give(ready)
             self._ledger.end(job, _describe(failure))
             return None
-        running = _Running(job, start, end, buffer, memory, num_bytes)
+        running = _Running(job, start, end, buffer, table, num_bytes)
         try:
             with self._driver.current(self._context):
                 self._driver.wait_event(lane.stream, ready)
@@ -295,13 +295,13 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A job whose copies are queued between two events. `memory` keeps the pool mapped."""
+    """A job whose copies are queued between two events. `table` keeps the pool mapped."""
 
     job: TransferJob
     start: int
     end: int
     buffer: SegmentBuffer
-    memory: object
+    table: SlotTable
     num_bytes: int
 
 

@@ -7,12 +7,13 @@ of its own rank. Extents start on a page; rows do where their size is a multiple
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import Slots
 from cuda_ops.backing import AnonymousMemory, Backing
 from cuda_ops.extents import DEFAULT_EXTENT_BYTES
 from cuda_ops.limits import NotEnoughMemory, check_fits
@@ -30,44 +31,28 @@ class _Extent:
     is_registered: bool = False
 
 
-class _Table:
-    """Where the slots lie at one moment. Never changes, so that a copy under way can rely on it."""
+class SlotTable:
+    """Where the slots lie at one moment, for one rank. Never changes, so that a copy under way can rely on it, and the
+    memory stays mapped for as long as it is referenced, also behind the pool's `close`.
 
-    def __init__(self, extents: tuple[_Extent, ...]) -> None:
+    `places`, int64 `[2, num_extents]`, has for each extent its first slot and where that slot's bytes start.
+    """
+
+    def __init__(self, extents: tuple[_Extent, ...], offset_bytes: int) -> None:
+        """`offset_bytes` is where the rank's bytes start within a row."""
         self.extents = extents
-        counts = np.array([len(extent.rows) for extent in extents], dtype=np.int64)
-        self.num_slots = int(counts.sum())
+        self.row_bytes = extents[0].rows.shape[1] if extents else 0
         self.end_offset = extents[-1].offset + extents[-1].memory.nbytes if extents else 0
-        self._starts = np.cumsum(counts) - counts
-        self._addresses = np.array([extent.rows.ctypes.data for extent in extents], dtype=np.int64)
-        self._row_bytes = extents[0].rows.shape[1] if extents else 0
-        full = set(counts[:-1].tolist())
-        self._slots_per_extent = full.pop() if len(full) == 1 and counts[-1] <= counts[0] else None
-
-    def extents_of(self, slots: Slots) -> NDArray[np.int64]:
-        if len(self.extents) == 1:
-            return np.zeros(len(slots), dtype=np.int64)
-        extents: NDArray[np.int64]
-        if self._slots_per_extent is not None:
-            extents = slots // self._slots_per_extent
-        else:
-            extents = np.searchsorted(self._starts, slots, side="right") - 1
-        return extents
-
-    def addresses(self, slots: Slots) -> NDArray[np.int64]:
-        if len(self.extents) == 1:
-            addresses = slots * self._row_bytes
-            addresses += self._addresses[0]
-            return addresses
-        extents = self.extents_of(slots)
-        addresses = slots - self._starts[extents]
-        addresses *= self._row_bytes
-        addresses += self._addresses[extents]
-        return addresses
+        counts = [len(extent.rows) for extent in extents]
+        self.num_slots = sum(counts)
+        self._firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        addresses = [extent.rows.ctypes.data + offset_bytes for extent in extents]
+        self.places = np.array([self._firsts, addresses], dtype=np.int64)
 
     def row(self, slot: int) -> NDArray[np.uint8]:
-        extent = int(self.extents_of(np.array([slot]))[0])
-        row: NDArray[np.uint8] = self.extents[extent].rows[slot - int(self._starts[extent])]
+        """The bytes of all ranks of one slot, not a copy."""
+        extent = bisect_right(self._firsts, slot) - 1
+        row: NDArray[np.uint8] = self.extents[extent].rows[slot - self._firsts[extent]]
         return row
 
 
@@ -100,7 +85,7 @@ class HostPool:
         self._backing = AnonymousMemory() if backing is None else backing
         wanted = Preparation() if preparation is None else preparation
         self._preparation = replace(wanted, touch=wanted.touch or self._backing.must_touch)
-        self._table = _Table(())
+        self._table = self._lay_out(())
         try:
             self.add_slots(num_slots)
         except BaseException:
@@ -127,16 +112,6 @@ class HostPool:
         """How many slots each extent has."""
         return [len(extent.rows) for extent in self._table.extents]
 
-    def addresses(self, slots: Slots) -> NDArray[np.int64]:
-        """Where this rank's bytes of each slot start. A new array. The slots must be there."""
-        addresses = self._table.addresses(slots)
-        addresses += self.rank * self.slot_bytes
-        return addresses
-
-    def extents_of(self, slots: Slots) -> NDArray[np.int64]:
-        """The index of each slot's extent."""
-        return self._table.extents_of(slots)
-
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """This rank's bytes of one slot, not a copy."""
         start = self.rank * self.slot_bytes
@@ -146,8 +121,8 @@ class HostPool:
         """The bytes of all ranks of one slot, `[num_ranks, slot_bytes]`, not a copy."""
         return self._table.row(slot).reshape(self.num_ranks, self.slot_bytes)
 
-    def hold(self) -> object:
-        """Whatever keeps the memory mapped that is there now, also behind `close`, for as long as it is referenced."""
+    def hold(self) -> SlotTable:
+        """Where the slots lie now; their memory stays mapped for as long as this is referenced."""
         return self._table
 
     def add_slots(self, num_slots: int) -> None:
@@ -169,7 +144,7 @@ class HostPool:
             if added:
                 self._backing.free(table.end_offset)
             raise
-        self._table = _Table((*table.extents, *extents))
+        self._table = self._lay_out((*table.extents, *extents))
 
     def check_room(self, num_slots: int) -> None:
         """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
@@ -183,15 +158,18 @@ class HostPool:
             raise ValueError(f"{count} extents cannot be removed from the {len(extents)} there are")
         keep = len(extents) - count
         self._unregister(extents[keep:])
-        self._table = _Table(extents[:keep])
+        self._table = self._lay_out(extents[:keep])
         if free:
             self._backing.free(self._table.end_offset)
 
     def close(self) -> None:
         """Unmap everything. No copy may be running; an extent of which there still is a view stays mapped for it."""
         self._unregister(self._table.extents)
-        self._table = _Table(())
+        self._table = self._lay_out(())
         self._backing.close()
+
+    def _lay_out(self, extents: tuple[_Extent, ...]) -> SlotTable:
+        return SlotTable(extents, self.rank * self.slot_bytes)
 
     def _check_fits(self, num_slots: int) -> int:
         """Where the pool would end with so many more slots, for which there is room."""

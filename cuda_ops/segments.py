@@ -8,14 +8,16 @@ allocated or registered in two parts may not be copied in one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.transfers import BlockRun, TransferJob
-from cuda_ops.host_pool import HostPool
+from cuda_ops.host_pool import SlotTable
 from cuda_ops.layout import DeviceLayout, GroupRegions
+from cuda_ops.native_plan import NO_SUCH, run_planner
 
 Int64s = NDArray[np.int64]
 
@@ -45,111 +47,83 @@ class SegmentBuffer:
         self._allocate = allocate
         self._rows = allocate(3 * capacity).reshape(3, capacity)
 
-    def take(self, count: int) -> Segments:
-        """Room for so many segments; what was handed out before is void."""
+    def take(self, count: int) -> Int64s:
+        """Room for at least so many segments, `[3, n]` as `Segments` has them; what was handed out before is void."""
         if count > self._rows.shape[1]:
             capacity = max(count, 2 * self._rows.shape[1])
             self._rows = self._allocate(3 * capacity).reshape(3, capacity)
-        return Segments(*self._rows[:, :count])
+        return self._rows
 
 
 class _GroupTable:
-    """A group's regions as columns."""
+    """A group's regions as the native planner takes them."""
 
     def __init__(self, group: GroupRegions) -> None:
         self.num_blocks = group.num_blocks
         self.slot_blocks = group.slot_blocks
         self.block_bytes = group.block_bytes
         self.num_regions = len(group.regions)
-        self.addresses = np.array([region.address for region in group.regions], dtype=np.int64)
-        self.strides = np.array([region.stride_bytes for region in group.regions], dtype=np.int64)
-        self.sizes = np.array([region.block_bytes for region in group.regions], dtype=np.int64)
-        self.offsets = np.cumsum(self.sizes) - self.sizes
+        sizes = [region.block_bytes for region in group.regions]
+        offsets = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        addresses = [region.address for region in group.regions]
+        strides = [region.stride_bytes for region in group.regions]
+        self.regions = np.array([addresses, strides, sizes, offsets], dtype=np.int64)
 
 
 class SegmentPlanner:
-    """Knows a layout and a pool. One at a time may plan into one buffer."""
+    """Knows a layout. One at a time may plan into one buffer."""
 
-    def __init__(self, layout: DeviceLayout, pool: HostPool) -> None:
-        """Raises `ValueError`, with both sizes, if a slot of the pool is too small for the layout."""
-        layout.check_fits(pool.slot_bytes)
-        self._pool = pool
+    def __init__(self, layout: DeviceLayout, slot_bytes: int) -> None:
+        """Raises `ValueError`, with both sizes, if a slot is too small for the layout."""
+        layout.check_fits(slot_bytes)
         self._groups = [_GroupTable(group) for group in layout.groups]
+        self._plan_run = run_planner()
 
     def num_bytes(self, job: TransferJob) -> int:
         """What the job's blocks have together."""
         return sum(len(run) * self._groups[run.group].block_bytes for run in job.runs)
 
-    def plan(self, job: TransferJob, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
-        """The segments of a job, in the order of its runs and blocks, or in the reverse order where that coalesces.
+    def plan(self, job: TransferJob, table: SlotTable, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
+        """The segments of a job, in the order of its runs and blocks; neighbors are merged where that is wanted.
 
         Raises `IndexError` for a group, block, slot or part that is not there, and `ValueError` for a run whose
         arrays differ in length.
         """
+        count = 0
         for run in job.runs:
             self._check(run)
-        count = sum(len(run) * self._groups[run.group].num_regions for run in job.runs)
-        segments = buffer.take(count)
+            count += len(run) * self._groups[run.group].num_regions
+        out = buffer.take(count)
         end = 0
         for run in job.runs:
             group = self._groups[run.group]
-            start, end = end, end + len(run) * group.num_regions
-            part = Segments(segments.device[start:end], segments.host[start:end], segments.sizes[start:end])
-            self._fill(group, run, part)
-            if coalesce and group.num_regions == 1:
-                end = start + self._coalesce(run, part)
-        return Segments(segments.device[:end], segments.host[:end], segments.sizes[:end])
+            end = self._plan_run(
+                np.ascontiguousarray(run.block_ids),
+                np.ascontiguousarray(run.slots),
+                np.ascontiguousarray(run.parts),
+                group.regions,
+                group.num_blocks,
+                group.slot_blocks,
+                group.block_bytes,
+                table.places,
+                table.num_slots,
+                table.row_bytes,
+                out,
+                end,
+                coalesce,
+            )
+            if end in NO_SUCH:
+                indexes, there_are = {
+                    -1: (run.block_ids, group.num_blocks),
+                    -2: (run.slots, table.num_slots),
+                    -3: (run.parts, group.slot_blocks),
+                }[end]
+                named = f"{NO_SUCH[end].format(run.group)} {indexes.min()} to {indexes.max()}"
+                raise IndexError(f"{named} are not all among the {there_are} there are")
+        return Segments(*out[:, :end])
 
     def _check(self, run: BlockRun) -> None:
         if not 0 <= run.group < len(self._groups):
             raise IndexError(f"group {run.group} is not one of the {len(self._groups)} of the device layout")
         if not len(run.block_ids) == len(run.slots) == len(run.parts):
             raise ValueError(f"{len(run.block_ids)} blocks for {len(run.slots)} slots and {len(run.parts)} parts")
-        if not len(run.block_ids):
-            return
-        group = self._groups[run.group]
-        for what, indexes, count in (
-            ("blocks of group {}", run.block_ids, group.num_blocks),
-            ("slots", run.slots, self._pool.num_slots),
-            ("parts of a slot of group {}", run.parts, group.slot_blocks),
-        ):
-            # As unsigned numbers the negative ones are the largest.
-            if np.maximum.reduce(indexes.view(np.uint64)) >= count:
-                named = f"{what.format(run.group)} {indexes.min()} to {indexes.max()}"
-                raise IndexError(f"{named} are not all among the {count} there are")
-
-    def _fill(self, group: _GroupTable, run: BlockRun, out: Segments) -> None:
-        """One row a block, one column a region, written in place."""
-        shape = len(run), group.num_regions
-        device, host, sizes = (array.reshape(shape) for array in out)
-        np.multiply(run.block_ids[:, None], group.strides, out=device)
-        device += group.addresses
-        starts = self._pool.addresses(run.slots)
-        if group.slot_blocks > 1:
-            starts += run.parts * group.block_bytes
-        np.add(starts[:, None], group.offsets, out=host)
-        sizes[:] = group.sizes
-
-    def _coalesce(self, run: BlockRun, segments: Segments) -> int:
-        """Merge adjacent segments of one region, in place; how many are left."""
-        device, host, sizes = segments
-        if len(device) < 2:
-            return len(device)
-        size = int(sizes[0])
-        device_steps, host_steps = np.diff(device), np.diff(host)
-        extents = self._pool.extents_of(run.slots)
-        within = extents[1:] == extents[:-1]
-        up = (device_steps == size) & (host_steps == size) & within
-        down = (device_steps == -size) & (host_steps == -size) & within
-        num_up, num_down = np.count_nonzero(up), np.count_nonzero(down)
-        if not num_up and not num_down:
-            return len(device)
-        if num_down > num_up:
-            device, host, up = device[::-1], host[::-1], down[::-1]
-        firsts = np.concatenate(([0], np.flatnonzero(~up) + 1))
-        count = len(firsts)
-        counts = np.diff(firsts, append=len(device))
-        # The right-hand sides are copies, since the arrays read from are those written to.
-        segments.device[:count], segments.host[:count] = device[firsts], host[firsts]
-        segments.sizes[:count] = counts * size
-        return count

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cuda_copy import CudaCopyEngine
 from cuda_ops.dma import DmaMover
 from cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
-from cuda_ops.host_pool import HostPool
+from cuda_ops.host_pool import HostPool, SlotTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
@@ -97,16 +96,16 @@ class Rig:
 
 
 class GatedPool(HostPool):
-    """A pool that tells addresses when it is allowed to."""
+    """A pool that tells where its slots are when it is allowed to."""
 
     def __init__(self) -> None:
         super().__init__(8, 64)
         self.asked, self.go_on = threading.Event(), threading.Event()
 
-    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def hold(self) -> SlotTable:
         self.asked.set()
         assert self.go_on.wait(PATIENCE_S)
-        return super().addresses(slots)
+        return super().hold()
 
 
 @pytest.fixture(params=[True, False], ids=["batches", "one by one"])

@@ -321,7 +321,7 @@ def test_the_size_can_be_given_and_decides(below_bytes: int, tmp_path: Path) -> 
     blocks = np.arange(64, dtype=np.uint8)
     with driver.current(1):
         segments = Segments(
-            np.array([blocks.ctypes.data]), pool.addresses(np.array([2])), np.array([64], dtype=np.int64)
+            np.array([blocks.ctypes.data]), np.array([pool.slot(2).ctypes.data]), np.array([64], dtype=np.int64)
         )
         mover.move(Direction.STORE, segments, stream)
         cuda.synchronize()

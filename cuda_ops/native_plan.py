@@ -1,0 +1,102 @@
+"""Computing the segments of a run of blocks in one native call.
+
+NumPy takes about ten calls for them, which cost more than a small job's copies: each finds its own code and data
+pushed out of the caches by the blocks that were copied just before. Compiled once a process, when it is first needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+NO_SUCH = {-1: "blocks of group {}", -2: "slots", -3: "parts of a slot of group {}"}
+"""What is returned instead of an end, for a run which names something that is not there; nothing was written then."""
+
+
+@functools.cache
+def run_planner() -> Callable[..., int]:
+    """A function that writes the segments of one run behind those of others, and says where they end.
+
+    Its arguments are a run's three columns; the group's `regions` (rows: address, stride, bytes of a block's piece,
+    where the piece starts within the block), number of blocks, blocks a slot and bytes a block; the pool's `extents`
+    (rows: first slot, address of that slot's bytes), number of slots and bytes a row; `out` (rows: device address,
+    host address, bytes), where to begin in it, and whether to merge adjacent segments where the group has one region
+    only. All arrays are int64.
+    """
+    from numba import njit, types
+
+    column = types.Array(types.int64, 1, "C", readonly=True)
+    table = types.int64[:, ::1]
+    number = types.int64
+
+    @njit  # type: ignore[untyped-decorator]
+    def are_below(indexes: Int64s, count: int) -> bool:
+        num_wrong = 0
+        for index in indexes:
+            # Without a branch, several at a time.
+            num_wrong += (index < 0) | (index >= count)
+        return num_wrong == 0
+
+    # The interpreter's lock is kept: to get it back takes longer than all of this where an engine computes.
+    arguments = [column] * 3 + [table] + [number] * 3 + [table] + [number] * 2 + [table, number, types.bool_]
+
+    @njit([number(*arguments)])  # type: ignore[untyped-decorator]
+    def plan_run(
+        block_ids: Int64s,
+        slots: Int64s,
+        parts: Int64s,
+        regions: Int64s,
+        num_blocks: int,
+        slot_blocks: int,
+        block_bytes: int,
+        extents: Int64s,
+        num_slots: int,
+        row_bytes: int,
+        out: Int64s,
+        start: int,
+        merge: bool,
+    ) -> int:
+        if not are_below(block_ids, num_blocks):
+            return -1
+        if not are_below(slots, num_slots):
+            return -2
+        if not are_below(parts, slot_blocks):
+            return -3
+        device_at, host_at, sizes = out[0], out[1], out[2]
+        firsts, addresses = extents[0], extents[1]
+        bases, strides, lengths, offsets = regions[0], regions[1], regions[2], regions[3]
+        # All extents have as many slots as the first, but for some that were added later.
+        extent_slots = firsts[1] if len(firsts) > 1 else num_slots
+        last_extent, end = -1, start
+        for i in range(len(block_ids)):
+            slot, extent = slots[i], 0
+            if len(firsts) > 1:
+                extent = min(slot // extent_slots, len(firsts) - 1)
+                while slot < firsts[extent]:
+                    extent -= 1
+                while extent + 1 < len(firsts) and slot >= firsts[extent + 1]:
+                    extent += 1
+            host = addresses[extent] + (slot - firsts[extent]) * row_bytes + parts[i] * block_bytes
+            if merge and len(bases) == 1 and extent == last_extent:
+                device, size, last = bases[0] + block_ids[i] * strides[0], lengths[0], end - 1
+                is_behind = device == device_at[last] + sizes[last] and host == host_at[last] + sizes[last]
+                is_before = device + size == device_at[last] and host + size == host_at[last]
+                if is_behind or is_before:
+                    device_at[last], host_at[last] = min(device, device_at[last]), min(host, host_at[last])
+                    sizes[last] += size
+                    continue
+            last_extent = extent
+            for region in range(len(bases)):
+                device_at[end] = bases[region] + block_ids[i] * strides[region]
+                host_at[end] = host + offsets[region]
+                sizes[end] = lengths[region]
+                end += 1
+        return end
+
+    planner: Callable[..., int] = plan_run
+    return planner
