@@ -6,12 +6,16 @@ Engines are killed without warning, so a file may be left behind: it counts for 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = "services"
 _CLOCK_S = 2.0
@@ -20,13 +24,16 @@ _CLOCK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A discovery file that this process wrote."""
+    """A discovery file that this process wrote, unless it could not."""
 
     path: Path
+    content: str
 
     def withdraw(self) -> None:
-        """The service is no longer there."""
-        self.path.unlink(missing_ok=True)
+        """The service is no longer there. Another of its name that has come meanwhile stays announced."""
+        with suppress(OSError):
+            if self.path.read_text() == self.content:
+                self.path.unlink()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +45,24 @@ class FoundService:
 
 
 def announce_service(state_dir: Path, name: str, url: str) -> Announcement:
-    """Say that the engine `name` can be reached at `url`, for as long as this process lives. Raises `OSError`."""
+    """Say that the engine `name` can be reached at `url`, for as long as this process lives. Where that cannot be
+    written, the log says so: the service does without."""
     folder = state_dir / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     process = psutil.Process()
-    content = {"name": name, "url": url, "pid": process.pid, "started_s": process.create_time()}
-    # Renamed into place, so that nobody reads half of it.
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file)
-    os.replace(temporary, path)
-    return Announcement(path)
+    content = json.dumps({"name": name, "url": url, "pid": process.pid, "started_s": process.create_time()})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that nobody reads half of it.
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
+        with os.fdopen(handle, "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        _log.warning(
+            "state_dir=%s: clients will need --url, since the discovery file cannot be written: %s", state_dir, error
+        )
+    return Announcement(path, content)
 
 
 def find_services(state_dir: Path) -> list[FoundService]:

@@ -13,6 +13,7 @@ import uvicorn
 
 from app.api.app import create_app
 from app.api.context import AdminContext
+from app.discovery import Announcement, announce_service
 from app.logs import start_logging
 from app.server_config import server_config
 from app.settings import Settings
@@ -63,14 +64,18 @@ def run(settings: Settings) -> int:
         with listener:
             progress = StartProgress()
             process: Process | None = None
+            announcement: Announcement | None = None
             try:
                 with answering(listener, progress):
                     process = Process(settings, logs, progress)
                     process.start()
                     server = make_server(process)
+                announcement = announce_service(settings.state_dir, process.name, url_of(listener))
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
                 server.run(sockets=[listener])
             finally:
+                if announcement is not None:
+                    announcement.withdraw()
                 if process is not None:
                     process.close()
             _log.info("stopped")

@@ -237,7 +237,7 @@ class Process:
             raise NotEnoughMemory(
                 f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
             )
-        name = settings.engine_name or _name_of(self._host)
+        self.name = name = settings.engine_name or _name_of(self._host)
         file = open_kept_file(settings, name, self._host.fingerprint, plan, slot_bytes)
         if file is not None:
             file.goes_if_new = True

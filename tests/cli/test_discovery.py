@@ -28,6 +28,25 @@ def test_the_one_service_that_runs_is_found_until_it_withdraws(state: Path) -> N
     assert find_connection().url == LOCAL_URL
 
 
+def test_who_withdraws_leaves_the_word_of_a_newer_service_of_its_name(state: Path) -> None:
+    first = announce_service(state, "one", "http://127.0.0.1:1")
+    second = announce_service(state, "one", "http://127.0.0.1:2")
+    first.withdraw()
+    assert find_connection().url == "http://127.0.0.1:2"
+    second.withdraw()
+    second.withdraw()
+    assert find_connection().url == LOCAL_URL
+
+
+def test_a_state_folder_that_cannot_be_written_is_told_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "services").write_text("in the way")
+    announce_service(tmp_path, "one", "http://127.0.0.1:1").withdraw()
+    assert f"state_dir={tmp_path}: clients will need --url" in caplog.text
+    assert find_services(tmp_path) == []
+
+
 def test_a_url_that_is_given_is_taken_whatever_was_found(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announce_service(state, "one", "http://127.0.0.1:1234")
     assert find_connection("http://127.0.0.1:5").url == "http://127.0.0.1:5"

@@ -55,6 +55,13 @@ def test_a_replay_of_shared_prefixes_finds_them(served: Served, run: Run, clean_
     assert cache["stored_blocks"] > 0
 
 
+def test_the_service_is_found_by_who_was_told_no_url(served: Served, run: Run) -> None:
+    folder = served.log_path.parent
+    done = run("stats", "--json", STATE_DIR=str(folder), ADMIN_TOKEN=TOKEN)
+    assert done.code == 0, done.err
+    assert done.json["engine"]["name"] == "embedded"
+
+
 def test_a_completion_through_the_client(served: Served) -> None:
     with KVFerryClient(served.url, TOKEN) as client:
         (model,) = client.models()
@@ -91,3 +98,4 @@ def test_it_stops_when_told_to(told: signal.Signals, tmp_path: Path) -> None:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
     database.close()
     assert not (tmp_path / "kvferry.db-wal").exists(), "the store was closed in order"
+    assert list((tmp_path / "services").iterdir()) == [], "no client is sent to it any more"

@@ -32,21 +32,14 @@ class AdminServer:
         self._server: Server | None = None
         self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
         self._announcement: Announcement | None = None
-        self._settings = settings
+        self._state_dir = settings.state_dir
         self._name = host.name
 
     def start(self) -> None:
         """Serve, and let clients on this host find it."""
         self._server = make_server(self._host)
         self._thread.start()
-        try:
-            self._announcement = announce_service(self._settings.state_dir, self._name, self.url)
-        except OSError as error:
-            _log.warning(
-                "state_dir=%s: clients will need --url, since the discovery file cannot be written: %s",
-                self._settings.state_dir,
-                error,
-            )
+        self._announcement = announce_service(self._state_dir, self._name, self.url)
         _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
 
     def close(self) -> None:
