@@ -100,6 +100,18 @@ class OffloadScheduler:
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self._prefills = Prefills(layout, self.choice, prompt_tokens)
         self._transfers = by_direction()
+        self._live = Snapshot(
+            epoch=0,
+            pool=manager.inventory.counts(),
+            requests=self._counts,
+            prompt_tokens=prompt_tokens,
+            store=self._stores.counts,
+            load=self._loads.counts,
+            evictions=manager.leaving.counts,
+            missed_tokens=self._prefills.missed_tokens,
+            open_jobs=0,
+            transfers=self._transfers,
+        )
         self._last_warned_s: dict[str, float] = {}
         self._num_taken_blocks = 0
         self.set_store_mode(store_mode)
@@ -263,19 +275,18 @@ class OffloadScheduler:
     def snapshot(self) -> Snapshot:
         """All counters at one moment."""
         with self.manager.lock:
-            return Snapshot(
-                epoch=self.resets.count,
-                pool=self.manager.inventory.counts(),
-                requests=self._counts.copy(self._loads.num_waiting),
-                prompt_tokens=self._prefills.prompt_tokens.copy(),
-                store=self._stores.counts.copy(),
-                load=self._loads.counts.copy(),
-                evictions=self.manager.leaving.counts.copy(),
-                missed_tokens=self._prefills.missed_tokens.copy(),
-                open_jobs=len(self._jobs),
-                transfers=dict(self._transfers),
-                tiers=self.tiers.stats(),
-            )
+            return self.live().copy()
+
+    def live(self) -> Snapshot:
+        """The counters themselves, which go on counting: of one moment while the caller holds the manager's lock."""
+        live = self._live
+        live.epoch = self.resets.count
+        live.pool = self.manager.inventory.counts()
+        live.requests.waiting_for_load = self._loads.num_waiting
+        live.open_jobs = len(self._jobs)
+        if self.tiers.links:
+            live.tiers = self.tiers.stats()
+        return live
 
     def expire(self, now_s: float) -> None:
         """Let go of what is over (overrides, pins, jobs of tiers), as every step does: an idle engine takes none."""

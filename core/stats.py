@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -43,9 +43,9 @@ class RequestCounts:
     finished: int = 0
     preempted: int = 0
 
-    def copy(self, waiting_for_load: int) -> RequestCounts:
-        """The counts of this moment, with those that wait, which others count."""
-        return RequestCounts(self.seen, self.running, waiting_for_load, self.finished, self.preempted)
+    def copy(self) -> RequestCounts:
+        """The counts of this moment."""
+        return RequestCounts(self.seen, self.running, self.waiting_for_load, self.finished, self.preempted)
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class PoolCounts:
     eviction_policy: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot:
     """All of core's counters at one moment."""
 
@@ -149,3 +149,16 @@ class Snapshot:
     open_jobs: int
     transfers: Mapping[Direction, JobHistograms]
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
+
+    def copy(self) -> Snapshot:
+        """The counts of this moment."""
+        return replace(
+            self,
+            requests=self.requests.copy(),
+            prompt_tokens=self.prompt_tokens.copy(),
+            store=self.store.copy(),
+            load=self.load.copy(),
+            evictions=self.evictions.copy(),
+            missed_tokens=self.missed_tokens.copy(),
+            transfers=dict(self.transfers),
+        )

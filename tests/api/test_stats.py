@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +11,9 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
+from app.api.context import EngineInfo
+from app.api.stats import StatsWriter
+from app.warm_start import WarmStart
 from core.misses import MissCause
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
@@ -105,6 +109,34 @@ def test_stats_have_exactly_the_shape_of_the_contract(fresh: Service) -> None:
     assert stats["pool"]["slots"] == stats["pool"]["free"] == 256
     assert stats["pool"]["bytes"] == 256 * BLOCK_BYTES
     assert stats["uptime_s"] >= 0
+
+
+def test_every_counter_is_written_as_it_is_whatever_names_have_in_them(fresh: Service) -> None:
+    with fresh.client() as client:
+        for number in range(4):
+            fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 3))
+        fresh.settle()
+        client.post("/admin/v1/reset", json={}).raise_for_status()
+    scheduler, store = fresh.context.scheduler, fresh.context.store
+    started = WarmStart(3, 2, {"truncated": 1}, "model was 'a' and is \"b\\c\"", 0.25)
+    engine = EngineInfo("it's", '50% of "C:\\models"', "cpu", 16, 1, 1)
+    context = replace(fresh.context, engine_info=engine, warm_start=started, started_s=1000.0)
+    written = json.loads(StatsWriter(context).write(1010.5))
+    snapshot = scheduler.snapshot()
+    sections = ("requests", "prompt_tokens", "missed_tokens", "store", "load", "evictions")
+    assert snapshot.evictions.by_reason
+    assert snapshot.store.stored
+    assert written == {
+        "time": "1970-01-01T00:16:50.500Z",
+        "uptime_s": 10.5,
+        "epoch": snapshot.epoch,
+        "engine": asdict(engine),
+        "pool": {"kind": context.pool_kind, **asdict(snapshot.pool)},
+        **{name: asdict(getattr(snapshot, name)) for name in sections},
+        "tiers": {},
+        "journal": asdict(store.journal_stats()) | {"lag_s": written["journal"]["lag_s"]},
+        "recovery": asdict(started),
+    }
 
 
 def test_the_identities_hold_at_any_moment_under_load(fresh: Service) -> None:
