@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic_core import to_json
@@ -19,9 +19,6 @@ from app.api.stats_models import Stats
 from app.api.streams import CLOSING_POLL_S, MustEnd, Streams
 from app.api.times import rfc3339
 from core.tier_stats import TierStats
-
-if TYPE_CHECKING:
-    pass
 
 MAX_STREAMS = 32
 
