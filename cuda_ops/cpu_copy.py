@@ -19,7 +19,7 @@ import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.affinity import run_on
-from cuda_ops.host_pool import HostPool, SlotTable
+from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
 from cuda_ops.native import Addresses, segment_copier
@@ -231,7 +231,7 @@ class _Plan:
     job: TransferJob
     segments: Segments
     buffer: SegmentBuffer
-    table: SlotTable
+    table: PoolTable
     num_bytes: int
     started_s: float
     remaining: int

@@ -20,7 +20,7 @@ import numpy as np
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.dma import DmaMover, Mover
 from cuda_ops.driver import CudaDriver, CudaError
-from cuda_ops.host_pool import HostPool, SlotTable
+from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
 from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
@@ -301,7 +301,7 @@ class _Running:
     start: int
     end: int
     buffer: SegmentBuffer
-    table: SlotTable
+    table: PoolTable
     num_bytes: int
 
 

@@ -31,7 +31,7 @@ class _Extent:
     is_registered: bool = False
 
 
-class SlotTable:
+class PoolTable:
     """Where the slots lie at one moment, for one rank. Never changes, so that a copy under way can rely on it, and the
     memory stays mapped for as long as it is referenced, also behind the pool's `close`.
 
@@ -121,7 +121,7 @@ class HostPool:
         """The bytes of all ranks of one slot, `[num_ranks, slot_bytes]`, not a copy."""
         return self._table.row(slot).reshape(self.num_ranks, self.slot_bytes)
 
-    def hold(self) -> SlotTable:
+    def hold(self) -> PoolTable:
         """Where the slots lie now; their memory stays mapped for as long as this is referenced."""
         return self._table
 
@@ -168,8 +168,8 @@ class HostPool:
         self._table = self._lay_out(())
         self._backing.close()
 
-    def _lay_out(self, extents: tuple[_Extent, ...]) -> SlotTable:
-        return SlotTable(extents, self.rank * self.slot_bytes)
+    def _lay_out(self, extents: tuple[_Extent, ...]) -> PoolTable:
+        return PoolTable(extents, self.rank * self.slot_bytes)
 
     def _check_fits(self, num_slots: int) -> int:
         """Where the pool would end with so many more slots, for which there is room."""

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-NO_SUCH = {-1: "blocks of group {}", -2: "slots", -3: "parts of a slot of group {}"}
-"""What is returned instead of an end, for a run which names something that is not there; nothing was written then."""
-
 
 @functools.cache
 def run_planner() -> Callable[..., int]:
@@ -26,7 +23,8 @@ def run_planner() -> Callable[..., int]:
     where the piece starts within the block), number of blocks, blocks a slot and bytes a block; the pool's `extents`
     (rows: first slot, address of that slot's bytes), number of slots and bytes a row; `out` (rows: device address,
     host address, bytes), where to begin in it, and whether to merge adjacent segments where the group has one region
-    only. All arrays are int64.
+    only. All arrays are int64. For a run that names a block, slot or part which is not there it returns -1, -2 or -3,
+    and has written nothing.
     """
     from numba import njit, types
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.transfers import BlockRun, TransferJob
-from cuda_ops.host_pool import SlotTable
+from cuda_ops.host_pool import PoolTable
 from cuda_ops.layout import DeviceLayout, GroupRegions
-from cuda_ops.native_plan import NO_SUCH, run_planner
+from cuda_ops.native_plan import run_planner
 
 Int64s = NDArray[np.int64]
 
@@ -83,7 +83,7 @@ class SegmentPlanner:
         """What the job's blocks have together."""
         return sum(len(run) * self._groups[run.group].block_bytes for run in job.runs)
 
-    def plan(self, job: TransferJob, table: SlotTable, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
+    def plan(self, job: TransferJob, table: PoolTable, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
         """The segments of a job, in the order of its runs and blocks; neighbors are merged where that is wanted.
 
         Raises `IndexError` for a group, block, slot or part that is not there, and `ValueError` for a run whose
@@ -112,13 +112,13 @@ class SegmentPlanner:
                 end,
                 coalesce,
             )
-            if end in NO_SUCH:
-                indexes, there_are = {
-                    -1: (run.block_ids, group.num_blocks),
-                    -2: (run.slots, table.num_slots),
-                    -3: (run.parts, group.slot_blocks),
-                }[end]
-                named = f"{NO_SUCH[end].format(run.group)} {indexes.min()} to {indexes.max()}"
+            if end < 0:
+                what, indexes, there_are = (
+                    (f"blocks of group {run.group}", run.block_ids, group.num_blocks),
+                    ("slots", run.slots, table.num_slots),
+                    (f"parts of a slot of group {run.group}", run.parts, group.slot_blocks),
+                )[-1 - end]
+                named = f"{what} {indexes.min()} to {indexes.max()}"
                 raise IndexError(f"{named} are not all among the {there_are} there are")
         return Segments(*out[:, :end])
 

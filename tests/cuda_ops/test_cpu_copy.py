@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cpu_copy import CpuCopyEngine, default_threads
-from cuda_ops.host_pool import HostPool, SlotTable
+from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.waiting import wait_until
@@ -164,7 +164,7 @@ def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied(copy
 class DyingPool(HostPool):
     """A pool that kills the thread which asks it where its slots are."""
 
-    def hold(self) -> SlotTable:
+    def hold(self) -> PoolTable:
         raise SystemExit
 
 

@@ -24,7 +24,7 @@ from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.cuda_copy import CudaCopyEngine
 from cuda_ops.dma import DmaMover
 from cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
-from cuda_ops.host_pool import HostPool, SlotTable
+from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
@@ -102,7 +102,7 @@ class GatedPool(HostPool):
         super().__init__(8, 64)
         self.asked, self.go_on = threading.Event(), threading.Event()
 
-    def hold(self) -> SlotTable:
+    def hold(self) -> PoolTable:
         self.asked.set()
         assert self.go_on.wait(PATIENCE_S)
         return super().hold()
