@@ -39,26 +39,29 @@ class Inventory:
         self._operator_pins = operator_pins
         self._lock = lock
         self._dirty_cursor = 0
+        self._live = PoolCounts()
 
     def counts(self) -> PoolCounts:
         """The pool's slots by state."""
         with self._lock:
-            table = self._table
-            slots = table.num_present
-            loading = self._pins.loading_slots()
-            return PoolCounts(
-                slots=slots,
-                wanted_slots=table.wanted_slots,
-                slot_bytes=table.slot_bytes,
-                free=table.num_free,
-                ready=table.num_ready,
-                storing=table.num_storing,
-                loading=int(np.count_nonzero(table.is_ready(loading))) if len(loading) else 0,
-                pinned=table.num_ready - len(self._room.policy),
-                unverified=table.num_unverified,
-                bytes=slots * table.slot_bytes,
-                eviction_policy=self._room.policy.name,
-            )
+            return self.live().copy()
+
+    def live(self) -> PoolCounts:
+        """The same without a copy, up to date until the caller lets go of the lock."""
+        table, live = self._table, self._live
+        slots, ready = table.num_present, table.num_ready
+        live.slots = slots
+        live.wanted_slots = table.wanted_slots
+        live.slot_bytes = table.slot_bytes
+        live.free = table.num_free
+        live.ready = ready
+        live.storing = table.num_storing
+        live.loading = self._pins.count_loading()
+        live.pinned = ready - len(self._room.policy)
+        live.unverified = table.num_unverified
+        live.bytes = slots * table.slot_bytes
+        live.eviction_policy = self._room.policy.name
+        return live
 
     def find_block(self, key: Key) -> SlotRows | None:
         """The row of one key, or None."""

@@ -114,24 +114,28 @@ class EvictionCounts:
         return EvictionCounts(self.total, dict(self.by_reason), self.regretted)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PoolCounts:
     """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`.
 
     While the pool changes its size `slots` is on its way to `wanted_slots`.
     """
 
-    slots: int
-    wanted_slots: int
-    slot_bytes: int
-    free: int
-    ready: int
-    storing: int
-    loading: int
-    pinned: int
-    unverified: int
-    bytes: int
-    eviction_policy: str
+    slots: int = 0
+    wanted_slots: int = 0
+    slot_bytes: int = 0
+    free: int = 0
+    ready: int = 0
+    storing: int = 0
+    loading: int = 0
+    pinned: int = 0
+    unverified: int = 0
+    bytes: int = 0
+    eviction_policy: str = ""
+
+    def copy(self) -> PoolCounts:
+        """The counts of this moment."""
+        return replace(self)
 
 
 @dataclass(slots=True)
@@ -154,6 +158,7 @@ class Snapshot:
         """The counts of this moment."""
         return replace(
             self,
+            pool=self.pool.copy(),
             requests=self.requests.copy(),
             prompt_tokens=self.prompt_tokens.copy(),
             store=self.store.copy(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable
+from itertools import count
 from random import getrandbits
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,12 +47,13 @@ class Envelope:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._draw_id = _request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, is_drawn = _settle_request_id(scope)
+        request_id, is_drawn = _settle_request_id(scope, self._draw_id)
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -60,7 +62,7 @@ class Envelope:
                 started = True
                 message["headers"] = _complete(message["headers"], message["status"], request_id)
                 if BODY_NOW in scope["state"]:
-                    scope["state"][HEAD_NOW] = _head_maker(message["headers"], is_drawn)
+                    scope["state"][HEAD_NOW] = _head_maker(message["headers"], self._draw_id if is_drawn else None)
             await send(message)
 
         try:
@@ -72,17 +74,18 @@ class Envelope:
                 await problem.response(scope)(scope, receive, send_with_headers)
 
 
-def _draw_request_id() -> str:
-    # Not from the system's source of secrets: asking it gives the interpreter away, and getting it back takes time.
-    return f"{getrandbits(128):032x}"
+def _request_ids() -> Callable[[], str]:
+    """What draws an id for each call. Drawn once, then counted: ids have to differ, not to be hard to guess."""
+    prefix, numbers = f"{getrandbits(96):024x}", count(1)
+    return lambda: f"{prefix}{next(numbers):08x}"
 
 
-def _settle_request_id(scope: Scope) -> tuple[str, bool]:
+def _settle_request_id(scope: Scope, draw_id: Callable[[], str]) -> tuple[str, bool]:
     """A call's id, and whether it was drawn for want of one that the client sent."""
     sent = values_of(scope, _ID)
     is_drawn = len(sent) != 1 or not is_request_id(sent[0])
     if is_drawn:
-        request_id = _draw_request_id()
+        request_id = draw_id()
         others = [header for header in scope["headers"] if header[0] != _ID]
         scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
     else:
@@ -91,13 +94,14 @@ def _settle_request_id(scope: Scope) -> tuple[str, bool]:
     return request_id, is_drawn
 
 
-def _head_maker(headers: Iterable[_Header], is_id_drawn: bool) -> Callable[[], bytes]:
-    """What makes the header lines of the same answer to the same call, but for an id of its own and the length."""
-    changing = {_LENGTH, _ID} if is_id_drawn else {_LENGTH}
+def _head_maker(headers: Iterable[_Header], draw_id: Callable[[], str] | None) -> Callable[[], bytes]:
+    """What makes the header lines of the same answer to the same call, but for the length and an id that was drawn."""
+    changing = {_LENGTH} if draw_id is None else {_LENGTH, _ID}
     lines = b"".join(b"%b: %b\r\n" % header for header in headers if header[0] not in changing)
-    if not is_id_drawn:
+    if draw_id is None:
         return lambda: lines
-    return lambda: b"%b%b: %b\r\n" % (lines, _ID, _draw_request_id().encode("ascii"))
+    lines += _ID + b": "
+    return lambda: b"%b%b\r\n" % (lines, draw_id().encode())
 
 
 def _complete(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import select
 
@@ -39,8 +40,7 @@ REPLACEMENT_GRACE_S = 1.0
 """Whoever moves a database away and another in needs a moment between the two; opening at once would create a third."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalStats:
+class JournalStats(NamedTuple):
     """Rows of history waiting, written and dropped so far, and the age of the oldest that waits."""
 
     queued: int

@@ -134,7 +134,7 @@ def test_every_counter_is_written_as_it_is_whatever_names_have_in_them(fresh: Se
         "pool": {"kind": context.pool_kind, **asdict(snapshot.pool)},
         **{name: asdict(getattr(snapshot, name)) for name in sections},
         "tiers": {},
-        "journal": asdict(store.journal_stats()) | {"lag_s": written["journal"]["lag_s"]},
+        "journal": store.journal_stats()._asdict() | {"lag_s": written["journal"]["lag_s"]},
         "recovery": asdict(started),
     }
 
