@@ -49,13 +49,14 @@ class Inventory:
     def live(self) -> PoolCounts:
         """The same without a copy, up to date until the caller lets go of the lock."""
         table, live = self._table, self._live
-        slots, ready = table.num_present, table.num_ready
+        slots, free, ready = table.num_present, table.num_free, table.num_ready
         live.slots = slots
         live.wanted_slots = table.wanted_slots
         live.slot_bytes = table.slot_bytes
-        live.free = table.num_free
+        live.free = free
         live.ready = ready
-        live.storing = table.num_storing
+        # Held ones among them.
+        live.storing = slots - free - ready
         live.loading = self._pins.count_loading()
         live.pinned = ready - len(self._room.policy)
         live.unverified = table.num_unverified

@@ -27,7 +27,7 @@ class LruPolicy:
         self._look_at_cold(len(cold) > 0)
 
     def __len__(self) -> int:
-        return len(self._warm) + len(self._cold) if self._has_cold else len(self._warm)
+        return sum([queue.num_live for queue in self._order])
 
     def admit(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""

@@ -83,7 +83,6 @@ class Pins:
 
     def count_loading(self) -> int:
         """How many of these slots hold blocks, not counting those dropped since. The caller holds the lock."""
-        # Nearly always there are none, and who counts is polled.
         if not self._loading:
             return 0
         return int(np.count_nonzero(self._table.is_ready(self._slots_of(self._loading))))

@@ -47,13 +47,14 @@ class RecencyQueue:
         self.clear()
 
     def __len__(self) -> int:
-        return self._live
+        return self.num_live
 
     def clear(self) -> None:
         """Forget every slot, in O(1)."""
         self._head = self._base
         self._tail = self._base
-        self._live = 0
+        self.num_live = 0
+        """How many slots are in the queue, which is its length too."""
         self._read = _NOWHERE
         self._write = _NOWHERE
         self._credit = 0
@@ -72,28 +73,28 @@ class RecencyQueue:
             self._ring[positions & self._mask] = slots
         self._positions[slots] = positions
         self._tail = start + count
-        self._live += count
-        if self._read != _NOWHERE or self._tail - self._head > 2 * self._live + _SLACK:
+        self.num_live += count
+        if self._read != _NOWHERE or self._tail - self._head > 2 * self.num_live + _SLACK:
             self._squeeze(count)
 
     def touch(self, slots: Slots) -> None:
         """Move slots that are in the queue to its most recent end, the first of them as the most recent."""
-        self._live -= len(slots)
+        self.num_live -= len(slots)
         self.append(slots)
 
     def remove(self, slots: Slots) -> None:
         """Take slots out that are in the queue."""
         self._positions[slots] = _NOWHERE
-        self._live -= len(slots)
+        self.num_live -= len(slots)
 
     def forget(self, count: int) -> None:
         """So many slots have gone into another queue, which overwrites their position, or will do so at once."""
-        self._live -= count
+        self.num_live -= count
 
     def take_oldest(self, count: int) -> Slots:
         """Remove and return up to `count` slots, the least recently used first."""
         # What is taken keeps its position: nothing behind the head is ever looked at again.
-        wanted = min(count, self._live)
+        wanted = min(count, self.num_live)
         head = self._head
         start = head & self._mask
         if wanted and start + wanted <= self._capacity and head + wanted <= self._tail and head != self._write:
@@ -102,7 +103,7 @@ class RecencyQueue:
             # As bytes: to compare two short arrays takes five times as long.
             if self._positions[slots].tobytes() == np.arange(head, head + wanted).tobytes():
                 self._head += wanted
-                self._live -= wanted
+                self.num_live -= wanted
                 return slots
         return self._take_alive(wanted)
 
@@ -136,7 +137,7 @@ class RecencyQueue:
                 end = self._head + int(alive[-1]) + 1
             self._head = end
             wanted -= len(alive)
-            self._live -= len(alive)
+            self.num_live -= len(alive)
             found.append(entries[alive].astype(np.int64))
         if len(found) == 1:
             return found[0]

@@ -102,7 +102,7 @@ class OffloadScheduler:
         self._transfers = by_direction()
         self._live = Snapshot(
             epoch=0,
-            pool=manager.inventory.counts(),
+            pool=manager.inventory.live(),
             requests=self._counts,
             prompt_tokens=prompt_tokens,
             store=self._stores.counts,

@@ -32,7 +32,7 @@ class Segment:
         self.queues = [RecencyQueue(table.queued_at, first_number + number) for number in range(_NUM_CLASSES)]
 
     def __len__(self) -> int:
-        return sum(map(len, self.queues))
+        return sum([queue.num_live for queue in self.queues])
 
     def append(self, slots: Slots) -> None:
         """Put slots that are in no segment at the most recent end, the first of them as the most recent."""

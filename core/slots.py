@@ -137,11 +137,6 @@ class SlotTable:
         """Whether some slots are leaving."""
         return self.end_slot > self.num_slots
 
-    @property
-    def num_storing(self) -> int:
-        """Slots that are neither free nor loadable: being stored, or held."""
-        return self.num_present - self.num_free - self.num_ready
-
     def take_free(self, count: int) -> Slots:
         """Up to `count` free slots, no longer free; their columns are stale."""
         if not self.num_free:

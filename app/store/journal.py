@@ -177,9 +177,10 @@ class Journal(NullSink):
 
     def stats(self) -> JournalStats:
         """How far history is behind."""
-        oldest_s = self._queue.oldest_s()
+        queued = self._queue.queued_rows
+        oldest_s = self._queue.oldest_s() if queued else None
         return JournalStats(
-            queued=self._queue.queued_rows,
+            queued=queued,
             written=self._history.written_rows,
             dropped=self._queue.dropped_rows + self._history.refused_rows,
             lag_s=0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),

@@ -112,16 +112,19 @@ def test_stats_have_exactly_the_shape_of_the_contract(fresh: Service) -> None:
 
 
 def test_every_counter_is_written_as_it_is_whatever_names_have_in_them(fresh: Service) -> None:
+    scheduler, store = fresh.context.scheduler, fresh.context.store
+    started = WarmStart(3, 2, {"truncated": 1}, "model was 'a' and is \"b\\c\"", 0.25)
+    engine = EngineInfo("it's", '50% of "C:\\models"', "cpu", 16, 1, 1)
+    context = replace(fresh.context, engine_info=engine, warm_start=started, started_s=1000.0)
+    writer = StatsWriter(context)
+    assert json.loads(writer.write(1010.0))["evictions"] == {"total": 0, "by_reason": {}, "regretted": 0}
     with fresh.client() as client:
         for number in range(4):
             fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 3))
         fresh.settle()
         client.post("/admin/v1/reset", json={}).raise_for_status()
-    scheduler, store = fresh.context.scheduler, fresh.context.store
-    started = WarmStart(3, 2, {"truncated": 1}, "model was 'a' and is \"b\\c\"", 0.25)
-    engine = EngineInfo("it's", '50% of "C:\\models"', "cpu", 16, 1, 1)
-    context = replace(fresh.context, engine_info=engine, warm_start=started, started_s=1000.0)
-    written = json.loads(StatsWriter(context).write(1010.5))
+    scheduler.live().prompt_tokens.tier_hit['100% "far"'] = 7
+    written = json.loads(writer.write(1010.5))
     snapshot = scheduler.snapshot()
     sections = ("requests", "prompt_tokens", "missed_tokens", "store", "load", "evictions")
     assert snapshot.evictions.by_reason
