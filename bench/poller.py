@@ -1,59 +1,66 @@
 """A client that asks for the statistics at a steady rate, from a process of its own, and whom it asks: us, or others.
 
-It costs the machine as little as one can that is written in Python: a kept connection, and bytes that are sent and
-read. A client on another machine would cost this one nothing at all.
+It costs the machine as little as one can: compiled code that sends and reads bytes over a kept connection. A client on
+another machine would cost this one nothing at all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.poll_loop import COUNT, ENDED, REFUSED, STOP, TARGET, TOO_LARGE, poll_loop
 from bench.report import median_interval, spread, verdict
 
 NOBODY, OWN, OTHER = ARMS = (-1, 0, 1)
 """Who is polled: nobody, the service with the engine, or another process."""
 STATS = "/admin/v1/stats"
 START_S = 120.0
+PATIENCE_S = 10
+MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Poller:
     """A poller that runs. Threads and processes may ask it at any time."""
 
-    _target: Synchronized[int]
-    _count: Synchronized[int]
+    _words: NDArray[np.int64]
 
     def ask(self, arm: int) -> None:
         """Poll this one from now on."""
-        self._target.value = arm
+        self._words[TARGET] = arm
 
     @property
     def polls(self) -> int:
         """Answers so far."""
-        return self._count.value
+        return int(self._words[COUNT])
 
 
 @contextmanager
 def polling(urls: Sequence[str], rate: float) -> Iterator[Poller]:
     """A process that polls `urls`, which are those of `OWN` and `OTHER`; at first nobody."""
     context = multiprocessing.get_context("spawn")
-    poller = Poller(context.Value("i", NOBODY), context.Value("i", 0))
-    stop = context.Event()
-    process = context.Process(target=_poll, args=(urls, rate, poller._target, stop, poller._count))
+    shared = context.RawArray(ctypes.c_int64, 3)
+    words = np.frombuffer(shared, np.int64)
+    poller = Poller(words)
+    poller.ask(NOBODY)
+    process = context.Process(target=_poll, args=(urls, rate, shared))
     process.start()
     try:
         poller.ask(OTHER)
@@ -65,7 +72,7 @@ def polling(urls: Sequence[str], rate: float) -> Iterator[Poller]:
         poller.ask(NOBODY)
         yield poller
     finally:
-        stop.set()
+        words[STOP] = 1
         process.join()
 
 
@@ -100,41 +107,38 @@ def show_polled(columns: Mapping[str, Sequence[Mapping[int, float]]], goal: floa
             print(f"| {name} | {what} | {statistics.median(ratios):.3f} | {interval} | {verdict(ratios, goal)} |")
 
 
-def _poll(urls: Sequence[str], rate: float, target: Synchronized[int], stop: Event, count: Synchronized[int]) -> None:
-    asks = [_connect(url) for url in urls]
-    due_s = time.monotonic()
-    while not stop.is_set():
-        due_s = max(due_s + 1 / rate, time.monotonic() - 1.0)
-        time.sleep(max(due_s - time.monotonic(), 0.0))
-        if (arm := target.value) != NOBODY:
-            asks[arm]()
-            count.value += 1
+def _poll(urls: Sequence[str], rate: float, shared: ctypes.Array[ctypes.c_int64]) -> None:
+    words = np.frombuffer(shared, np.int64)
+    sockets = list(map(_connect, urls))
+    asked = list(map(_request, urls))
+    lengths = np.array(list(map(len, asked)))
+    requests = np.zeros((len(asked), lengths.max()), np.uint8)
+    for row, request in zip(requests, asked, strict=True):
+        row[: len(request)] = np.frombuffer(request, np.uint8)
+    answer = np.zeros(MAX_ANSWER_BYTES, np.uint8)
+    while not words[STOP]:
+        descriptors = np.array([one.fileno() for one in sockets], np.int32)
+        why, size = poll_loop()(words, descriptors, requests, lengths, round(1e9 / rate), answer)
+        if why == ENDED and not size:
+            # Not polled for longer than the server keeps a connection; or all is over.
+            for index, one in enumerate(sockets):
+                one.close()
+                sockets[index] = _connect(urls[index])
+        else:
+            what = {ENDED: "broke off", REFUSED: "is not 200", TOO_LARGE: "is too large"}[why]
+            raise SystemExit(f"an answer of {' or '.join(urls)} {what}: {answer[: min(size, 200)].tobytes()!r}")
 
 
-def _connect(url: str) -> Callable[[], None]:
-    """What asks once, over a connection that is opened again when the server has closed it."""
+def _connect(url: str) -> socket.socket:
+    """A blocking socket that gives up after a while."""
     place = urlsplit(url)
-    where = (place.hostname or "127.0.0.1", place.port or 80)
-    request = f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode()
-    connection: list[socket.socket] = []
+    connection = socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=PATIENCE_S)
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", PATIENCE_S, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
-    def ask() -> None:
-        if not connection:
-            connection.append(socket.create_connection(where, timeout=10))
-            connection[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection[0].sendall(request)
-        answer = connection[0].recv(65536)
-        if not answer:
-            # Not polled for longer than the server keeps a connection.
-            connection.pop().close()
-            return ask()
-        while (head := re.match(rb"(?is)HTTP/1.1 200 .*?\r\ncontent-length: *(\d+).*?\r\n\r\n", answer)) is None:
-            if b"\r\n\r\n" in answer:
-                raise SystemExit(f"{url} answered {answer[:200]!r}")
-            answer += connection[0].recv(65536)
-        missing = head.end() + int(head[1]) - len(answer)
-        while missing > 0:
-            missing -= len(connection[0].recv(65536))
-        return None
 
-    return ask
+def _request(url: str) -> bytes:
+    place = urlsplit(url)
+    return f"GET {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\n\r\n".encode()
