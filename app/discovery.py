@@ -55,9 +55,13 @@ def announce_service(state_dir: Path, name: str, url: str) -> Announcement:
         folder.mkdir(parents=True, exist_ok=True)
         # Renamed into place, so that nobody reads half of it.
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
-        with os.fdopen(handle, "w") as file:
-            file.write(content)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
     except OSError as error:
         _log.warning(
             "state_dir=%s: clients will need --url, since the discovery file cannot be written: %s", state_dir, error

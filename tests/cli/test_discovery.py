@@ -47,6 +47,13 @@ def test_a_state_folder_that_cannot_be_written_is_told_and_costs_nothing_else(
     assert find_services(tmp_path) == []
 
 
+def test_a_discovery_file_that_cannot_be_put_in_its_place_leaves_nothing(state: Path) -> None:
+    in_the_way = state / "services" / "one.json"
+    in_the_way.mkdir(parents=True)
+    announce_service(state, "one", "http://127.0.0.1:1").withdraw()
+    assert list((state / "services").iterdir()) == [in_the_way]
+
+
 def test_a_url_that_is_given_is_taken_whatever_was_found(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announce_service(state, "one", "http://127.0.0.1:1234")
     assert find_connection("http://127.0.0.1:5").url == "http://127.0.0.1:5"
