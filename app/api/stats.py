@@ -22,7 +22,6 @@ from core.tier_stats import TierStats
 
 MAX_STREAMS = 32
 
-
 _FORM = (
     '{"time":"%s","uptime_s":%.3f,"epoch":%d,"engine":%s,'
     '"pool":{"kind":%s,"slots":%d,"wanted_slots":%d,"slot_bytes":%d,"free":%d,"ready":%d,"storing":%d,'
@@ -75,6 +74,7 @@ class StatsWriter:
             if num_names != self._num_names:
                 # A counter's name may come, and none ever goes.
                 self._num_names, self._form = num_names, _with_names(by_name)
+            form = self._form
             values = (
                 rfc3339(now_s), max(0.0, now_s - context.started_s), live.epoch, self._engine,
                 self._kind, pool.slots, pool.wanted_slots, pool.slot_bytes, pool.free, pool.ready, pool.storing,
@@ -89,15 +89,14 @@ class StatsWriter:
                 _tiers(live.tiers) if live.tiers else "{}",
                 journal.queued, journal.written, journal.dropped, journal.lag_s, self._recovery,
             )  # fmt: skip
-        return (self._form % values).encode()
+        return (form % values).encode()
 
 
 def _with_names(by_name: Iterable[Mapping[str, int]]) -> str:
     """The form with these counters' names, in the order in which they stand there."""
-    form = _FORM
-    for counters in by_name:
-        names = ",".join(f"{to_json(name).decode().replace('%', '%%')}:%d" for name in counters)
-        form = form.replace("NAMES", names, 1)
+    form, *rest = _FORM.split("NAMES")
+    for counters, part in zip(by_name, rest, strict=True):
+        form += ",".join(f"{to_json(name).decode().replace('%', '%%')}:%d" for name in counters) + part
     return form
 
 

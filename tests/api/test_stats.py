@@ -123,7 +123,7 @@ def test_every_counter_is_written_as_it_is_whatever_names_have_in_them(fresh: Se
             fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 3))
         fresh.settle()
         client.post("/admin/v1/reset", json={}).raise_for_status()
-    scheduler.live().prompt_tokens.tier_hit['100% "far"'] = 7
+    scheduler.live().prompt_tokens.tier_hit['100% "NAMES"'] = 7
     written = json.loads(writer.write(1010.5))
     snapshot = scheduler.snapshot()
     sections = ("requests", "prompt_tokens", "missed_tokens", "store", "load", "evictions")
