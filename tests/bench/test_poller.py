@@ -69,8 +69,9 @@ def test_polls_whom_it_is_told_to_and_counts_whole_answers() -> None:
         for arm, path in ((OWN, "/large"), (OTHER, "/ends")):
             asked, before = server.calls[path], poller.polls
             poller.ask(arm)
-            wait_until(lambda before=before: poller.polls >= before + 20, "twenty answers", WAIT_S)  # type: ignore[misc]
-            assert server.calls[path] >= asked + 20
+            wait_until(lambda path=path, asked=asked: server.calls[path] > asked + 20, "twenty calls", WAIT_S)  # type: ignore[misc]
+            # The last call may be without its answer still.
+            assert poller.polls >= before + 20
         poller.ask(NOBODY)
 
 
