@@ -23,6 +23,7 @@ not fit the buffer."""
 _SECOND_NS = 1_000_000_000
 _CLOCK_MONOTONIC = 1
 _NO_SIGNAL = 0x4000
+_LENGTH = np.frombuffer(b"content-length:", np.uint8)
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def poll_loop() -> Callable[..., tuple[int, int]]:
         return timespec[0] * _SECOND_NS + timespec[1]
 
     @njit  # type: ignore[untyped-decorator]
-    def size_of(answer: NDArray[np.uint8], name: NDArray[np.uint8]) -> int:
+    def size_of(answer: NDArray[np.uint8]) -> int:
         """How long a whole answer is that begins like this; 0 if its head is not complete."""
         length, start = 0, 0
         for end in range(1, len(answer)):
@@ -60,12 +61,12 @@ def poll_loop() -> Callable[..., tuple[int, int]]:
             if end - start == 1:
                 return end + 1 + length
             # Names of headers may be in capitals: 32 is what letters differ by.
-            is_length = end - start > len(name)
-            for index in range(len(name)):
-                is_length = is_length and (answer[start + index] | 32) == (name[index] | 32)
+            is_length = end - start > len(_LENGTH)
+            for index in range(len(_LENGTH)):
+                is_length = is_length and (answer[start + index] | 32) == (_LENGTH[index] | 32)
             if is_length:
                 length = 0
-                for digit in answer[start + len(name) : end - 1]:
+                for digit in answer[start + len(_LENGTH) : end - 1]:
                     if 48 <= digit <= 57:
                         length = 10 * length + digit - 48
             start = end + 1
@@ -79,7 +80,6 @@ def poll_loop() -> Callable[..., tuple[int, int]]:
         lengths: NDArray[np.int64],
         period_ns: int,
         answer: NDArray[np.uint8],
-        name: NDArray[np.uint8],
     ) -> tuple[int, int]:
         timespec = np.zeros(2, np.int64)
         due_ns = now_ns(timespec)
@@ -101,7 +101,7 @@ def poll_loop() -> Callable[..., tuple[int, int]]:
                     return ENDED, have
                 have += got
                 if whole == 0:
-                    whole = size_of(answer[:have], name)
+                    whole = size_of(answer[:have])
                     if whole > len(answer):
                         return TOO_LARGE, have
             # After "HTTP/1.1 ".
@@ -110,5 +110,4 @@ def poll_loop() -> Callable[..., tuple[int, int]]:
             words[COUNT] += 1
         return ENDED, 0
 
-    name = np.frombuffer(b"content-length:", np.uint8)
-    return lambda *arguments: loop(*arguments, name)
+    return loop

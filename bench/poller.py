@@ -116,11 +116,13 @@ def _poll(urls: Sequence[str], rate: float, shared: ctypes.Array[ctypes.c_int64]
     for row, request in zip(requests, asked, strict=True):
         row[: len(request)] = np.frombuffer(request, np.uint8)
     answer = np.zeros(MAX_ANSWER_BYTES, np.uint8)
-    while not words[STOP]:
+    while True:
         descriptors = np.array([one.fileno() for one in sockets], np.int32)
         why, size = poll_loop()(words, descriptors, requests, lengths, round(1e9 / rate), answer)
+        if words[STOP]:
+            return
         if why == ENDED and not size:
-            # Not polled for longer than the server keeps a connection; or all is over.
+            # Not polled for longer than the server keeps a connection.
             for index, one in enumerate(sockets):
                 one.close()
                 sockets[index] = _connect(urls[index])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from core.events import EvictionBatch, ResetEvent
@@ -79,8 +78,8 @@ class HistoryQueue:
     def oldest_s(self) -> float | None:
         """When the oldest entry still queued was appended, by the monotonic clock."""
         for entries in (self._in_hand, self._entries):
-            if entries:
-                # The other thread may have taken it since.
-                with suppress(IndexError):
-                    return entries[0].queued_s
+            try:
+                return entries[0].queued_s
+            except IndexError:
+                continue
         return None
