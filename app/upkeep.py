@@ -94,7 +94,7 @@ class Upkeep:
         ]
 
     def _supervise(self) -> None:
-        """Start dead threads again, end what is over, and free what resets left behind, away from the engine."""
+        """Start dead threads again, and end what is over, away from the engine."""
         while not self._stopping.wait(SUPERVISE_S):
             try:
                 if not self._store.journal.is_alive():
@@ -102,8 +102,6 @@ class Upkeep:
                     self._store.start(self._manager.inventory)
                 self._pool_size.start()
                 self._scheduler.expire(time.time())
-                while self._manager.index.bury() and not self._stopping.is_set():
-                    continue
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
 

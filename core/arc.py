@@ -20,8 +20,7 @@ from math import floor
 import numpy as np
 
 from core.arc_ghosts import FREQUENT, RECENT, ArcGhosts
-from core.keys import Key
-from core.marks import marks_of
+from core.marks import Marks
 from core.segments import Segment
 from core.slots import SlotTable
 from core.transfers import NO_SLOTS, Slots
@@ -75,7 +74,7 @@ class ArcPolicy:
         self._recent.remove(recent)
         self._frequent.remove(frequent)
 
-    def make_room(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+    def make_room(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
         """See `EvictionPolicy`."""
         num_recent = len(self._recent)
         spared_recent, spared_frequent = self._split(spared)
@@ -86,7 +85,7 @@ class ArcPolicy:
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
         ]
         num_answered = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
-        ghosts = self._ghosts.find(marks_of(wanted[:num_answered]))
+        ghosts = self._ghosts.find(wanted[:num_answered])
         came_back = (ghosts >= 0).nonzero()[0]
         if len(came_back):
             # A key that is named twice comes back once.
@@ -169,7 +168,7 @@ class ArcPolicy:
         ):
             parts = [queue.take_oldest(count) for queue, count in zip(segment.queues, counts, strict=True) if count]
             evicted.append(parts[0] if len(parts) == 1 else np.concatenate([NO_SLOTS, *parts]))
-        self._ghosts.add([marks_of(self._table.keys[slots].tolist()) for slots in evicted], limits)
+        self._ghosts.add([self._table.marks[slots] for slots in evicted], limits)
         return np.concatenate(evicted) if len(evicted[0]) and len(evicted[1]) else evicted[0 if len(evicted[0]) else 1]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.buckets import Buckets, Numbers
+from core.mark_table import MarkTable, Numbers
 from core.marks import Marks
 from core.recency import NUMBER_SHIFT, RecencyQueue
 
@@ -20,7 +20,7 @@ class ArcGhosts:
     def __init__(self, capacity: int) -> None:
         self._marks = np.zeros(capacity, dtype=np.uint64)
         self._positions = np.zeros(capacity, dtype=np.int64)
-        self._buckets = Buckets(capacity, self._marks, np.zeros(capacity, dtype=np.uint32))
+        self._table = MarkTable(capacity)
         self._lists = [RecencyQueue(self._positions, 1), RecencyQueue(self._positions, 2)]
         self._returned = np.empty(capacity, dtype=np.int64)
         self._num_returned = 0
@@ -32,7 +32,7 @@ class ArcGhosts:
 
     def find(self, marks: Marks) -> Numbers:
         """The ghosts that have these marks, -1 where there is none."""
-        return self._buckets.find(marks)
+        return self._table.find(marks)
 
     def list_of(self, ghosts: Numbers) -> NDArray[np.int64]:
         """Which list each of these ghosts is in."""
@@ -62,7 +62,7 @@ class ArcGhosts:
                 continue
             ghosts = self._take(len(marks))
             self._marks[ghosts] = marks
-            won = self._buckets.claim(marks, ghosts)
+            won = self._table.claim(marks, ghosts) == ghosts
             if int(np.count_nonzero(won)) < len(ghosts):
                 # A key may be evicted twice, if it was stored twice at once.
                 self._return(ghosts[~won])
@@ -71,13 +71,13 @@ class ArcGhosts:
 
     def clear(self) -> None:
         """Forget every ghost, in O(1)."""
-        self._buckets.clear()
+        self._table.clear()
         for queue in self._lists:
             queue.clear()
         self._num_returned = self._frontier = 0
 
     def _give_back(self, ghosts: Numbers) -> None:
-        self._buckets.remove(ghosts)
+        self._table.remove(self._marks[ghosts], ghosts)
         self._return(ghosts)
 
     def _return(self, numbers: Numbers) -> None:

@@ -6,12 +6,12 @@ and of a batch that was used at once the last slot goes first, so that prefixes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from core.arc import ArcPolicy
-from core.keys import Key
 from core.lru import LruPolicy
+from core.marks import Marks
 from core.segments import Segment
 from core.slots import SlotTable
 from core.transfers import Slots
@@ -46,11 +46,11 @@ class EvictionPolicy(Protocol):
     def remove(self, slots: Slots) -> None:
         """These slots, all of them candidates, are pinned or gone."""
 
-    def make_room(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+    def make_room(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
         """Remove and return the slots that go for `wanted`, in the order in which they go; fewer if there are no more.
 
-        These keys are not in the pool; the first of them get the `free` slots, the others those that go. None goes of
-        the candidates `spared`, nor of the `young` ones that were used last in any queue.
+        The keys of these marks are not in the pool; the first of them get the `free` slots, the others those that go.
+        None goes of the candidates `spared`, nor of the `young` ones that were used last in any queue.
         """
 
     def peek_victims(self, count: int) -> Slots:

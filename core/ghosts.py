@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.marks import Marks, marks_of
+from core.marks import Marks
 
 _FLUSH_KEYS = 1000
 _MIN_BITS = 16
@@ -65,20 +64,20 @@ class Ghosts(Generic[R]):
         self._table = np.zeros(1 << bits, dtype=np.uint64)
         self._seconds = np.zeros(1 << bits, dtype=np.uint32) if is_dated else None
         self._epoch = 0
-        self._pending: list[Key] = []
-        self._pending_counts: list[int] = []
+        self._pending: list[Marks] = []
+        self._num_pending = 0
         self._pending_s: list[float] = []
         self._pending_reason = members[0]
 
-    def add(self, keys: Sequence[Key], reason: R, now_s: float = 0.0) -> None:
+    def add(self, marks: Marks, reason: R, now_s: float = 0.0) -> None:
         """Remember keys that are missing. They are entered in larger batches, which costs a third as much."""
         if reason is not self._pending_reason:
             self._flush()
             self._pending_reason = reason
-        self._pending += keys
-        self._pending_counts.append(len(keys))
+        self._pending.append(marks)
+        self._num_pending += len(marks)
         self._pending_s.append(now_s)
-        if len(self._pending) >= _FLUSH_KEYS:
+        if self._num_pending >= _FLUSH_KEYS:
             self._flush()
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
@@ -113,14 +112,14 @@ class Ghosts(Generic[R]):
         self._table[self._epoch * chunk : (self._epoch + 1) * chunk] = 0
         self._epoch = (self._epoch + 1) % (1 << _EPOCH_BITS)
 
-    def reasons(self, keys: Sequence[Key]) -> list[R | None]:
-        """Why these keys, which are not in the pool, are not; None for those that are not, or no longer, known."""
-        _, codes = self._look_up(keys)
+    def reasons(self, marks: Marks) -> list[R | None]:
+        """Why the keys of these marks are not in the pool; None for those that are not, or no longer, known."""
+        _, codes = self._look_up(marks)
         return self._named(codes)
 
-    def regret(self, keys: Sequence[Key]) -> Regretted[R]:
+    def regret(self, marks: Marks) -> Regretted[R]:
         """`reasons`, and more about those of the keys that are known."""
-        places, codes = self._look_up(keys)
+        places, codes = self._look_up(marks)
         first: NDArray[np.bool_] = (codes > 0) & (codes < _TOLD)
         self._table[places[first]] |= np.uint64(_TOLD)
         known = places[codes > 0]
@@ -133,10 +132,9 @@ class Ghosts(Generic[R]):
     def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
         return [self._reasons[code] for code in (codes & (_TOLD - 1)).tolist()]
 
-    def _look_up(self, keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The places of these keys, and the codes that stand there if they are theirs, else 0."""
+    def _look_up(self, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The places of these marks, and the codes that stand there if they are theirs, else 0."""
         self._flush()
-        marks = marks_of(keys)
         places = (marks >> self._shift).view(np.int64)
         differences = self._table[places] ^ self._entries(marks, 0)
         codes = np.where(differences <= _CODE, differences, 0).astype(np.int64)
@@ -144,16 +142,17 @@ class Ghosts(Generic[R]):
 
     def _flush(self) -> None:
         if self._pending:
-            marks = marks_of(self._pending)
+            marks = np.concatenate(self._pending)
             places = (marks >> self._shift).view(np.int64)
             self._table[places] = self._entries(marks, self._codes[self._pending_reason])
             if self._seconds is not None:
-                self._seconds[places] = np.repeat(np.array(self._pending_s, dtype=np.uint32), self._pending_counts)
+                seconds = np.array(self._pending_s, dtype=np.uint32)
+                self._seconds[places] = np.repeat(seconds, [len(some) for some in self._pending])
             self._forget_pending()
 
     def _forget_pending(self) -> None:
         self._pending.clear()
-        self._pending_counts.clear()
+        self._num_pending = 0
         self._pending_s.clear()
 
     def _entries(self, marks: Marks, code: int) -> Marks:

@@ -1,130 +1,89 @@
-"""Which slot holds a key: dictionaries that stay small enough to grow without anyone noticing.
+"""Which number holds a key: found by marks, and true by the keys themselves.
 
-When one dictionary grows past five million keys, that one insertion takes 0.3 s, under the lock; one of forty thousand
-grows in under 2 ms. A small pool has one dictionary, since every further one costs cache misses. When a pool grows its
-keys move into more of them, a batch at a time.
+Two keys of one mark, which random hashes of 64 bits hardly ever are, do not fit in side by side: the second is not
+found, and not taken in. It is one block forgotten, and never another one's bytes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.keys import Key
-from core.transfers import NO_SLOTS, Slots
+from core.mark_table import MarkTable, Numbers
+from core.marks import Marks, marks_of
 
-_MAX_SHARDS = 256
-_SHARD_KEYS = 1 << 16
-_PREFIX_CHUNK = 64
+_FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 
 
 class KeyIndex:
-    """Key to slot, spread over dictionaries by the key's first byte; keys are hashes, so they spread evenly."""
+    """Numbers below `size`, such as slots, by their keys."""
 
-    def __init__(self, num_slots: int) -> None:
-        count = _shards_for(num_slots)
-        self._shards: list[dict[Key, int]] = [{} for _ in range(count)]
-        # By first byte, whatever the number of shards: one list look-up finds the method to call.
-        by_byte = [self._shards[byte % count] for byte in range(256)]
-        self._gets = [shard.get for shard in by_byte]
-        self._claims = [shard.setdefault for shard in by_byte]
-        self._pops = [shard.pop for shard in by_byte]
-        self._only = self._shards[0] if count == 1 else None
+    def __init__(self, size: int, keys: NDArray[np.object_], marks: Marks) -> None:
+        """`keys` and `marks` are columns over the numbers, which their owner fills in before a number is claimed.
 
-    def is_small_for(self, num_slots: int) -> bool:
-        """Whether so many slots should have more dictionaries."""
-        return len(self._shards) < _shards_for(num_slots)
+        There they stay until it is removed.
+        """
+        self._keys = keys
+        self._marks = marks
+        self._table = MarkTable(size)
 
     def __len__(self) -> int:
-        return sum(len(shard) for shard in self._shards)
+        return len(self._table)
 
     def get(self, key: Key) -> int | None:
-        """The slot of one key."""
-        return self._gets[key[0]](key)
+        """The number of one key."""
+        number = int(self.find([key])[0])
+        return None if number < 0 else number
 
-    def find(self, keys: Iterable[Key]) -> list[int | None]:
-        """The slot of each key, None where there is none."""
-        if self._only is not None:
-            return list(map(self._only.get, keys))
-        gets = self._gets
-        return [gets[key[0]](key) for key in keys]
+    def find(self, keys: Sequence[Key], marks: Marks | None = None) -> Numbers:
+        """The number of each key, -1 where there is none; `marks` if they are known."""
+        numbers = self._table.find(marks_of(keys) if marks is None else marks)
+        there = numbers >= 0
+        num_there = int(np.count_nonzero(there))
+        if not num_there:
+            return numbers
+        if num_there == len(numbers):
+            if self._keys[numbers].tolist() == (keys if isinstance(keys, list) else list(keys)):
+                return numbers
+            there_at = there.nonzero()[0]
+        else:
+            there_at = there.nonzero()[0]
+            if self._keys[numbers[there_at]].tolist() == [keys[i] for i in there_at.tolist()]:
+                return numbers
+        for i in there_at.tolist():
+            if self._keys[numbers[i]] != keys[i]:
+                numbers[i] = -1
+        return numbers
 
-    def find_prefix(self, keys: Sequence[Key]) -> Slots:
-        """The slots of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
-        parts = [NO_SLOTS]
-        for start in range(0, len(keys), _PREFIX_CHUNK):
-            chunk = self.find(keys[start : start + _PREFIX_CHUNK])
-            try:
-                parts.append(np.array(chunk, dtype=np.int64))
-            except TypeError:
-                # Quicker than to look for a None in every chunk.
-                parts.append(np.array(chunk[: chunk.index(None)], dtype=np.int64))
+    def find_prefix(self, keys: Sequence[Key]) -> Numbers:
+        """The numbers of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
+        parts: list[Numbers] = []
+        start, chunk = 0, _FIRST_CHUNK
+        while start < len(keys) or not parts:
+            numbers = self.find(keys[start : start + chunk])
+            missing = (numbers < 0).nonzero()[0]
+            if len(missing):
+                parts.append(numbers[: missing[0]])
                 break
-        return np.concatenate(parts) if len(parts) > 2 else parts[-1]
+            parts.append(numbers)
+            start += chunk
+            chunk = min(2 * chunk, _LAST_CHUNK)
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
-        """Point each key at its slot unless it has one already; the slot that each key has then."""
-        if self._only is not None:
-            return list(map(self._only.setdefault, keys, slots))
-        claims = self._claims
-        return [claims[key[0]](key, slot) for key, slot in zip(keys, slots)]  # noqa: B905 - hot
+    def claim(self, numbers: Numbers) -> Numbers:
+        """Point the key of each number at it unless its mark has a number already; the one that each has then.
 
-    def remove(self, keys: Iterable[Key]) -> None:
-        """Take out keys that are in the index."""
-        if self._only is not None:
-            deque(map(self._only.pop, keys), maxlen=0)
-            return
-        pops = self._pops
-        for key in keys:
-            pops[key[0]](key)
+        It is -1 where there was no room.
+        """
+        return self._table.claim(self._marks[numbers], numbers)
 
-    def shards(self) -> list[dict[Key, int]]:
-        """The dictionaries themselves, for whoever takes an abandoned index apart piece by piece."""
-        return self._shards
+    def remove(self, numbers: Numbers) -> None:
+        """Take out numbers that are in the index."""
+        self._table.remove(self._marks[numbers], numbers)
 
-
-class MovingIndex(KeyIndex):
-    """An index whose keys are on their way from an old one to a new one; each key is in one of them."""
-
-    def __init__(self, old: KeyIndex, new: KeyIndex) -> None:
-        self.old = old
-        self.new = new
-        self._shards = [*old.shards(), *new.shards()]
-
-    def get(self, key: Key) -> int | None:
-        """See `KeyIndex`."""
-        slot = self.new.get(key)
-        return self.old.get(key) if slot is None else slot
-
-    def find(self, keys: Iterable[Key]) -> list[int | None]:
-        """See `KeyIndex`."""
-        return [self.get(key) for key in keys]
-
-    def claim(self, keys: Iterable[Key], slots: Iterable[int]) -> list[int]:
-        """See `KeyIndex`."""
-        holders: list[int] = []
-        for key, slot in zip(keys, slots, strict=True):
-            holder = self.old.get(key)
-            holders += self.new.claim([key], [slot]) if holder is None else [holder]
-        return holders
-
-    def remove(self, keys: Iterable[Key]) -> None:
-        """See `KeyIndex`."""
-        for key in keys:
-            (self.new if self.old.get(key) is None else self.old).remove([key])
-
-    def move(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Move those of these keys, each of which has its slot here, that have not been moved yet."""
-        left = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self.old.get(key) is not None]
-        moved = [key for key, _ in left]
-        self.new.claim(moved, [slot for _, slot in left])
-        self.old.remove(moved)
-
-
-def _shards_for(num_slots: int) -> int:
-    count = 1
-    while count < _MAX_SHARDS and count * _SHARD_KEYS < num_slots:
-        count *= 2
-    return count
+    def clear(self) -> None:
+        """Forget every key, in O(1)."""
+        self._table.clear()

@@ -67,7 +67,7 @@ class Inventory:
     def find_block(self, key: Key) -> SlotRows | None:
         """The row of one key, or None."""
         with self._lock:
-            slot = self._index.current.get(key) if key else None
+            slot = self._index.get(key)
             return None if slot is None else self._table.rows(np.array([slot]))
 
     def holds(self, rows: SlotRows) -> list[BlockHold | None]:

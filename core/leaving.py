@@ -73,7 +73,7 @@ class Leaving:
     def drop_key(self, key: Key, now_s: float) -> bool:
         """Take one block out of the pool for an operator; False if it is not there."""
         with self._lock:
-            slot = self._index.current.get(key) if key else None
+            slot = self._index.get(key)
             return slot is not None and self.drop(np.array([slot]), EvictionReason.OPERATOR, now_s) == 1
 
     def drop_matching(self, matches: Callable[[Origin], bool], start_slot: int, now_s: float) -> tuple[int, int | None]:
@@ -95,8 +95,8 @@ class Leaving:
         """
         table, count = self._table, len(slots)
         rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
-        self._index.current.remove(rows.keys)
-        self._missing.note_gone(rows.keys, reason, now_s)
+        self._index.remove(slots)
+        self._missing.note_gone(table.marks[slots], reason, now_s)
         table.dirty[slots] = True
         table.end_unverified(slots)
         self.void(slots)

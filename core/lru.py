@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from core.keys import Key
+from core.marks import Marks
 from core.segments import Segment
 from core.transfers import NO_SLOTS, Slots
 
@@ -57,7 +57,7 @@ class LruPolicy:
             slots = slots[~in_cold]
         self._warm.remove(slots)
 
-    def make_room(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+    def make_room(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
         """See `EvictionPolicy`."""
         count = len(wanted) - len(free)
         if len(spared):

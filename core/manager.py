@@ -122,31 +122,30 @@ class OffloadManager:
         the keys of the request's blocks before them. What is not `is_counted` needs no admission: it comes back from
         a tier, and was admitted once.
         """
+        marks = marks_of(keys)
         with self.lock:
             table = self.table
             num_answered = len(keys)
-            found = self.index.current.find(keys)
-            absent = found.count(None)
-            if absent == num_answered:
-                own, wanted, wanted_at = NO_SLOTS, keys, counting(num_answered)
+            found = self.index.find(keys, marks)
+            absent = found < 0
+            if int(np.count_nonzero(absent)) == num_answered:
+                own, wanted_at = NO_SLOTS, counting(num_answered)
             else:
-                own = _slots_in(found)
+                own, wanted_at = found[~absent], absent.nonzero()[0]
                 self._use_again(own, priority_class)
-                wanted_at = np.array([i for i, slot in enumerate(found) if slot is None], dtype=np.int64)
-                wanted = [keys[i] for i in wanted_at.tolist()]
             counted, held_back_at = None, NO_SLOTS
             if is_counted and self.admission.threshold > 1:
-                counted = wanted_at, marks_of(wanted)
+                counted = wanted_at, marks[wanted_at]
                 admitted = self.admission.admits(counted[1])
                 wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
-                wanted = [keys[i] for i in wanted_at.tolist()]
+            wanted = marks if len(wanted_at) == len(keys) else marks[wanted_at]
             slots = table.take_free(len(wanted))
             for _ in range(_ROOM_ROUNDS if table.is_shrinking else 1):
                 victims = self.room.make(
                     wanted,
                     slots,
                     len(own) + len(prefix),
-                    lambda: np.concatenate((own, _slots_in(self.index.current.find(prefix)))),
+                    lambda: np.concatenate((own, self._find_some(prefix))),
                 )
                 staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
                 if len(staying):
@@ -164,7 +163,8 @@ class OffloadManager:
             if len(slots):
                 if len(slots) < len(keys):
                     positions = positions[wanted_at]
-                table.begin_storing(slots, wanted, origin, positions, priority_class, size_bytes)
+                    keys = [keys[i] for i in wanted_at.tolist()]
+                table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
             return Offer(num_answered, wanted_at, slots, held_back_at)
 
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
@@ -174,16 +174,15 @@ class OffloadManager:
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.lock:
-            wanted = slots.tolist()
-            keys = self.table.keys[slots].tolist()
-            holders = self.index.current.claim(keys, wanted)
-            if holders != wanted:
-                won = slots == np.array(holders)
-                self._raise_class(np.array(holders)[~won], int(self.table.classes.column[slots[~won]].max()))
-                self.leaving.void(slots[~won])
-                self.room.free(slots[~won])
+            holders = self.index.claim(slots)
+            won = holders == slots
+            if int(np.count_nonzero(won)) < len(slots):
+                lost = slots[~won]
+                self._raise_class(holders[(holders >= 0) & ~won], int(self.table.classes.column[lost].max()))
+                self.leaving.void(lost)
+                self.room.free(lost)
                 slots = slots[won]
-                keys = self.table.keys[slots].tolist()
+            keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
             self.room.policy.admit(slots)
             self.touch(chain)
@@ -199,7 +198,7 @@ class OffloadManager:
         """
         if keys:
             with self.lock:
-                slots = _slots_in(self.index.current.find(keys))
+                slots = self._find_some(keys)
                 self.room.policy.reorder(slots[self.table.pins[slots] == 0])
 
     def abandon(self, slots: Slots) -> None:
@@ -234,12 +233,12 @@ class OffloadManager:
     def find_prefix(self, keys: Sequence[Key]) -> Slots:
         """The slots of the leading keys that are ready."""
         with self.lock:
-            return self.index.current.find_prefix(keys)
+            return self.index.find_prefix(keys)
 
     def find_each(self, keys: Sequence[Key]) -> Slots:
         """The slot of each key, -1 where it is not ready."""
         with self.lock:
-            return np.array([-1 if slot is None else slot for slot in self.index.current.find(keys)], dtype=np.int64)
+            return self.index.find(keys)
 
     def note_origin(self, slots: Slots, origin: Origin) -> None:
         """Slots that are not published yet hold what this request once stored, whoever had it brought back."""
@@ -259,7 +258,7 @@ class OffloadManager:
             self.pins.begin_epoch(filled)
             if self._record is not None:
                 self._record.void_before(self.table.epoch)
-            self.index.begin_epoch()
+            self.index.clear()
             self.room.policy.clear()
             self.missing.begin_epoch()
             self.operator_pins.begin_epoch()
@@ -280,6 +279,11 @@ class OffloadManager:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _find_some(self, keys: Sequence[Key]) -> Slots:
+        """The slots of those of these keys that are in the pool."""
+        found = self.index.find(keys)
+        return found[found >= 0]
 
     def _let_leave(self, victims: Slots, now_s: float) -> Slots:
         """Those of the slots that were taken for new blocks that stay in the pool; the others go for good."""
@@ -306,8 +310,3 @@ class OffloadManager:
         classes.assign(slots, priority_class)
         self.table.dirty[slots] = True
         self.room.policy.add(candidates)
-
-
-def _slots_in(found: Sequence[int | None]) -> Slots:
-    """The slots of the keys that were found."""
-    return np.array([slot for slot in found if slot is not None], dtype=np.int64)

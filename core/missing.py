@@ -14,6 +14,7 @@ import numpy as np
 from core.events import EventSink, EvictionReason
 from core.ghosts import Ghosts
 from core.keys import Key
+from core.marks import Marks, marks_of
 from core.misses import FoundMisses, MissCause, NotStored
 from core.pool_index import PoolIndex
 from core.stats import EvictionCounts
@@ -41,35 +42,39 @@ class MissingKeys:
         """
         if not keys:
             return FoundMisses([], None)
+        marks = marks_of(keys)
         with self._lock:
-            found = self._index.current.find(keys)
-            missing = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+            is_missing = self._index.find(keys, marks) < 0
+            missing = marks[is_missing]
             left = self._gone.regret(missing)
             count = int(np.count_nonzero(left.is_first))
             if count:
                 self._evictions.regretted += count
-                self._sink.regretted([missing[i] for i in left.is_first.nonzero()[0].tolist()], now_s)
+                regretted = is_missing.nonzero()[0][left.is_first]
+                self._sink.regretted([keys[i] for i in regretted.tolist()], now_s)
             kept_out = self._kept_out.reasons(missing)
             foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
             known = zip(left.reasons, kept_out, foreign, strict=False)
             reasons = iter([gone or never or other or MissCause.NEW for gone, never, other in known])
-            causes = [MissCause.GAP if slot is not None else next(reasons) for slot in found]
+            causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
             return FoundMisses(causes, left.between_s)
 
-    def note_gone(self, keys: Sequence[Key], reason: EvictionReason, now_s: float) -> None:
-        """Remember why these keys left the pool. Called under the lock."""
-        self._gone.add(keys, reason, now_s)
+    def note_gone(self, marks: Marks, reason: EvictionReason, now_s: float) -> None:
+        """Remember why the keys of these marks left the pool. Called under the lock."""
+        self._gone.add(marks, reason, now_s)
 
     def note_kept_out(self, keys: Sequence[Key], reason: NotStored) -> None:
         """Remember why these keys were not stored."""
+        marks = marks_of(keys)
         with self._lock:
-            self._kept_out.add(keys, reason)
+            self._kept_out.add(marks, reason)
 
     def note_foreign(self, keys: Sequence[Key]) -> None:
         """Remember that an earlier process had these keys with bytes that mean something else here."""
+        foreign = Ghosts(len(keys), MissCause)
+        foreign.add(marks_of(keys), MissCause.OTHER_FINGERPRINT)
         with self._lock:
-            self._foreign = Ghosts(len(keys), MissCause)
-            self._foreign.add(keys, MissCause.OTHER_FINGERPRINT)
+            self._foreign = foreign
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """See `core.resize.plan_size`."""

@@ -31,7 +31,7 @@ class OperatorPins:
         """Keep one block from eviction until `expires_s`. Pinning it again moves the time."""
         with self._lock:
             self.expire(now_s)
-            slot = self._index.current.get(key) if key else None
+            slot = self._index.get(key)
             if slot is None:
                 return PinOutcome.NOT_FOUND
             if key not in self._until_s:
@@ -73,8 +73,8 @@ class OperatorPins:
         for start in range(0, len(keys), BATCH_SLOTS):
             some = keys[start : start + BATCH_SLOTS]
             with self._lock:
-                slots = self._index.current.find(some)
-            found += [key for key, slot in zip(some, slots, strict=True) if slot is not None and slot >= start_slot]
+                slots = self._index.find(some)
+            found += [some[i] for i in (slots >= start_slot).nonzero()[0].tolist()]
         return found
 
     def end_with(self, keys: Sequence[Key]) -> None:
@@ -87,5 +87,5 @@ class OperatorPins:
         self._until_s.clear()
 
     def _release(self, keys: Sequence[Key]) -> None:
-        slots = [slot for slot in self._index.current.find(keys) if slot is not None]
-        self._pins.release(Pin(np.array(slots, dtype=np.int64), self._table.epoch))
+        slots = self._index.find(keys)
+        self._pins.release(Pin(slots[slots >= 0], self._table.epoch))

@@ -36,8 +36,8 @@ class Recovered:
         with self._lock:
             if self._table.num_free < self._table.num_slots:
                 raise RuntimeError("blocks of an earlier process can only be taken over by an empty pool")
-            self._index.current.claim(blocks.keys, blocks.slots.tolist())
             self._table.adopt(blocks)
+            self._index.claim(blocks.slots)
             self._table.dirty[stale] = True
             self._room.policy.admit(blocks.slots)
 

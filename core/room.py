@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from core.eviction import EVICTION_POLICIES, EvictionPolicy
 from core.keys import Key
 from core.lru import LruPolicy
+from core.marks import Marks
 from core.segments import Segment
 from core.slots import SlotTable
 from core.transfers import NO_SLOTS, Slots
@@ -37,10 +38,11 @@ class Room:
         self.residency: Residency | None = None
         """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
 
-    def make(self, wanted: Sequence[Key], free: Slots, num_own: int, find_own: Callable[[], Slots]) -> Slots:
-        """Take the slots that go for the `wanted` keys, of which the first get `free` ones; fewer if there are no more.
+    def make(self, wanted: Marks, free: Slots, num_own: int, find_own: Callable[[], Slots]) -> Slots:
+        """Take the slots that go for the keys of the `wanted` marks, of which the first get `free` ones.
 
-        None goes that the same request has in the pool: `num_own` slots, which `find_own` finds if need be.
+        They are fewer if there are no more. None goes that the same request has in the pool: `num_own`
+        slots, which `find_own` finds if need be.
         """
         if not num_own:
             return self._make(wanted, free, NO_SLOTS, 0)
@@ -110,7 +112,7 @@ class Room:
         policy.take_over(full, empty)
         return policy
 
-    def _make(self, wanted: Sequence[Key], free: Slots, spared: Slots, young: int) -> Slots:
+    def _make(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
         missing = len(wanted) - len(free)
         if self.residency is None or missing <= 0:
             return self.policy.make_room(wanted, free, spared, young)

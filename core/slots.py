@@ -20,6 +20,7 @@ from core.arrays import zeros_on_lines
 from core.events import Origin, SlotRows
 from core.kept import KeptBlocks
 from core.keys import Key
+from core.marks import Marks, marks_of
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
@@ -114,6 +115,7 @@ class SlotTable:
         self.hit_s = records["hit_s"]
         self.hits = records["hits"]
         self.keys = np.empty(self.max_slots, dtype=object)
+        self.marks: Marks = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
         # Looked through as a whole, so it is by itself.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
@@ -239,6 +241,7 @@ class SlotTable:
         self,
         slots: Slots,
         keys: Sequence[Key],
+        marks: Marks,
         origin: Origin,
         positions: Slots,
         priority_class: int,
@@ -253,6 +256,7 @@ class SlotTable:
         self.sizes[slots] = self.slot_bytes if size_bytes is None else size_bytes
         self.classes.assign(slots, priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
+        self.marks[slots] = marks
         self.origins[slots] = origin
 
     def make_ready(self, slots: Slots, now_s: float) -> None:
@@ -276,6 +280,7 @@ class SlotTable:
         self.hit_s[slots] = blocks.hit_s
         self.hits[slots] = blocks.hits
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
+        self.marks[slots] = marks_of(blocks.keys)
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
         self.classes.assign_each(slots, blocks.classes)
         self._lendings = int(blocks.generations.max(initial=0))

@@ -13,6 +13,7 @@ from core.events import Origin
 from core.eviction import EVICTION_POLICIES
 from core.grants import Pin
 from core.manager import OffloadManager
+from core.marks import marks_of
 
 ANYONE = Origin("r")
 LOW, NORMAL, HIGH = 0, 1, 2
@@ -213,7 +214,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         ready = table.current_states(0, self.size) == 2
         candidates = ready & (table.pins == 0)
         assert len(policy) == int(candidates.sum())
-        assert len(self.manager.index.current) == int(ready.sum()) == table.num_ready
+        assert len(self.manager.index) == int(ready.sum()) == table.num_ready
         slots = np.flatnonzero(candidates)
         in_segments = sum(segment.holds(slots).astype(int) for segment in policy.hand_over())
         assert (in_segments == 1).all()
@@ -229,7 +230,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         found = set()
         while len(
             victims := self.manager.room.policy.make_room(
-                keys(10**6, 7), np.empty(0, np.int64), np.empty(0, np.int64), 0
+                marks_of(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64), 0
             )
         ):
             assert not found & set(victims.tolist()), "a slot goes once"

@@ -188,8 +188,6 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
     assert manager.inventory.counts().free == num_slots - 500
     taken = manager.offer(keys(10**6, num_slots), Origin("all"), np.arange(num_slots), NORMAL, 1.0)
     assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
-    while manager.index.bury():
-        continue
 
 
 def test_a_slot_that_a_reset_disowned_while_it_was_loading_is_not_lent_out_pinned() -> None:
@@ -306,24 +304,6 @@ def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
         manager.operator_pins.pin(keys(0, 1)[0], 1000.0 + number, 1.0)
     assert len(manager.operator_pins._until_s) < 1000
     assert pinned_until(manager, keys(0, 1)[0]) == 5999.0
-
-
-def test_burying_an_old_index_leaves_newer_ones_alone() -> None:
-    manager = OffloadManager(100, 64)
-    store(manager, keys(0, 50))
-    manager.reset(np.empty(0, dtype=np.int64), 1.0)
-    store(manager, keys(100, 50))
-    first = manager.index._buried[0]
-    while first.shards():
-        manager.index.bury()
-        if len(manager.index._buried) == 1:
-            manager.reset(np.empty(0, dtype=np.int64), 2.0)
-    second = manager.index._buried[-1]
-    manager.index.bury()
-    assert second in manager.index._buried
-    while manager.index.bury():
-        continue
-    assert not manager.index._buried
 
 
 def test_rows_tell_the_real_size_of_what_a_slot_holds() -> None:

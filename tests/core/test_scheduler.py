@@ -787,10 +787,10 @@ def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: py
     looked_up = 0
     find = KeyIndex.find
 
-    def counting(index: KeyIndex, keys: Sequence[bytes]) -> list[int | None]:
+    def counting(index: KeyIndex, keys: Sequence[bytes], marks: np.ndarray | None = None) -> np.ndarray:
         nonlocal looked_up
         looked_up += len(keys)
-        return find(index, keys)
+        return find(index, keys, marks)
 
     monkeypatch.setattr(KeyIndex, "find", counting)
     for _ in range(320):

@@ -80,7 +80,7 @@ def _check_slots(engine: ToyEngine) -> None:
     states = table.current_states(0, table.end_slot)
     pins = table.pins[: table.end_slot]
     ready = states == SlotState.READY
-    assert np.count_nonzero(ready) == table.num_ready == len(manager.index.current)
+    assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
     assert len(manager.room.policy) == np.count_nonzero(ready & (pins == 0))
     loads_on = np.zeros_like(pins)
     for pin in manager.pins._loading.values():
@@ -142,7 +142,7 @@ def _check_pins(engine: ToyEngine) -> None:
             for slot in pin.slots.tolist():
                 owned[slot] += 1
     for key in manager.operator_pins._until_s._until_s:
-        slot = manager.index.current.get(key)
+        slot = manager.index.get(key)
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
     ready = manager.table.is_ready(np.arange(manager.table.end_slot))
@@ -169,12 +169,14 @@ def _check_holds(engine: ToyEngine) -> None:
 def _check_bytes(engine: ToyEngine) -> None:
     """Everything that can be found was allowed to be stored, and holds the right values on every rank."""
     truth, grants, hosts = engine.truth, engine.ledger.grants, engine.copies.host
-    for shard in engine.manager.index.current.shards():
-        for key, slot in shard.items():
-            assert key in grants, "something was stored that no policy ever allowed"
-            values = truth.of(key)
-            for host in hosts:
-                assert host[slot][: len(values)] == values, f"slot {slot} can be found and holds something else"
+    table = engine.manager.table
+    for slot in table.is_ready(np.arange(table.end_slot)).nonzero()[0].tolist():
+        key = table.keys[slot]
+        assert engine.manager.index.get(key) == slot, f"slot {slot} is ready and cannot be found"
+        assert key in grants, "something was stored that no policy ever allowed"
+        values = truth.of(key)
+        for host in hosts:
+            assert host[slot][: len(values)] == values, f"slot {slot} can be found and holds something else"
 
 
 def _check_disowned(engine: ToyEngine) -> None:

@@ -35,7 +35,7 @@ def needed_slots(group: Group, first_token: int, end: int) -> range:
 def longest_hit(engine: ToyEngine, request: ToyRequest, first_token: int) -> tuple[int, list[bytes]]:
     """Where the longest hit behind `first_token` ends, and the keys of all that it reads."""
     step = engine.layout.alignment_tokens
-    index, num_hashed = engine.manager.index.current, len(request.block_hashes) * request.hash_block_size
+    index, num_hashed = engine.manager.index, len(request.block_hashes) * request.hash_block_size
     if first_token % step:
         return first_token, []
     for end in range((request.num_tokens - 1) // step * step, first_token, -step):

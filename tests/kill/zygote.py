@@ -13,6 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from core.mark_table import MarkTable
+from core.marks import marks_of
 from cuda_ops.native import segment_copier
 from tests.kill.small import Small
 
@@ -55,6 +57,7 @@ def _serve(folder: Path, seed: int, calm: bool, told: int) -> None:
 
 if __name__ == "__main__":
     segment_copier()
+    MarkTable(1).find(marks_of([b"key"]))
     for line in sys.stdin:
         words = line.split()
         start_s = None if words[2] == "-" else float(words[2])

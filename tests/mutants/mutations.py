@@ -36,6 +36,7 @@ LAZY = "tests/core/test_lazy.py::"
 HITS = "tests/core/test_hits.py::"
 RATES = "tests/core/test_rates.py::"
 GHOSTS = "tests/core/test_ghosts.py::"
+INDEX = "tests/core/test_index.py::"
 ARC = "tests/core/test_arc.py::"
 ADMISSION = "tests/core/test_admission.py::"
 POLICY = "tests/core/test_policy.py::"
@@ -574,8 +575,8 @@ MUTATIONS = (
         5,
         "a key that is in the pool is not stored again",
         "core/manager.py",
-        "            found = self.index.current.find(keys)\n            absent",
-        "            found = [None] * len(keys)\n            absent",
+        "            found = self.index.find(keys, marks)\n",
+        "            found = np.full(len(keys), -1)\n",
         (MANAGER + "test_an_offer_that_finds_no_room_ends_where_room_ends",),
     ),
     Mutation(
@@ -648,9 +649,27 @@ MUTATIONS = (
         6,
         "a hit is a prefix",
         "core/index.py",
-        "                parts.append(np.array(chunk[: chunk.index(None)], dtype=np.int64))\n",
-        "                parts.append(np.array([slot for slot in chunk if slot is not None], dtype=np.int64))\n",
+        "                parts.append(numbers[: missing[0]])\n",
+        "                parts.append(numbers[numbers >= 0])\n",
         (MANAGER + "test_a_prefix_has_no_gap",),
+    ),
+    Mutation(
+        "another key of the same mark is found",
+        6,
+        "equal keys mean equal bytes, and equal marks do not",
+        "core/index.py",
+        "            if self._keys[numbers[i]] != keys[i]:\n",
+        "            if False:\n",
+        (INDEX + "test_of_two_keys_with_one_mark_the_second_is_forgotten_and_never_mistaken",),
+    ),
+    Mutation(
+        "a key that is taken out cuts off those behind it",
+        6,
+        "what is there is found, whatever left",
+        "core/mark_table.py",
+        "                if (at - home) & last >= (at - hole) & last:\n",
+        "                if False:\n",
+        ("tests/core/test_mark_table.py",),
     ),
     Mutation(
         "nobody waits for another's load",
@@ -1148,8 +1167,8 @@ MUTATIONS = (
         11,
         "the threshold counts offers",
         "core/manager.py",
-        "            return self.index.current.find_prefix(keys)\n",
-        "            self.admission.count(marks_of(keys))\n            return self.index.current.find_prefix(keys)\n",
+        "            return self.index.find_prefix(keys)\n",
+        "            self.admission.count(marks_of(keys))\n            return self.index.find_prefix(keys)\n",
         (ADMISSION + "test_lookups_are_no_offers",),
     ),
     Mutation(
@@ -1197,7 +1216,7 @@ MUTATIONS = (
         12,
         "nothing is evicted of the request itself",
         "core/manager.py",
-        "lambda: np.concatenate((own, _slots_in(self.index.current.find(prefix))))",
+        "lambda: np.concatenate((own, self._find_some(prefix)))",
         "lambda: NO_SLOTS",
         (MANAGER + "test_an_offer_does_not_evict_the_prefix_that_it_continues",),
     ),
@@ -1206,7 +1225,7 @@ MUTATIONS = (
         12,
         "of two blocks with one key one wins, and the other is freed",
         "core/manager.py",
-        "            if holders != wanted:\n",
+        "            if int(np.count_nonzero(won)) < len(slots):\n",
         "            if False:\n",
         (SCHEDULER + "test_two_device_blocks_of_one_key_race_and_one_wins",),
     ),
@@ -1285,6 +1304,24 @@ MUTATIONS = (
         (BOUNDS + "test_blocks_that_are_offered_again_together_die_from_their_end",),
     ),
     # --- the pool's size --------------------------------------------------------------------------------------------
+    Mutation(
+        "what is stored while a pool grows is not found when it has grown",
+        13,
+        "keys are found while their index grows, and after",
+        "core/pool_index.py",
+        "            self._larger.claim(self._marks[won], won)\n",
+        "            pass\n",
+        (RESIZE + "test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have",),
+    ),
+    Mutation(
+        "what is dropped while a pool grows is found when it has grown",
+        13,
+        "keys are found while their index grows, and after",
+        "core/pool_index.py",
+        "            self._larger.remove(self._marks[numbers], numbers)\n",
+        "            pass\n",
+        (RESIZE + "test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have",),
+    ),
     Mutation(
         "a free slot that is leaving is given out",
         13,

@@ -450,7 +450,6 @@ class World:
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
         engine.manager.inventory.dirty_rows(5)
         engine.manager.inventory.slot_states()
-        engine.manager.index.bury()
 
     def jump(self) -> None:
         """The clock is set, forwards or backwards."""

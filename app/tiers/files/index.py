@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.index import KeyIndex
+from core.marks import Marks, marks_of
 from core.recency import RecencyQueue
 
 Name = bytes
@@ -59,8 +60,9 @@ class FileIndex:
         self._begin()
 
     def _begin(self) -> None:
-        self._entries = KeyIndex(self._capacity)
         self._names = np.empty(self._capacity, dtype=object)
+        self._marks: Marks = np.zeros(self._capacity, dtype=np.uint64)
+        self._entries = KeyIndex(self._capacity, self._names, self._marks)
         self._sizes = np.zeros(self._capacity, dtype=np.int64)
         self._order = RecencyQueue(np.zeros(self._capacity, dtype=np.int64))
         self._returned: list[int] = []
@@ -78,7 +80,7 @@ class FileIndex:
     def find(self, names: Sequence[Name]) -> list[bool]:
         """Which files can be read."""
         with self._lock:
-            return [entry is not None for entry in self._entries.find(names)]
+            return [entry >= 0 for entry in self._entries.find(names).tolist()]
 
     def begin(self, name: Name, num_bytes: int) -> Room:
         """Ask to write a file. Once granted, `commit` or `abort` must follow. A file that is there counts as used."""
@@ -131,7 +133,8 @@ class FileIndex:
         """
         with self._lock:
             self._unwanted.update(name for name in names if name in self._writing)
-            entries = np.array([entry for entry in self._entries.find(names) if entry is not None], dtype=np.int64)
+            entries = self._entries.find(names)
+            entries = entries[entries >= 0]
             self._order.remove(entries)
             return self._leave(entries)
 
@@ -166,13 +169,11 @@ class FileIndex:
         with self._lock:
             count, num_bytes = len(self._order), self._held_bytes
             self._debt_bytes += num_bytes + sum(self._leaving.values())
-            old_shards, old_names = self._entries.shards(), self._names
+            replaced, old_names = (self._entries, self._marks), self._names
             self._leaving, self._unwanted = {}, set(self._writing)
             self._begin()
-        # Freed piece by piece: a large dictionary freed at once stops every thread meanwhile.
-        for shard in old_shards:
-            while shard:
-                shard.popitem()
+        del replaced
+        # Freed piece by piece: millions of names freed at once stop every thread meanwhile.
         for start in range(0, len(old_names), _BATCH):
             old_names[start : start + _BATCH] = None
         return count, num_bytes
@@ -197,8 +198,9 @@ class FileIndex:
         fresh = len(names) - len(entries)
         entries += range(self._frontier, self._frontier + fresh)
         self._frontier += fresh
-        self._entries.claim(names, entries)
         self._names[entries] = names
+        self._marks[entries] = marks_of(names)
+        self._entries.claim(np.array(entries, dtype=np.int64))
         self._sizes[entries] = sizes
         self._held_bytes += int(sizes.sum())
         self._order.append(np.array(entries, dtype=np.int64))
@@ -220,7 +222,7 @@ class FileIndex:
         """Take files out that are in the order no more."""
         names: list[Name] = self._names[entries].tolist()
         sizes = self._sizes[entries].tolist()
-        self._entries.remove(names)
+        self._entries.remove(entries)
         self._names[entries] = None
         self._leaving.update(zip(names, sizes, strict=True))
         self._held_bytes -= sum(sizes)

@@ -1,0 +1,30 @@
+"""Functions over arrays of numbers, compiled for this machine: once, where the machine code can be kept.
+
+It is kept beside the source, or else in the user's cache; the variable NUMBA_CACHE_DIR names another place. Where none
+can be written, or what is there cannot be read, a function is compiled anew, which takes some tenths of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(signature: Any) -> Callable[[F], F]:
+    """A decorator that compiles a function for one Numba signature, at once.
+
+    The function may use numbers from around it, but no other compiled function: that one is another object in each
+    process, so that what is kept would never be found again.
+    """
+    # Not above: it takes a third of a second, and the command line imports core, too.
+    from numba import njit
+
+    def compile_it(function: F) -> F:
+        try:
+            return cast("F", njit([signature], cache=True)(function))
+        except Exception:  # noqa: BLE001 - whatever a cache has to say: what is wrong with the function is said below
+            return cast("F", njit([signature])(function))
+
+    return compile_it

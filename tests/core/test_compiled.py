@@ -1,0 +1,45 @@
+"""Machine code is kept between processes where it can be, and does not keep anybody from working where it cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+SCRIPT = "from core.marks import marks_of; print(marks_of([b'k' * 33])[0])"
+
+
+def run(cache: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=True)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def kept(folder: Path, ending: str) -> list[Path]:
+    return sorted(folder.rglob(f"*{ending}"))
+
+
+def test_a_second_process_finds_what_the_first_one_compiled(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")}
+    assert len(before) == 1
+    assert run(tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")} == before
+
+
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+def test_what_was_kept_and_cannot_be_read_is_compiled_anew(tmp_path: Path, ending: str) -> None:
+    first = run(tmp_path)
+    for path in kept(tmp_path, ending):
+        path.write_bytes(path.read_bytes()[:20])
+    assert run(tmp_path) == first
+
+
+def test_nowhere_to_keep_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file") == run(tmp_path / "folder")

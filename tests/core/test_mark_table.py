@@ -1,0 +1,91 @@
+"""The table of marks against a dictionary, with marks that want one cell, and a table that is as full as it may be."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from core.mark_table import MarkTable
+
+
+def marks(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.uint64)
+
+
+# Few first cells, the last of the table among them, so that they are pushed on and round the end.
+MARKS = st.builds(
+    lambda cell, rest: cell << 60 | rest,
+    st.sampled_from([0, 0, 1, 7, 14, 15, 15]),
+    st.integers(0, 12),
+)
+
+
+class MarkTableMachine(RuleBasedStateMachine):
+    @initialize(size=st.sampled_from([1, 10, 20, 40]), generation=st.sampled_from([1, 2**32 - 2]))
+    def start(self, size: int, generation: int) -> None:
+        self.table = MarkTable(size)
+        self.size = self.table.size
+        assert self.size >= size
+        self.table._generation = generation
+        self.held: dict[int, int] = {}
+
+    @rule(wanted=st.lists(MARKS, max_size=50))
+    def claim(self, wanted: list[int]) -> None:
+        numbers = [number for number in range(200) if number not in self.held.values()][: len(wanted)]
+        holders = self.table.claim(marks(wanted), np.array(numbers, dtype=np.int64)).tolist()
+        for mark, number, holder in zip(wanted, numbers, holders, strict=True):
+            if len(self.held) < self.size:
+                self.held.setdefault(mark, number)
+            assert holder == self.held.get(mark, -1), "the first of equal marks counts, and who is there stays"
+
+    @rule(data=st.data())
+    def remove(self, data) -> None:
+        if self.held:
+            gone = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
+            self.table.remove(marks(gone), np.array([self.held.pop(mark) for mark in gone], dtype=np.int64))
+
+    @rule(asked=st.lists(MARKS, max_size=10))
+    def remove_what_is_not_there(self, asked: list[int]) -> None:
+        self.table.remove(marks(asked), np.array([self.held.get(mark, 0) + 1 for mark in asked], dtype=np.int64))
+
+    @rule(asked=st.lists(MARKS, max_size=40))
+    def find(self, asked: list[int]) -> None:
+        assert self.table.find(marks(asked)).tolist() == [self.held.get(mark, -1) for mark in asked]
+
+    @rule()
+    def clear(self) -> None:
+        self.table.clear()
+        self.held.clear()
+
+    @invariant()
+    def all_is_found(self) -> None:
+        if hasattr(self, "table"):
+            assert len(self.table) == len(self.held)
+            assert self.table.find(marks(list(self.held))).tolist() == list(self.held.values())
+
+
+TestMarkTable = MarkTableMachine.TestCase
+TestMarkTable.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_what_an_old_generation_left_is_gone_when_its_number_comes_again() -> None:
+    wanted = np.arange(1, 301, dtype=np.uint64) << np.uint64(55)
+    table = MarkTable(300)
+    assert (table.claim(wanted, np.arange(300)) == np.arange(300)).all()
+    table._generation = 2**32 - 1
+    table.clear()
+    assert table._generation == 1
+    assert (table.find(wanted) == -1).all()
+
+
+def test_a_table_for_millions_works_on_all_of_them() -> None:
+    wanted = np.random.default_rng(3).integers(0, 2**63, 10**6, dtype=np.uint64) * np.uint64(2)
+    table = MarkTable(len(wanted))
+    numbers = np.arange(len(wanted))
+    assert (table.claim(wanted, numbers) == numbers).all()
+    table.remove(wanted[::2], numbers[::2])
+    assert (table.find(wanted)[::2] == -1).all()
+    assert (table.find(wanted)[1::2] == numbers[1::2]).all()
+    assert len(table) == len(wanted) // 2
