@@ -30,6 +30,7 @@ from app.store.queue import HistoryQueue, Regrets
 from app.store.trim import HistoryLimits, HistoryTrimmer
 from bench.report import environment, spread
 from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
+from core.records import SLOT_RECORD, lines_of
 
 ENGINE = "bench"
 START_S = 1_700_000_000.0
@@ -80,21 +81,14 @@ def keys_of(numbers: list[int]) -> list[bytes]:
 
 def batch(first: int, time_s: float) -> EvictionBatch:
     numbers = list(range(first, first + BATCH))
-    column = np.zeros(BATCH, dtype=np.int64)
-    stored_s = np.full(BATCH, time_s - 30)
+    records = np.zeros(BATCH, dtype=SLOT_RECORD)
+    records["size"], records["stored_s"], records["priority_class"] = 131072, time_s - 30, 1
     rows = SlotRows(
-        slots=column,
+        slots=np.zeros(BATCH, dtype=np.int64),
         keys=keys_of(numbers),
         live=np.ones(BATCH, dtype=np.bool_),
-        generations=column,
-        epochs=column.astype(np.int32),
-        sizes=column + 131072,
-        positions=column,
         origins=[Origin("request-new")] * BATCH,
-        stored_s=stored_s,
-        hit_s=np.zeros(BATCH),
-        hits=column.astype(np.int32),
-        classes=np.ones(BATCH, dtype=np.uint8),
+        lines=lines_of(records),
     )
     return EvictionBatch(time_s, EvictionReason.CAPACITY, "lru", rows, None)
 

@@ -81,7 +81,7 @@ class ArcPolicy:
         self._recent.remove(spared_recent)
         self._frequent.remove(spared_frequent)
         classes = [
-            _Class(max(len(recent) - young, 0), max(len(frequent) - young, 0))
+            _Class(max(recent.num_live - young, 0), max(frequent.num_live - young, 0))
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
         ]
         num_answered = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
@@ -121,7 +121,7 @@ class ArcPolicy:
             first, second = second, first
         for queues in zip(first.queues, second.queues, strict=True):
             for queue in queues:
-                if len(queue):
+                if queue.num_live:
                     return queue.peek_oldest(count)
         return NO_SLOTS
 

@@ -20,7 +20,7 @@ class ArcGhosts:
     def __init__(self, capacity: int) -> None:
         self._marks = np.zeros(capacity, dtype=np.uint64)
         self._positions = np.zeros(capacity, dtype=np.int64)
-        self._table = MarkTable(capacity)
+        self._table = MarkTable(capacity, self._marks)
         self._lists = [RecencyQueue(self._positions, 1), RecencyQueue(self._positions, 2)]
         self._returned = np.empty(capacity, dtype=np.int64)
         self._num_returned = 0
@@ -28,11 +28,11 @@ class ArcGhosts:
 
     def count(self, which: int) -> int:
         """How many ghosts one of the lists has."""
-        return len(self._lists[which])
+        return self._lists[which].num_live
 
     def find(self, marks: Marks) -> Numbers:
         """The ghosts that have these marks, -1 where there is none."""
-        return self._table.find(marks)
+        return self._table.find(marks)[0]
 
     def list_of(self, ghosts: Numbers) -> NDArray[np.int64]:
         """Which list each of these ghosts is in."""
@@ -62,7 +62,7 @@ class ArcGhosts:
                 continue
             ghosts = self._take(len(marks))
             self._marks[ghosts] = marks
-            won = self._table.claim(marks, ghosts) == ghosts
+            won = self._table.claim(ghosts) == ghosts
             if int(np.count_nonzero(won)) < len(ghosts):
                 # A key may be evicted twice, if it was stored twice at once.
                 self._return(ghosts[~won])
@@ -77,7 +77,7 @@ class ArcGhosts:
         self._num_returned = self._frontier = 0
 
     def _give_back(self, ghosts: Numbers) -> None:
-        self._table.remove(self._marks[ghosts], ghosts)
+        self._table.remove(ghosts)
         self._return(ghosts)
 
     def _return(self, numbers: Numbers) -> None:

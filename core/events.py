@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
+from core.records import Records, records_in
 from core.stats import PromptTokens
 
 
@@ -50,15 +51,44 @@ class SlotRows(NamedTuple):
     slots: NDArray[np.int64]
     keys: Sequence[Key]
     live: NDArray[np.bool_]
-    generations: NDArray[np.int64]
-    epochs: NDArray[np.int32]
-    sizes: NDArray[np.int64]
-    positions: NDArray[np.int64]
     origins: Sequence[Origin]
-    stored_s: NDArray[np.float64]
-    hit_s: NDArray[np.float64]
-    hits: NDArray[np.int32]
-    classes: NDArray[np.uint8]
+    lines: NDArray[np.int64]
+
+    @property
+    def records(self) -> Records:
+        return records_in(self.lines)
+
+    @property
+    def generations(self) -> NDArray[np.int64]:
+        return self.records["generation"]
+
+    @property
+    def epochs(self) -> NDArray[np.int32]:
+        return self.records["epoch"]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self.records["size"]
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        return self.records["position"]
+
+    @property
+    def stored_s(self) -> NDArray[np.float64]:
+        return self.records["stored_s"]
+
+    @property
+    def hit_s(self) -> NDArray[np.float64]:
+        return self.records["hit_s"]
+
+    @property
+    def hits(self) -> NDArray[np.int32]:
+        return self.records["hits"]
+
+    @property
+    def classes(self) -> NDArray[np.uint8]:
+        return self.records["priority_class"]
 
 
 class StoreBatch(NamedTuple):

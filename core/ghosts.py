@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -9,9 +10,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from core.compiled import compiled
 from core.marks import Marks
 
-_FLUSH_KEYS = 1000
+_SECONDS = (1 << 32) - 1
 _MIN_BITS = 16
 """Half a megabyte, so that in a small pool hardly any two ghosts fall on one place."""
 
@@ -62,23 +64,14 @@ class Ghosts(Generic[R]):
         bits = _bits_for(num_keys)
         self._shift = np.uint64(64 - bits)
         self._table = np.zeros(1 << bits, dtype=np.uint64)
-        self._seconds = np.zeros(1 << bits, dtype=np.uint32) if is_dated else None
+        # Of no length if nobody wants to know.
+        self._seconds = np.zeros(1 << bits if is_dated else 0, dtype=np.uint32)
         self._epoch = 0
-        self._pending: list[Marks] = []
-        self._num_pending = 0
-        self._pending_s: list[float] = []
-        self._pending_reason = members[0]
 
     def add(self, marks: Marks, reason: R, now_s: float = 0.0) -> None:
-        """Remember keys that are missing. They are entered in larger batches, which costs a third as much."""
-        if reason is not self._pending_reason:
-            self._flush()
-            self._pending_reason = reason
-        self._pending.append(marks)
-        self._num_pending += len(marks)
-        self._pending_s.append(now_s)
-        if self._num_pending >= _FLUSH_KEYS:
-            self._flush()
+        """Remember keys that are missing."""
+        code = self._epoch << _CODE_BITS | self._codes[reason]
+        _adder()(self._table, self._seconds, int(self._shift), marks, code, int(now_s) & _SECONDS)
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
@@ -87,7 +80,7 @@ class Ghosts(Generic[R]):
         if len(old) == 1 << bits:
             return lambda: None
         table = np.zeros(1 << bits, dtype=np.uint64)
-        seconds = None if old_seconds is None else np.zeros(1 << bits, dtype=np.uint32)
+        seconds = np.zeros(1 << bits if len(old_seconds) else 0, dtype=np.uint32)
         for start in range(0, len(old), _MOVED):
             # A copy, for others write meanwhile, and NumPy refuses to look for what changes under it.
             entries = old[start : start + _MOVED].copy()
@@ -96,7 +89,7 @@ class Ghosts(Generic[R]):
             entries = entries[there]
             places = (entries >> shift).view(np.int64)
             table[places] = entries
-            if seconds is not None and old_seconds is not None:
+            if len(seconds):
                 seconds[places] = old_seconds[start + there]
 
         def put_in_force() -> object:
@@ -107,7 +100,6 @@ class Ghosts(Generic[R]):
 
     def begin_epoch(self) -> None:
         """Forget every ghost. A part of what is left behind is swept, all of it before its epoch's number returns."""
-        self._forget_pending()
         chunk = len(self._table) >> _EPOCH_BITS
         self._table[self._epoch * chunk : (self._epoch + 1) * chunk] = 0
         self._epoch = (self._epoch + 1) % (1 << _EPOCH_BITS)
@@ -124,7 +116,7 @@ class Ghosts(Generic[R]):
         self._table[places[first]] |= np.uint64(_TOLD)
         known = places[codes > 0]
         between_s = None
-        if self._seconds is not None and len(known):
+        if len(self._seconds) and len(known):
             seconds = self._seconds[known]
             between_s = float(seconds.min()), float(seconds.max())
         return Regretted(self._named(codes), first, between_s)
@@ -134,29 +126,34 @@ class Ghosts(Generic[R]):
 
     def _look_up(self, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places of these marks, and the codes that stand there if they are theirs, else 0."""
-        self._flush()
         places = (marks >> self._shift).view(np.int64)
         differences = self._table[places] ^ self._entries(marks, 0)
         codes = np.where(differences <= _CODE, differences, 0).astype(np.int64)
         return places, codes
 
-    def _flush(self) -> None:
-        if self._pending:
-            marks = np.concatenate(self._pending)
-            places = (marks >> self._shift).view(np.int64)
-            self._table[places] = self._entries(marks, self._codes[self._pending_reason])
-            if self._seconds is not None:
-                seconds = np.array(self._pending_s, dtype=np.uint32)
-                self._seconds[places] = np.repeat(seconds, [len(some) for some in self._pending])
-            self._forget_pending()
-
-    def _forget_pending(self) -> None:
-        self._pending.clear()
-        self._num_pending = 0
-        self._pending_s.clear()
-
     def _entries(self, marks: Marks, code: int) -> Marks:
         return (marks & ~_NOTE) | np.uint64(self._epoch << _CODE_BITS | code)
+
+
+@functools.cache
+def _adder() -> Callable[..., None]:
+    """A function that enters marks into a table, and with them the second into another one unless that is empty."""
+    from numba import types
+
+    given = types.Array(types.uint64, 1, "A", readonly=True)
+
+    @compiled(types.void(types.uint64[::1], types.uint32[::1], types.uint64, given, types.uint64, types.uint32))
+    def add(
+        table: Marks, seconds: NDArray[np.uint32], shift: np.uint64, marks: Marks, code: np.uint64, now_s: np.uint32
+    ) -> None:
+        kept = ~np.uint64((1 << _NOTE_BITS) - 1)
+        for i in range(len(marks)):
+            place = marks[i] >> shift
+            table[place] = marks[i] & kept | code
+            if len(seconds):
+                seconds[place] = now_s
+
+    return add
 
 
 def _bits_for(num_keys: int) -> int:

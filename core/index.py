@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from core.arrays import counting
 from core.keys import Key
 from core.mark_table import MarkTable, Numbers
 from core.marks import Marks, marks_of
@@ -28,7 +29,7 @@ class KeyIndex:
         """
         self._keys = keys
         self._marks = marks
-        self._table = MarkTable(size)
+        self._table = MarkTable(size, marks)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -40,22 +41,18 @@ class KeyIndex:
 
     def find(self, keys: Sequence[Key], marks: Marks | None = None) -> Numbers:
         """The number of each key, -1 where there is none; `marks` if they are known."""
-        numbers = self._table.find(marks_of(keys) if marks is None else marks)
-        there = numbers >= 0
-        num_there = int(np.count_nonzero(there))
-        if not num_there:
+        numbers, num_found = self._table.find(marks_of(keys) if marks is None else marks)
+        if not num_found:
             return numbers
-        if num_there == len(numbers):
-            if self._keys[numbers].tolist() == (keys if isinstance(keys, list) else list(keys)):
-                return numbers
-            there_at = there.nonzero()[0]
+        if num_found == len(numbers):
+            found_at, asked, held = counting(num_found), keys, self._keys[numbers]
         else:
-            there_at = there.nonzero()[0]
-            if self._keys[numbers[there_at]].tolist() == [keys[i] for i in there_at.tolist()]:
-                return numbers
-        for i in there_at.tolist():
-            if self._keys[numbers[i]] != keys[i]:
-                numbers[i] = -1
+            found_at = (numbers >= 0).nonzero()[0]
+            asked, held = [keys[i] for i in found_at.tolist()], self._keys[numbers[found_at]]
+        if held.tolist() != (asked if isinstance(asked, list) else list(asked)):
+            for i in found_at.tolist():
+                if self._keys[numbers[i]] != keys[i]:
+                    numbers[i] = -1
         return numbers
 
     def find_prefix(self, keys: Sequence[Key]) -> Numbers:
@@ -78,11 +75,11 @@ class KeyIndex:
 
         It is -1 where there was no room.
         """
-        return self._table.claim(self._marks[numbers], numbers)
+        return self._table.claim(numbers)
 
     def remove(self, numbers: Numbers) -> None:
         """Take out numbers that are in the index."""
-        self._table.remove(self._marks[numbers], numbers)
+        self._table.remove(numbers)
 
     def clear(self) -> None:
         """Forget every key, in O(1)."""

@@ -64,7 +64,7 @@ class LruPolicy:
             self.remove(spared)
         taken = NO_SLOTS
         for queue in self._order:
-            room = min(count - len(taken), len(queue) - young)
+            room = min(count - len(taken), queue.num_live - young)
             if room > 0:
                 some = queue.take_oldest(room)
                 taken = np.concatenate((taken, some)) if len(taken) else some
@@ -74,7 +74,7 @@ class LruPolicy:
 
     def peek_victims(self, count: int) -> Slots:
         """See `EvictionPolicy`."""
-        return next((queue.peek_oldest(count) for queue in self._order if len(queue)), NO_SLOTS)
+        return next((queue.peek_oldest(count) for queue in self._order if queue.num_live), NO_SLOTS)
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
         """See `EvictionPolicy`."""

@@ -31,9 +31,7 @@ class Pins:
         """Pin slots that were found under this same hold of the lock; the pin may be empty."""
         with self._lock:
             if len(slots):
-                pins = self._table.pins[slots]
-                self._table.pins[slots] = pins + 1
-                self._room.policy.remove(slots[pins == 0] if np.count_nonzero(pins) else slots)
+                self._room.policy.remove(self._table.pin(slots))
             return Pin(slots, self._table.epoch)
 
     def release(self, pin: Pin) -> None:
@@ -49,10 +47,7 @@ class Pins:
         with self._lock:
             if pin.epoch != self._table.epoch or self._lost_any(pin.slots):
                 return False
-            table = self._table
-            table.hits[pin.slots] += 1
-            table.hit_s[pin.slots] = now_s
-            table.dirty[pin.slots] = True
+            self._table.hit(pin.slots, now_s)
             self._loading[id(pin)] = pin
             return True
 
@@ -123,7 +118,7 @@ class Pins:
         """Undo a pin whose slots were under a transfer; False if a slot was dropped meanwhile."""
         if pin.epoch != self._table.epoch:
             # Since the reset, a pin of a held slot stands for a transfer that is still open on it.
-            self._room.free(self._unpinned(pin.slots))
+            self._room.free(self._table.unpin(pin.slots))
             return False
         lost = self._lost_any(pin.slots)
         self._unpin(pin.slots)
@@ -133,14 +128,8 @@ class Pins:
         """Whether any of these pinned slots was dropped since; nothing else can happen to them within an epoch."""
         return bool(self._lingering) and int(np.count_nonzero(self._table.is_ready(pinned))) < len(pinned)
 
-    def _unpinned(self, slots: Slots) -> Slots:
-        """Take one pin off each of these slots; those that have none left."""
-        pins = self._table.pins[slots] - 1
-        self._table.pins[slots] = pins
-        return slots[pins == 0] if np.count_nonzero(pins) else slots
-
     def _unpin(self, slots: Slots) -> None:
-        freed = self._unpinned(slots)
+        freed = self._table.unpin(slots)
         if self._lingering:
             held = self._table.states[freed] == SlotState.HELD
             self._room.free(freed[held])

@@ -32,14 +32,14 @@ class PoolIndex(KeyIndex):
             if num_slots <= self._table.size:
                 return False
             # Not under the lock, as its size is that of the pool.
-            larger = MarkTable(num_slots)
+            larger = MarkTable(num_slots, self._marks)
             with self._lock:
                 self._larger, self._next_slot = larger, 0
             return True
         with self._lock:
             start, end = self._next_slot, min(self._next_slot + BATCH_SLOTS, self._slots.end_slot)
             slots = (self._slots.current_states(start, end) == SlotState.READY).nonzero()[0] + start
-            larger.claim(self._marks[slots], slots)
+            larger.claim(slots)
             self._next_slot = end
             if end < self._slots.end_slot:
                 return True
@@ -52,15 +52,14 @@ class PoolIndex(KeyIndex):
         """See `KeyIndex`."""
         holders = super().claim(numbers)
         if self._larger is not None:
-            won = numbers[holders == numbers]
-            self._larger.claim(self._marks[won], won)
+            self._larger.claim(numbers[holders == numbers])
         return holders
 
     def remove(self, numbers: Numbers) -> None:
         """See `KeyIndex`."""
         super().remove(numbers)
         if self._larger is not None:
-            self._larger.remove(self._marks[numbers], numbers)
+            self._larger.remove(numbers)
 
     def clear(self) -> None:
         """See `KeyIndex`."""

@@ -10,10 +10,15 @@ a base of its own.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import NO_SLOTS, Slots
+from core.compiled import compiled
+from core.transfers import Slots
 
 _NOWHERE = 0
 """Position of a slot that is in no queue: no queue has the number 0, so that an untouched column of zeros will do."""
@@ -22,7 +27,6 @@ NUMBER_SHIFT = 48
 _SQUEEZE_CHUNK = 1024
 _SQUEEZE_CREDIT = _SQUEEZE_CHUNK // 4
 """One chunk is squeezed for every quarter chunk appended: a pass over the ring ends before the ring is full."""
-_TAKE_CHUNK = 1024
 _SLACK = 4 * _SQUEEZE_CHUNK
 """Dead entries are let be while there are about as many as live ones: this bounds what a taker has to pass over."""
 
@@ -46,15 +50,12 @@ class RecencyQueue:
         self._base = (number << NUMBER_SHIFT) + 1
         self.clear()
 
-    def __len__(self) -> int:
-        return self.num_live
-
     def clear(self) -> None:
         """Forget every slot, in O(1)."""
         self._head = self._base
         self._tail = self._base
         self.num_live = 0
-        """How many slots are in the queue, which is its length too."""
+        """How many slots are in the queue."""
         self._read = _NOWHERE
         self._write = _NOWHERE
         self._credit = 0
@@ -64,15 +65,8 @@ class RecencyQueue:
         count = len(slots)
         if not count:
             return
-        start = self._tail
-        positions = np.arange(start + count - 1, start - 1, -1)
-        ring_start = start & self._mask
-        if ring_start + count <= self._capacity:
-            self._ring[ring_start : ring_start + count] = slots[::-1]
-        else:
-            self._ring[positions & self._mask] = slots
-        self._positions[slots] = positions
-        self._tail = start + count
+        _native().append(self._ring, self._positions, self._tail, slots)
+        self._tail += count
         self.num_live += count
         if self._read != _NOWHERE or self._tail - self._head > 2 * self.num_live + _SLACK:
             self._squeeze(count)
@@ -94,18 +88,12 @@ class RecencyQueue:
     def take_oldest(self, count: int) -> Slots:
         """Remove and return up to `count` slots, the least recently used first."""
         # What is taken keeps its position: nothing behind the head is ever looked at again.
-        wanted = min(count, self.num_live)
-        head = self._head
-        start = head & self._mask
-        if wanted and start + wanted <= self._capacity and head + wanted <= self._tail and head != self._write:
-            # Most often the oldest entries are all alive and in one piece.
-            slots: Slots = self._ring[start : start + wanted].astype(np.int64)
-            # As bytes: to compare two short arrays takes five times as long.
-            if self._positions[slots].tobytes() == np.arange(head, head + wanted).tobytes():
-                self._head += wanted
-                self.num_live -= wanted
-                return slots
-        return self._take_alive(wanted)
+        taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
+        self._head, num_taken = _native().take(
+            self._ring, self._positions, self._head, self._tail, self._read, self._write, taken
+        )
+        self.num_live -= num_taken
+        return taken[:num_taken]
 
     def peek_oldest(self, count: int) -> Slots:
         """Some of the slots that go next, oldest first, as found among the `count` oldest entries, dead or alive."""
@@ -119,30 +107,6 @@ class RecencyQueue:
         alive: Slots = entries[self._positions[entries] == positions].astype(np.int64)
         return alive
 
-    def _take_alive(self, wanted: int) -> Slots:
-        found: list[Slots] = []
-        chunk = wanted
-        while wanted > 0:
-            if self._head == self._write:
-                self._head = self._read
-            end = min(self._head + chunk, self._tail)
-            chunk = max(2 * chunk, _TAKE_CHUNK)
-            if self._head < self._write:
-                end = min(end, self._write)
-            positions = np.arange(self._head, end)
-            entries = self._ring[positions & self._mask]
-            alive = (self._positions[entries] == positions).nonzero()[0]
-            if len(alive) > wanted:
-                alive = alive[:wanted]
-                end = self._head + int(alive[-1]) + 1
-            self._head = end
-            wanted -= len(alive)
-            self.num_live -= len(alive)
-            found.append(entries[alive].astype(np.int64))
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else NO_SLOTS
-
     def _squeeze(self, appended: int) -> None:
         """Move live entries towards the head in step with what was appended; see the module's docstring."""
         self._credit += appended
@@ -154,16 +118,65 @@ class RecencyQueue:
                 self._read = max(self._read, self._head)
                 self._write = max(self._write, self._head)
             end = min(self._read + _SQUEEZE_CHUNK, self._tail)
-            positions = np.arange(self._read, end)
-            entries = self._ring[positions & self._mask]
-            alive = entries[self._positions[entries] == positions]
-            moved = np.arange(self._write, self._write + len(alive))
-            self._ring[moved & self._mask] = alive
-            self._positions[alive] = moved
+            self._write = _native().squeeze(self._ring, self._positions, self._read, end, self._write)
             self._read = end
-            self._write += len(alive)
             if self._read == self._tail:
                 self._tail = self._write
                 self._read = self._write = _NOWHERE
                 self._credit = 0
                 return
+
+
+class _Native(NamedTuple):
+    append: Callable[..., None]
+    take: Callable[..., tuple[int, int]]
+    squeeze: Callable[..., int]
+
+
+@functools.cache
+def _native() -> _Native:
+    """What is done to a ring and a column of positions, which may be part of a table of records."""
+    from numba import types
+
+    ring_type, number = types.int32[::1], types.int64
+    column, given = types.Array(types.int64, 1, "A"), types.Array(types.int64, 1, "A", readonly=True)
+
+    @compiled(types.void(ring_type, column, number, given))
+    def append(ring: NDArray[np.int32], positions: Slots, tail: int, slots: Slots) -> None:
+        """Write slots at the tail, the last of them first."""
+        mask, last = len(ring) - 1, len(slots) - 1
+        for i in range(len(slots)):
+            slot = slots[last - i]
+            ring[(tail + i) & mask] = slot
+            positions[slot] = tail + i
+
+    @compiled(types.UniTuple(number, 2)(ring_type, column, number, number, number, number, types.int64[::1]))
+    def take(
+        ring: NDArray[np.int32], positions: Slots, head: int, tail: int, read: int, write: int, taken: Slots
+    ) -> tuple[int, int]:
+        """Fill `taken` with the oldest slots that are alive; the new head, and how many they are."""
+        mask = len(ring) - 1
+        num_taken = 0
+        while num_taken < len(taken) and head != tail:
+            if head == write:
+                head = read
+            slot = ring[head & mask]
+            if positions[slot] == head:
+                taken[num_taken] = slot
+                num_taken += 1
+            head += 1
+        return head, num_taken
+
+    @compiled(number(ring_type, column, number, number, number))
+    def squeeze(ring: NDArray[np.int32], positions: Slots, start: int, end: int, write: int) -> int:
+        """Move what is alive from `start` up to `end` behind each other from `write` on; where that ends."""
+        mask = len(ring) - 1
+        for position in range(start, end):
+            slot = ring[position & mask]
+            if positions[slot] == position:
+                ring[write & mask] = slot
+                positions[slot] = write
+                write += 1
+        return write
+
+    return _Native(append, take, squeeze)

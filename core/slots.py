@@ -21,30 +21,13 @@ from core.events import Origin, SlotRows
 from core.kept import KeptBlocks
 from core.keys import Key
 from core.marks import Marks, marks_of
+from core.records import SLOT_RECORD, lines_of, record_calls
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""
 
 _FRONTIER_CHUNK = 128
-
-_RECORD = np.dtype(
-    [
-        ("generation", np.int64),
-        ("stored_s", np.float64),
-        ("hit_s", np.float64),
-        ("queued_at", np.int64),
-        ("size", np.int64),
-        ("epoch", np.int32),
-        ("position", np.int64),
-        ("hits", np.int32),
-        ("pins", np.int32),
-        ("state", np.uint8),
-        ("priority_class", np.uint8),
-        ("unused", "V2"),
-    ]
-)
-"""A slot, in one cache line: whatever is done to a batch of slots waits for the memory of each slot once."""
 
 
 class SlotState(IntEnum):
@@ -76,6 +59,10 @@ class PriorityClasses:
     def assign(self, slots: Slots, priority_class: int) -> None:
         """Give slots that are no candidates for eviction a class."""
         self.column[slots] = priority_class
+        self.note(priority_class)
+
+    def note(self, priority_class: int) -> None:
+        """Somebody else has given slots a class, which were no candidates for eviction."""
         if not self._assigned:
             self._assigned = True
             self.uniform = priority_class
@@ -102,7 +89,7 @@ class SlotTable:
         """The most that `end_slot` ever was."""
         self.slot_bytes = slot_bytes
         self.epoch = epoch
-        records = zeros_on_lines(self.max_slots, _RECORD)
+        self._records = records = zeros_on_lines(self.max_slots, SLOT_RECORD)
         self.states = records["state"]
         self.epochs = records["epoch"]
         self.generations = records["generation"]
@@ -128,6 +115,8 @@ class SlotTable:
         self.num_ready = 0
         self.num_unverified = 0
         self._unverified = np.zeros(0, dtype=np.bool_)
+        self._calls = record_calls()
+        self._lines = lines_of(records)
 
     @property
     def num_present(self) -> int:
@@ -248,24 +237,26 @@ class SlotTable:
         size_bytes: int | None,
     ) -> None:
         """Give slots that were just taken to keys that are about to be stored."""
-        self.states[slots] = _STORING
-        self.epochs[slots] = self.epoch
         self._lendings += 1
-        self.generations[slots] = self._lendings
-        self.positions[slots] = positions
-        self.sizes[slots] = self.slot_bytes if size_bytes is None else size_bytes
-        self.classes.assign(slots, priority_class)
+        self._calls.begin_storing(
+            self._records,
+            self.marks,
+            slots,
+            marks,
+            positions,
+            _STORING,
+            self.epoch,
+            self._lendings,
+            self.slot_bytes if size_bytes is None else size_bytes,
+            priority_class,
+        )
+        self.classes.note(priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
-        self.marks[slots] = marks
         self.origins[slots] = origin
 
     def make_ready(self, slots: Slots, now_s: float) -> None:
         """Publish slots that were being stored."""
-        self.states[slots] = _READY
-        self.stored_s[slots] = now_s
-        self.hit_s[slots] = 0.0
-        self.hits[slots] = 0
-        self.dirty[slots] = True
+        self._calls.make_ready(self._records, self.dirty, slots, _READY, now_s)
         self.num_ready += len(slots)
 
     def adopt(self, blocks: KeptBlocks) -> None:
@@ -309,6 +300,20 @@ class SlotTable:
             self.num_unverified -= int(np.count_nonzero(self._unverified[slots]))
             self._unverified[slots] = False
 
+    def hit(self, slots: Slots, now_s: float) -> None:
+        """Count a hit on ready slots."""
+        self._calls.hit(self._records, self.dirty, slots, now_s)
+
+    def pin(self, slots: Slots) -> Slots:
+        """Pin slots once more; those that were not pinned before."""
+        num_pinned = self._calls.pin(self._records, slots)
+        return slots[self.pins[slots] == 1] if num_pinned else slots
+
+    def unpin(self, slots: Slots) -> Slots:
+        """Take one pin off each of these slots; those that have none left."""
+        num_pinned = self._calls.unpin(self._records, slots)
+        return slots[self.pins[slots] == 0] if num_pinned else slots
+
     def labels(self, slots: Slots) -> SlotLabels:
         """What is to be written beside the bytes of slots that are being stored."""
         return SlotLabels(
@@ -349,13 +354,6 @@ class SlotTable:
             slots,
             self.keys[slots].tolist(),
             self.is_ready(slots) if live is None else live,
-            self.generations[slots],
-            self.epochs[slots],
-            self.sizes[slots],
-            self.positions[slots],
             self.origins[slots].tolist(),
-            self.stored_s[slots],
-            self.hit_s[slots],
-            self.hits[slots],
-            self.classes.column[slots],
+            self._lines.take(slots, axis=0),
         )

@@ -207,7 +207,7 @@ class Ours:
         found = []
         for queue in ghosts._lists:
             entries = queue.peek_oldest(10**6).tolist()
-            assert len(entries) == len(queue)
+            assert len(entries) == queue.num_live
             found.append([names[int(ghosts._marks[entry])] for entry in entries])
         return found
 

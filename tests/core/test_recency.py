@@ -62,7 +62,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def same_length(self) -> None:
         if hasattr(self, "queue"):
-            assert len(self.queue) == len(self.model)
+            assert self.queue.num_live == len(self.model)
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):

@@ -57,7 +57,8 @@ def _serve(folder: Path, seed: int, calm: bool, told: int) -> None:
 
 if __name__ == "__main__":
     segment_copier()
-    MarkTable(1).find(marks_of([b"key"]))
+    marks = marks_of([b"key"])
+    MarkTable(1, marks).find(marks)
     for line in sys.stdin:
         words = line.split()
         start_s = None if words[2] == "-" else float(words[2])

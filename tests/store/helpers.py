@@ -21,6 +21,7 @@ from app.store import Store
 from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
 from core.keys import Key
 from core.manager import OffloadManager
+from core.records import SLOT_RECORD, lines_of
 from tests import waiting
 
 DEADLINE_S = 30.0
@@ -52,22 +53,19 @@ def eviction(
     stored_s: float = START_S - 100,
     hit_s: float = 0.0,
     needed_by: str | None = None,
-    sizes: Any = None,
 ) -> EvictionBatch:
     count = len(numbers)
+    records = np.zeros(count, dtype=SLOT_RECORD)
+    records["generation"] = records["priority_class"] = 1
+    records["size"] = SLOT_BYTES
+    records["position"] = np.arange(count)
+    records["stored_s"], records["hit_s"], records["hits"] = stored_s, hit_s, hit_s > 0
     rows = SlotRows(
         slots=np.arange(count, dtype=np.int64),
         keys=keys_of(numbers),
         live=np.ones(count, dtype=np.bool_),
-        generations=np.ones(count, dtype=np.int64),
-        epochs=np.zeros(count, dtype=np.int64),
-        sizes=np.full(count, SLOT_BYTES, dtype=np.int64) if sizes is None else sizes,
-        positions=np.arange(count, dtype=np.int32),
         origins=[Origin(request, tenant)] * count,
-        stored_s=np.full(count, stored_s),
-        hit_s=np.full(count, hit_s),
-        hits=np.full(count, 1 if hit_s else 0, dtype=np.int32),
-        classes=np.ones(count, dtype=np.uint8),
+        lines=lines_of(records),
     )
     return EvictionBatch(time_s, reason, "lru", rows, needed_by)
 

@@ -70,7 +70,7 @@ class FileIndex:
         self._held_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._order.num_live
 
     @property
     def num_bytes(self) -> int:
@@ -90,8 +90,8 @@ class FileIndex:
             if name in self._writing or name in self._leaving:
                 return Room(Verdict.BUSY)
             excess_bytes = self._taken_bytes + num_bytes - self.max_bytes
-            excess_files = len(self._order) + len(self._writing) + 1 - self._capacity
-            if excess_bytes > self._held_bytes or excess_files > len(self._order):
+            excess_files = self._order.num_live + len(self._writing) + 1 - self._capacity
+            if excess_bytes > self._held_bytes or excess_files > self._order.num_live:
                 return Room(Verdict.NO_ROOM)
             # They count no more, since whoever writes deletes them before: the limit holds on the disk, too.
             victims = self._evict(excess_bytes, excess_files)
@@ -167,7 +167,7 @@ class FileIndex:
     def clear(self) -> tuple[int, int]:
         """Forget every file, and say how many there were and what they took: until `pay`, a debt on the limit."""
         with self._lock:
-            count, num_bytes = len(self._order), self._held_bytes
+            count, num_bytes = self._order.num_live, self._held_bytes
             self._debt_bytes += num_bytes + sum(self._leaving.values())
             replaced, old_names = (self._entries, self._marks), self._names
             self._leaving, self._unwanted = {}, set(self._writing)
