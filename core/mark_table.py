@@ -99,9 +99,6 @@ def _native() -> _Native:
     @compiled(number(*table, given_marks, types.int64[::1]))
     def find(cells: Marks, shift: np.uint64, generation: np.uint64, marks: Marks, numbers: Numbers) -> int:
         last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(_NUMBER_BITS)
-        for i in range(len(marks)):
-            # All first cells first, for none of them waits for another's memory.
-            numbers[i] = np.int64(cells[marks[i] >> shift, 1])
         num_found = 0
         for i in range(len(marks)):
             at = marks[i] >> shift

@@ -50,19 +50,19 @@ class PoolIndex(KeyIndex):
 
     def claim(self, numbers: Numbers) -> Numbers:
         """See `KeyIndex`."""
-        holders = super().claim(numbers)
+        holders = self._table.claim(numbers)
         if self._larger is not None:
             self._larger.claim(numbers[holders == numbers])
         return holders
 
     def remove(self, numbers: Numbers) -> None:
         """See `KeyIndex`."""
-        super().remove(numbers)
+        self._table.remove(numbers)
         if self._larger is not None:
             self._larger.remove(numbers)
 
     def clear(self) -> None:
         """See `KeyIndex`."""
-        super().clear()
+        self._table.clear()
         if self._larger is not None:
             self._larger.clear()

@@ -48,6 +48,7 @@ class RecencyQueue:
         self._ring = np.empty(self._capacity, dtype=np.int32)
         self._positions = positions
         self._base = (number << NUMBER_SHIFT) + 1
+        self._native = _native()
         self.clear()
 
     def clear(self) -> None:
@@ -65,7 +66,7 @@ class RecencyQueue:
         count = len(slots)
         if not count:
             return
-        _native().append(self._ring, self._positions, self._tail, slots)
+        self._native.append(self._ring, self._positions, self._tail, slots)
         self._tail += count
         self.num_live += count
         if self._read != _NOWHERE or self._tail - self._head > 2 * self.num_live + _SLACK:
@@ -89,7 +90,7 @@ class RecencyQueue:
         """Remove and return up to `count` slots, the least recently used first."""
         # What is taken keeps its position: nothing behind the head is ever looked at again.
         taken: Slots = np.empty(min(count, self.num_live), dtype=np.int64)
-        self._head, num_taken = _native().take(
+        self._head, num_taken = self._native.take(
             self._ring, self._positions, self._head, self._tail, self._read, self._write, taken
         )
         self.num_live -= num_taken
@@ -118,7 +119,7 @@ class RecencyQueue:
                 self._read = max(self._read, self._head)
                 self._write = max(self._write, self._head)
             end = min(self._read + _SQUEEZE_CHUNK, self._tail)
-            self._write = _native().squeeze(self._ring, self._positions, self._read, end, self._write)
+            self._write = self._native.squeeze(self._ring, self._positions, self._read, end, self._write)
             self._read = end
             if self._read == self._tail:
                 self._tail = self._write

@@ -352,8 +352,8 @@ class SlotTable:
         # By position, which is quicker: in the order of `SlotRows`.
         return SlotRows(
             slots,
-            self.keys[slots].tolist(),
+            self.keys.take(slots).tolist(),
             self.is_ready(slots) if live is None else live,
-            self.origins[slots].tolist(),
+            self.origins.take(slots).tolist(),
             self._lines.take(slots, axis=0),
         )
