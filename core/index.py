@@ -6,7 +6,7 @@ found, and not taken in. It is one block forgotten, and never another one's byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,22 @@ class KeyIndex:
         self._keys = keys
         self._marks = marks
         self._table = MarkTable(size, marks)
+        # What is claimed and removed while this one is filled is claimed and removed here, too.
+        self._larger: MarkTable | None = None
+        self._next = 0
 
     def __len__(self) -> int:
         return len(self._table)
+
+    @property
+    def room(self) -> int:
+        """How many numbers it has room for."""
+        return self._table.size
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether marks are on their way to a larger table."""
+        return self._larger is not None
 
     def get(self, key: Key) -> int | None:
         """The number of one key."""
@@ -75,12 +88,45 @@ class KeyIndex:
 
         It is -1 where there was no room.
         """
-        return self._table.claim(numbers)
+        holders = self._table.claim(numbers)
+        if self._larger is not None:
+            self._larger.claim(numbers[holders == numbers])
+        return holders
 
     def remove(self, numbers: Numbers) -> None:
         """Take out numbers that are in the index."""
         self._table.remove(numbers)
+        if self._larger is not None:
+            self._larger.remove(numbers)
 
     def clear(self) -> None:
         """Forget every key, in O(1)."""
         self._table.clear()
+        if self._larger is not None:
+            self._larger.clear()
+
+    def begin_growing(self, size: int) -> Callable[[], None]:
+        """Allocate room for so many numbers. What is returned has them move there from now on, which `move` does."""
+        larger = MarkTable(size, self._marks)
+
+        def begin() -> None:
+            self._larger, self._next = larger, 0
+
+        return begin
+
+    def move(self, end: int, limit: int) -> MarkTable | None:
+        """Move some of the numbers below `end`, up to `limit` a call, to the larger table.
+
+        Once it has all of them it takes the place of the other one, which is returned: its memory goes with it.
+        """
+        larger = self._larger
+        if larger is None:
+            return None
+        numbers = np.arange(self._next, min(self._next + limit, end))
+        self._next += len(numbers)
+        found, _ = self._table.find(self._marks[numbers])
+        larger.claim(numbers[found == numbers])
+        if self._next < end:
+            return None
+        replaced, self._table, self._larger = self._table, larger, None
+        return replaced

@@ -58,9 +58,9 @@ class RecordCalls(NamedTuple):
     hit: Callable[..., None]
     """(records, dirty, slots, Unix seconds)"""
     pin: Callable[..., int]
-    """(records, slots): how many were pinned before."""
+    """(records, slots, out): `out` gets those slots that were not pinned before; how many they are."""
     unpin: Callable[..., int]
-    """(records, slots): how many are pinned still."""
+    """(records, slots, out): `out` gets those slots that are pinned no more; how many they are."""
 
 
 @functools.cache
@@ -115,22 +115,26 @@ def record_calls() -> RecordCalls:
             record.hit_s = now_s
             dirty[slots[i]] = True
 
-    @compiled(number(table, given_slots))
-    def pin(records: Any, slots: Slots) -> int:
-        num_pinned = 0
+    @compiled(number(table, given_slots, types.int64[::1]))
+    def pin(records: Any, slots: Slots, out: Slots) -> int:
+        count = 0
         for i in range(len(slots)):
             record = records[slots[i]]
-            num_pinned += record.pins > 0
+            if record.pins == 0:
+                out[count] = slots[i]
+                count += 1
             record.pins += 1
-        return num_pinned
+        return count
 
-    @compiled(number(table, given_slots))
-    def unpin(records: Any, slots: Slots) -> int:
-        num_pinned = 0
+    @compiled(number(table, given_slots, types.int64[::1]))
+    def unpin(records: Any, slots: Slots, out: Slots) -> int:
+        count = 0
         for i in range(len(slots)):
             record = records[slots[i]]
             record.pins -= 1
-            num_pinned += record.pins > 0
-        return num_pinned
+            if record.pins == 0:
+                out[count] = slots[i]
+                count += 1
+        return count
 
     return RecordCalls(begin_storing, make_ready, hit, pin, unpin)

@@ -65,7 +65,7 @@ class PoolResize:
         manager, table = self._manager, self._manager.table
         with manager.lock:
             sizes = {table.wanted_slots, table.num_slots, table.end_slot, self._memory_slots}
-            return len(sizes) > 1 or self._is_waiting or manager.index.is_spreading
+            return len(sizes) > 1 or self._is_waiting or manager.index.is_growing
 
     def in_use(self) -> SlotUses:
         """What keeps the slots that are to go, and what for. Any thread."""

@@ -306,13 +306,13 @@ class SlotTable:
 
     def pin(self, slots: Slots) -> Slots:
         """Pin slots once more; those that were not pinned before."""
-        num_pinned = self._calls.pin(self._records, slots)
-        return slots[self.pins[slots] == 1] if num_pinned else slots
+        fresh = np.empty(len(slots), dtype=np.int64)
+        return fresh[: self._calls.pin(self._records, slots, fresh)]
 
     def unpin(self, slots: Slots) -> Slots:
         """Take one pin off each of these slots; those that have none left."""
-        num_pinned = self._calls.unpin(self._records, slots)
-        return slots[self.pins[slots] == 0] if num_pinned else slots
+        freed = np.empty(len(slots), dtype=np.int64)
+        return freed[: self._calls.unpin(self._records, slots, freed)]
 
     def labels(self, slots: Slots) -> SlotLabels:
         """What is to be written beside the bytes of slots that are being stored."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.events import Origin
 from core.index import KeyIndex
@@ -113,6 +113,18 @@ class KeyIndexMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.index.clear()
         self.held.clear()
+
+    @precondition(lambda self: not self.index.is_growing and self.index.room < 10_000)
+    @rule()
+    def begin_growing(self) -> None:
+        self.index.begin_growing(2 * self.index.room)()
+
+    @rule(limit=st.integers(1, 40))
+    def move(self, limit: int) -> None:
+        was_growing, room = self.index.is_growing, self.index.room
+        replaced = self.index.move(SIZE, limit)
+        assert (replaced is None) == (self.index.room == room)
+        assert self.index.is_growing == (was_growing and replaced is None)
 
     @invariant()
     def each_is_found_by_itself(self) -> None:

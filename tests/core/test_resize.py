@@ -355,7 +355,7 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.resize.step(1.0) is Todo.MEMORY
     pool.resize.acknowledge(200_000)
     assert pool.resize.step(1.0) is Todo.AGAIN
-    assert manager.index.is_spreading
+    assert manager.index.is_growing
     assert pool.has(range(60)) == list(range(60))
     pool.store(range(60, 70))
     assert len(manager.offer([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
@@ -368,7 +368,7 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     expected = [] if num_between == 3 else [number for number in range(70) if number not in (5, 65)]
     assert pool.has(range(70)) == expected
     assert pool.drive() is Todo.NOTHING
-    assert not manager.index.is_spreading
+    assert not manager.index.is_growing
     assert not manager.index.spread(200_000), "there is room for them"
     assert pool.has(range(70)) == expected
 
@@ -381,12 +381,12 @@ def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_ha
     pool.resize.acknowledge(200_000)
     for _ in range(2):
         pool.resize.step(1.0)
-    assert pool.manager.index.is_spreading
+    assert pool.manager.index.is_growing
     for number in (5, 6):
         assert pool.manager.leaving.drop_key(key(number), 1.0)
     assert pool.store([5000]).tolist() in ([5], [6]), "in a slot that was looked at"
     assert pool.drive() is Todo.NOTHING
-    assert not pool.manager.index.is_spreading
+    assert not pool.manager.index.is_growing
     assert pool.has(range(5001)) == [*range(5), *range(7, 2000), 5000]
 
 
@@ -398,7 +398,7 @@ def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
     pool.resize.acknowledge(200_000)
     for _ in range(2):
         pool.resize.step(1.0)
-    assert pool.manager.index.is_spreading
+    assert pool.manager.index.is_growing
     assert pool.manager.index._larger is not None
     assert (len(pool.manager.index), len(pool.manager.index._larger)) == (2000, 1000)
     pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
@@ -417,9 +417,9 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     pool.resize.step(1.0)
     pool.resize.acknowledge(200_000)
     pool.resize.step(1.0)
-    assert pool.manager.index.is_spreading
+    assert pool.manager.index.is_growing
     assert pool.to(1000) is Todo.NOTHING
-    assert not pool.manager.index.is_spreading
+    assert not pool.manager.index.is_growing
     assert not pool.resize.is_open
     assert len(pool.has(range(2000))) == pool.manager.inventory.counts().ready == 1000
 

@@ -141,3 +141,19 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them() -> None:
+    index = FileIndex(10**12, 4096)
+    assert index._entries.room < 200_000
+    names = [number.to_bytes(40, "big") for number in range(400_000)]
+    taken: set[bytes] = set()
+    for first in range(0, len(names), 1000):
+        some = names[first : first + 1000]
+        assert not index.fill(some, np.full(len(some), 4096), np.zeros(len(some)))
+        if first % 7000 == 0:
+            taken.update(index.take(names[first // 2 : first // 2 + 100]))
+    assert index._entries.room > len(names)
+    assert [name for name, there in zip(names, index.find(names), strict=True) if not there] == sorted(taken)
+    assert len(index) == len(names) - len(taken)
+    assert len(taken) > 1000
