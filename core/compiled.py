@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(signature: Any) -> Callable[[F], F]:
     """A decorator that compiles a function for one Numba signature, at once.
 
-    The function may use numbers from around it, but no other compiled function: that one is another object in each
-    process, so that what is kept would never be found again.
+    The function may use numbers of its own file, by a change of which what is kept becomes void. No other compiled
+    function: that is another object in each process, so that what is kept would never be found again.
     """
     # Not above: it takes a third of a second, and the command line imports core, too.
     from numba import njit

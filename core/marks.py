@@ -32,7 +32,7 @@ def marks_of(keys: Sequence[Key]) -> Marks:
     marks: Marks = np.empty(len(keys), dtype=np.uint64)
     if not keys:
         return marks
-    # Joined first, since that waits for the memory of all at once.
+    # Joined first, since that waits for the memory of all at once. A library of hashes takes a call for each.
     joined, key_bytes = b"".join(keys), len(keys[0])
     if len(joined) == key_bytes * len(keys):
         _marker()(joined, key_bytes, marks)

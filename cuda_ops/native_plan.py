@@ -1,7 +1,7 @@
 """Computing the segments of a run of blocks in one native call.
 
 NumPy takes about ten calls for them, which cost more than a small job's copies: each finds its own code and data
-pushed out of the caches by the blocks that were copied just before. Compiled once a process, when it is first needed.
+pushed out of the caches by the blocks that were copied just before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from core.compiled import compiled
 
 Int64s = NDArray[np.int64]
 
@@ -26,24 +28,16 @@ def run_planner() -> Callable[..., int]:
     only. All arrays are int64. For a run that names a block, slot or part which is not there it returns -1, -2 or -3,
     and has written nothing.
     """
-    from numba import njit, types
+    from numba import types
 
     column = types.Array(types.int64, 1, "C", readonly=True)
     table = types.int64[:, ::1]
     number = types.int64
 
-    @njit  # type: ignore[untyped-decorator]
-    def are_below(indexes: Int64s, count: int) -> bool:
-        num_wrong = 0
-        for index in indexes:
-            # Without a branch, several at a time.
-            num_wrong += (index < 0) | (index >= count)
-        return num_wrong == 0
-
     # The interpreter's lock is kept: to get it back takes longer than all of this where an engine computes.
     arguments = [column] * 3 + [table] + [number] * 3 + [table] + [number] * 2 + [table, number, types.bool_]
 
-    @njit([number(*arguments)])  # type: ignore[untyped-decorator]
+    @compiled(number(*arguments))
     def plan_run(
         block_ids: Int64s,
         slots: Int64s,
@@ -59,11 +53,17 @@ def run_planner() -> Callable[..., int]:
         start: int,
         merge: bool,
     ) -> int:
-        if not are_below(block_ids, num_blocks):
+        wrong_blocks = wrong_slots = wrong_parts = 0
+        for i in range(len(block_ids)):
+            # Without a branch, several at a time.
+            wrong_blocks += (block_ids[i] < 0) | (block_ids[i] >= num_blocks)
+            wrong_slots += (slots[i] < 0) | (slots[i] >= num_slots)
+            wrong_parts += (parts[i] < 0) | (parts[i] >= slot_blocks)
+        if wrong_blocks:
             return -1
-        if not are_below(slots, num_slots):
+        if wrong_slots:
             return -2
-        if not are_below(parts, slot_blocks):
+        if wrong_parts:
             return -3
         device_at, host_at, sizes = out[0], out[1], out[2]
         firsts, addresses = extents[0], extents[1]
@@ -96,5 +96,4 @@ def run_planner() -> Callable[..., int]:
                 end += 1
         return end
 
-    planner: Callable[..., int] = plan_run
-    return planner
+    return plan_run
