@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from core.arrays import touched_zeros
 from core.marks import Marks
 
 _COUNT_BITS = 6
@@ -86,7 +87,8 @@ class AdmissionFilter:
         self._num_cells = 1 << bits
         self._num_slots = num_slots
         self._shift = np.uint64(64 - bits)
-        self._rows = np.zeros((_ROWS, self._num_cells), dtype=np.uint8)
+        cells: NDArray[np.uint8] = touched_zeros(_ROWS * self._num_cells, np.dtype(np.uint8))
+        self._rows = cells.reshape(_ROWS, self._num_cells)
         self._stamp = np.uint8(0)
         self._num_offers = 0
         self._num_cleared = 0

@@ -20,7 +20,17 @@ def counting(count: int) -> NDArray[np.int64]:
 
 
 def zeros_on_lines(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros of which the first starts a cache line; pages that are never touched cost no memory."""
+    """Zeros of which the first starts a cache line; pages that are never touched cost no memory.
+
+    Not for what is written at random places: there each new place may have two megabytes cleared first.
+    """
     raw = np.zeros(count * dtype.itemsize + _LINE_BYTES, dtype=np.uint8)
     start = -raw.ctypes.data % _LINE_BYTES
     return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+def touched_zeros(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros whose memory is all there, for what is written at random places. To be made without any lock."""
+    zeros = zeros_on_lines(count, dtype)
+    zeros.view(np.uint8)[:] = 0
+    return zeros

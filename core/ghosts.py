@@ -10,10 +10,12 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from core.arrays import touched_zeros
 from core.compiled import compiled
 from core.marks import Marks
 
 _SECONDS = (1 << 32) - 1
+_ENTRY, _SECOND = np.dtype(np.uint64), np.dtype(np.uint32)
 _MIN_BITS = 16
 """Half a megabyte, so that in a small pool hardly any two ghosts fall on one place."""
 
@@ -63,15 +65,16 @@ class Ghosts(Generic[R]):
         self._codes = {reason: code for code, reason in enumerate(members, start=1)}
         bits = _bits_for(num_keys)
         self._shift = np.uint64(64 - bits)
-        self._table = np.zeros(1 << bits, dtype=np.uint64)
+        self._table: Marks = touched_zeros(1 << bits, _ENTRY)
         # Of no length if nobody wants to know.
-        self._seconds = np.zeros(1 << bits if is_dated else 0, dtype=np.uint32)
+        self._seconds: NDArray[np.uint32] = touched_zeros(1 << bits if is_dated else 0, _SECOND)
         self._epoch = 0
+        self._add = _adder()
 
     def add(self, marks: Marks, reason: R, now_s: float = 0.0) -> None:
         """Remember keys that are missing."""
         code = self._epoch << _CODE_BITS | self._codes[reason]
-        _adder()(self._table, self._seconds, int(self._shift), marks, code, int(now_s) & _SECONDS)
+        self._add(self._table, self._seconds, int(self._shift), marks, code, int(now_s) & _SECONDS)
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
@@ -79,8 +82,8 @@ class Ghosts(Generic[R]):
         shift, old, old_seconds = np.uint64(64 - bits), self._table, self._seconds
         if len(old) == 1 << bits:
             return lambda: None
-        table = np.zeros(1 << bits, dtype=np.uint64)
-        seconds = np.zeros(1 << bits if len(old_seconds) else 0, dtype=np.uint32)
+        table: Marks = touched_zeros(1 << bits, _ENTRY)
+        seconds: NDArray[np.uint32] = touched_zeros(1 << bits if len(old_seconds) else 0, _SECOND)
         for start in range(0, len(old), _MOVED):
             # A copy, for others write meanwhile, and NumPy refuses to look for what changes under it.
             entries = old[start : start + _MOVED].copy()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from core.arrays import counting
 from core.keys import Key
 from core.mark_table import MarkTable, Numbers
-from core.marks import Marks, marks_of
+from core.marks import Marks, marker, marks_of
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 
@@ -30,6 +30,8 @@ class KeyIndex:
         self._keys = keys
         self._marks = marks
         self._table = MarkTable(size, marks)
+        # Compiled here, and not by who asks first.
+        marker()
         # What is claimed and removed while this one is filled is claimed and removed here, too.
         self._larger: MarkTable | None = None
         self._next = 0

@@ -276,6 +276,8 @@ class OffloadManager:
         if name not in EVICTION_POLICIES:
             known = ", ".join(EVICTION_POLICIES)
             raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
+        # Not under the lock, as it allocates what takes the size of the pool.
+        self.room.prepare(name)
         with self.lock:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
@@ -306,6 +308,8 @@ class OffloadManager:
         if classes.uniform is not None and classes.uniform >= priority_class:
             return
         slots = slots[classes.column[slots] < priority_class]
+        # Each once, in their order, whatever is named twice.
+        slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
         candidates = slots[self.table.pins[slots] == 0]
         self.room.policy.remove(candidates)
         classes.assign(slots, priority_class)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import zeros_on_lines
+from core.arrays import touched_zeros
 from core.compiled import compiled
 from core.marks import Marks
 
@@ -31,7 +31,7 @@ class MarkTable:
     """Numbers from 0 to 2**32 - 1 by their marks: a mark has at most one number."""
 
     def __init__(self, size: int, marks: Marks) -> None:
-        """Room for the marks of `size` numbers or more: at most two cells in three are taken.
+        """Room for the marks of `size` numbers or more: at most two cells in three are taken. Takes its memory at once.
 
         `marks` is a column over the numbers that their owner lends. A number's mark is set before it is claimed, and
         kept until it is removed.
@@ -39,7 +39,7 @@ class MarkTable:
         bits = max((max(size, 1) * 3 // 2).bit_length(), _MIN_BITS)
         self.size = (1 << bits) * 2 // 3
         self._marks = marks
-        self._cells: NDArray[np.uint64] = zeros_on_lines(1 << bits, _CELL).view(np.uint64).reshape(-1, 2)
+        self._cells: NDArray[np.uint64] = touched_zeros(1 << bits, _CELL).view(np.uint64).reshape(-1, 2)
         self._shift = 64 - bits
         self._generation = 1
         self._num_held = 0

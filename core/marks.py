@@ -27,7 +27,7 @@ _FIRST_MIX, _SECOND_MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 def marks_of(keys: Sequence[Key]) -> Marks:
     """The marks of keys, most quickly of keys of one length.
 
-    Of keys of three lengths or more in one call, which no engine has, they may be wrong.
+    Of keys of three lengths or more in one call, which no engine has, they may be wrong; see `marks_of_any`.
     """
     marks: Marks = np.empty(len(keys), dtype=np.uint64)
     if not keys:
@@ -35,15 +35,21 @@ def marks_of(keys: Sequence[Key]) -> Marks:
     # Joined first, since that waits for the memory of all at once. A library of hashes takes a call for each.
     joined, key_bytes = b"".join(keys), len(keys[0])
     if len(joined) == key_bytes * len(keys):
-        _marker()(joined, key_bytes, marks)
-    else:
-        for i, key in enumerate(keys):
-            _marker()(key, len(key), marks[i : i + 1])
+        marker()(joined, key_bytes, marks)
+        return marks
+    return marks_of_any(keys)
+
+
+def marks_of_any(keys: Sequence[Key]) -> Marks:
+    """The marks of keys of any lengths."""
+    marks: Marks = np.empty(len(keys), dtype=np.uint64)
+    for i, key in enumerate(keys):
+        marker()(key, len(key), marks[i : i + 1])
     return marks
 
 
 @functools.cache
-def _marker() -> Callable[[bytes, int, Marks], None]:
+def marker() -> Callable[[bytes, int, Marks], None]:
     """A function that writes the marks of keys that lie one behind the other, each of so many bytes."""
     from numba import types
 

@@ -106,7 +106,7 @@ class Pins:
             self._lingering.clear()
             self._table.begin_epoch(held)
             for slots in read:
-                self._table.pins[slots] += 1
+                self._table.pin(slots)
 
     # --- inside -------------------------------------------------------------------------------------------------
 

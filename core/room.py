@@ -31,6 +31,7 @@ class Room:
     def __init__(self, table: SlotTable, policy: str) -> None:
         self._table = table
         self._known: dict[str, EvictionPolicy] = {}
+        self._prepared: dict[str, tuple[EvictionPolicy, int]] = {}
         self._planned_slots = table.num_slots
         self.policy = self._start(policy, Segment(table, 0), Segment(table, 1))
         self.version = 0
@@ -69,6 +70,12 @@ class Room:
         self._table.grow(end_slot)
         self.version += 1
 
+    def prepare(self, name: str) -> None:
+        """Allocate what a policy takes that was never used. Called without the lock, by one thread."""
+        if name not in self._known and name not in self._prepared:
+            num_slots = self._table.num_slots
+            self._prepared[name] = EVICTION_POLICIES[name](self._table), num_slots
+
     def exchange_policy(self, name: str, limit: int) -> bool:
         """Move on to another policy, with the order of the candidates as it is; True while there is more to do.
 
@@ -102,14 +109,16 @@ class Room:
     def _start(self, name: str, full: Segment, empty: Segment) -> EvictionPolicy:
         """A policy is kept once it was used: to free the memory of one for a large pool takes too long for any lock."""
         policy = self._known.get(name)
-        if policy is None:
-            policy = self._known[name] = EVICTION_POLICIES[name](self._table)
+        if policy is not None:
             policy.take_over(full, empty)
-            if self._planned_slots > self._table.num_slots:
-                # The pool is about to grow, and what was made for that did not know this policy.
-                policy.plan_size(self._planned_slots)()
             return policy
+        self.prepare(name)
+        policy, num_slots = self._prepared.pop(name)
+        self._known[name] = policy
         policy.take_over(full, empty)
+        if self._planned_slots > num_slots:
+            # The pool has grown since or is about to, and what was made for that did not know this policy.
+            policy.plan_size(self._planned_slots)()
         return policy
 
     def _make(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:

@@ -43,3 +43,38 @@ def test_what_was_kept_and_cannot_be_read_is_compiled_anew(tmp_path: Path, endin
 def test_nowhere_to_keep_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert run(tmp_path / "file") == run(tmp_path / "folder")
+
+
+FROM_THE_FIRST_CALL_ON = """
+import sys
+import numpy as np
+from core.events import Origin
+from core.manager import OffloadManager
+
+manager = OffloadManager(64, 4096, sys.argv[1])
+
+import numba
+
+def refuse(*arguments, **options):
+    raise RuntimeError("compiled while the engine waits")
+
+numba.njit = refuse
+for first in range(0, 256, 32):
+    keys = [number.to_bytes(32, "big") for number in range(first, first + 32)]
+    manager.missing.explain(keys, 1.0)
+    offer = manager.offer(keys, Origin("r"), np.arange(32), 1, 1.0)
+    assert manager.publish(offer.slots, 1.0) == 32
+    pin = manager.pins.pin(manager.find_prefix(keys))
+    assert manager.pins.begin_load(pin, 1.0) and manager.pins.end_load(pin)
+    manager.leaving.drop_key(keys[0], 1.0)
+manager.reset(np.empty(0, dtype=np.int64), 1.0)
+print(manager.inventory.counts().free)
+"""
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_nothing_is_compiled_once_a_pool_is_in_use(policy: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", FROM_THE_FIRST_CALL_ON, policy]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout == "64\n", done.stderr

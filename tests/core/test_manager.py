@@ -5,11 +5,13 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+import psutil
 import pytest
 
 from core.events import EvictionBatch, EvictionReason, NullSink, Origin
 from core.grants import BlockState, Pin, PinOutcome
 from core.manager import OffloadManager
+from core.mark_table import MarkTable
 from core.slots import SlotState
 from core.transfers import NO_SLOTS
 
@@ -400,3 +402,49 @@ def test_after_a_reset_a_pool_of_one_priority_is_one_of_one_priority_again() -> 
     assert manager.table.classes.uniform == LOW
     store(manager, keys(60, 2), LOW)
     assert holds(manager, keys(50, 4)) == [True, True, False, False]
+
+
+def test_a_slot_that_is_named_twice_in_a_pin_is_free_once_after_a_reset() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 1))
+    pin = manager.pins.pin(manager.find_prefix(keys(0, 1) * 2))
+    assert manager.pins.begin_load(pin, 1.0)
+    manager.reset(np.empty(0, dtype=np.int64), 2.0)
+    store(manager, keys(10, 10))
+    assert not manager.pins.end_load(pin)
+    assert manager.table.pins.tolist() == [0] * 4
+    store(manager, keys(30, 2))
+    load = manager.pins.pin(manager.find_prefix(keys(30, 1)))
+    assert manager.pins.begin_load(load, 3.0)
+    offer = manager.offer(keys(40, 4), Origin("later"), np.arange(4), NORMAL, 4.0)
+    assert not set(offer.slots.tolist()) & set(load.slots.tolist()), "a slot under a load is given out"
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_key_that_is_offered_twice_at_once_with_a_higher_priority_counts_once(policy: str) -> None:
+    manager = OffloadManager(4, 64, policy)
+    store(manager, keys(0, 2))
+    manager.offer(keys(0, 1) * 2, Origin("again"), np.arange(2), NORMAL + 1, 2.0)
+    assert manager.inventory.counts().ready == 2
+    assert len(manager.room.policy) == 2
+    assert [len(manager.offer(keys(10 + n, 1), Origin("o"), np.arange(1), NORMAL, 3.0).slots) for n in range(5)] == [
+        1, 1, 1, 1, 0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_large_pool_takes_the_memory_of_its_tables_before_it_is_used(policy: str) -> None:
+    """Pages of two megabytes that are cleared when they are first touched would stall the engine under the lock."""
+    cells = MarkTable(3_000_000, np.zeros(1, dtype=np.uint64))._cells
+    before = psutil.Process().memory_info().rss
+    manager = OffloadManager(3_000_000, 64)
+    resident = psutil.Process().memory_info().rss - before
+    assert resident > cells.nbytes + manager.missing._gone._table.nbytes
+    before = psutil.Process().memory_info().rss
+    while manager.switch_policy("arc" if policy == "arc" else "lru"):
+        pass
+    assert (psutil.Process().memory_info().rss - before > cells.nbytes) == (policy == "arc")
+    before = psutil.Process().memory_info().rss
+    for first in range(0, 10_000, 100):
+        store(manager, keys(first, 100))
+    assert psutil.Process().memory_info().rss - before < cells.nbytes // 4

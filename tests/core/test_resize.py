@@ -390,6 +390,25 @@ def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_ha
     assert pool.has(range(5001)) == [*range(5), *range(7, 2000), 5000]
 
 
+def test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go() -> None:
+    pool = Pool(2000, 200_000, extent_slots=100)
+    pool.store(range(2000))
+    pinned = pool.manager.pins.pin(pool.manager.find_each([key(number) for number in range(2000)]))
+    pool.to(1000)
+    assert pool.manager.table.is_shrinking
+    assert pool.manager.inventory.counts().ready == 2000, "all are in use"
+    pool.resize.want(200_000)
+    for _ in range(50):
+        todo = pool.resize.step(1.0)
+        if todo is Todo.MEMORY:
+            pool.resize.acknowledge(pool.resize.memory_slots)
+    assert not pool.manager.index.is_growing
+    assert pool.manager.index.room >= 200_000
+    assert len(pool.manager.index) == 2000
+    assert pool.has(range(2000)) == list(range(2000))
+    pool.manager.pins.release(pinned)
+
+
 def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))

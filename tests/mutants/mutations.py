@@ -200,6 +200,15 @@ MUTATIONS = (
         (TIER_FILES + "test_bytes_that_left_our_memory_are_checked_before_they_are_served",),
     ),
     Mutation(
+        "a folder's index forgets names when it grows",
+        3,
+        "what a tier has is found",
+        "app/tiers/files/index.py",
+        "entries.move(self._frontier, ",
+        "entries.move(len(entries), ",
+        ("tests/tiers/test_index.py::test_an_index_grows_while_most_of_its_names_have_left_and_others_came",),
+    ),
+    Mutation(
         "a tier has no limit",
         3,
         "every tier has a byte limit, with eviction",
@@ -963,6 +972,15 @@ MUTATIONS = (
         (SCHEDULER + "test_requests_that_were_loading_recompute_after_a_reset",),
     ),
     Mutation(
+        "a slot under a load that a reset disowned is pinned once, whoever reads it twice",
+        9,
+        "what is being read at a reset is held until that ends",
+        "core/pins.py",
+        "            for slots in read:\n                self._table.pin(slots)\n",
+        "            for slots in read:\n                self._table.pins[slots] += 1\n",
+        (MANAGER + "test_a_slot_that_is_named_twice_in_a_pin_is_free_once_after_a_reset",),
+    ),
+    Mutation(
         "a load that a reset disowned passes for one that came",
         9,
         "requests that were loading recompute after a reset",
@@ -1304,6 +1322,15 @@ MUTATIONS = (
         (BOUNDS + "test_blocks_that_are_offered_again_together_die_from_their_end",),
     ),
     # --- the pool's size --------------------------------------------------------------------------------------------
+    Mutation(
+        "a growing index leaves behind what is in slots that were to go",
+        13,
+        "keys are found while their index grows, and after",
+        "core/pool_index.py",
+        "self.move(self._slots.end_slot, BATCH_SLOTS)",
+        "self.move(self._slots.num_slots, BATCH_SLOTS)",
+        (RESIZE + "test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go",),
+    ),
     Mutation(
         "what is stored while a pool grows is not found when it has grown",
         13,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from app.tiers.files.index import FileIndex, Verdict
+from core.index import KeyIndex
 
 names = st.integers(0, 19).map(lambda number: bytes([number]) * 3)
 sizes = st.integers(1, 40)
@@ -143,17 +145,56 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them() -> None:
+def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     index = FileIndex(10**12, 4096)
     assert index._entries.room < 200_000
+    most = 0
+    move = KeyIndex.move
+
+    def watched(self: KeyIndex, end: int, limit: int) -> object:
+        nonlocal most
+        most = max(most, limit)
+        return move(self, end, limit)
+
+    monkeypatch.setattr(KeyIndex, "move", watched)
     names = [number.to_bytes(40, "big") for number in range(400_000)]
     taken: set[bytes] = set()
     for first in range(0, len(names), 1000):
         some = names[first : first + 1000]
         assert not index.fill(some, np.full(len(some), 4096), np.zeros(len(some)))
         if first % 7000 == 0:
-            taken.update(index.take(names[first // 2 : first // 2 + 100]))
+            gone = index.take([*names[first // 2 : first // 2 + 100], names[first // 2]])
+            assert len(set(gone)) == len(gone)
+            taken.update(gone)
     assert index._entries.room > len(names)
     assert [name for name, there in zip(names, index.find(names), strict=True) if not there] == sorted(taken)
     assert len(index) == len(names) - len(taken)
     assert len(taken) > 1000
+    assert 0 < most < 10_000, "look-ups wait meanwhile"
+
+
+def test_an_index_grows_while_most_of_its_names_have_left_and_others_came() -> None:
+    index = FileIndex(10**12, 4096)
+    first = [number.to_bytes(40, "big") for number in range(50_000)]
+    index.fill(first, np.full(len(first), 4096), np.zeros(len(first)))
+    index.deleted(index.take(first[:40_000]))
+    other = [number.to_bytes(41, "big") for number in range(10**6, 10**6 + 60_000)]
+    for name in other:
+        assert index.begin(name, 4096).verdict is Verdict.GRANTED
+        assert index.commit(name)
+        if int.from_bytes(name, "big") % 10 == 0:
+            assert index.begin(name, 4096).verdict is Verdict.PRESENT
+    assert index._entries.room > 100_000
+    assert not index._entries.is_growing
+    assert not any(index.find(first[:40_000]))
+    assert all(index.find([*first[40_000:], *other]))
+
+
+def test_names_of_several_lengths_are_found_whatever_they_come_with() -> None:
+    index = FileIndex(10**9, 1)
+    names = [b"c" * 41, b"b" * 17, b"a" * 29]
+    index.fill(names, np.full(3, 5), np.array([1.0, 2.0, 3.0]))
+    assert index.find(names) == [True] * 3
+    assert [index.begin(name, 5).verdict for name in names] == [Verdict.PRESENT] * 3

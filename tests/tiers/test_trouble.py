@@ -87,7 +87,7 @@ def test_a_full_disk_is_said_once_and_is_over_when_there_is_space(
         assert len(os.listdir("/proc/self/fd")) <= num_open
         ballast.unlink()
         rig.wait_healthy()
-        assert "serves again" in caplog.text
+        wait_until(lambda: "serves again" in caplog.text, "logged", WAIT_S)
         assert rig.store(keys_of(LARGE[:5])) == [True] * 5
 
 

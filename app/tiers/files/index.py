@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.index import KeyIndex
-from core.marks import Marks, marks_of
+from core.marks import Marks, marks_of_any
 from core.recency import RecencyQueue
 
 Name = bytes
@@ -23,7 +23,7 @@ Name = bytes
 MAX_FILES = 1 << 22
 """More are not kept, whatever their bytes: a name takes some 170 bytes of memory."""
 _FIRST_FILES = 1 << 16
-"""What there is room for at first. It grows once half is used, and is done before the other half is."""
+"""What there is room for at first, many times a batch. It grows once half is used, and has before the other half is."""
 _MOVED_EACH = 8
 _BATCH = 1000
 """Names that are worked on under the lock, or without a chance for other threads, at once."""
@@ -83,7 +83,7 @@ class FileIndex:
     def find(self, names: Sequence[Name]) -> list[bool]:
         """Which files can be read."""
         with self._lock:
-            return [entry >= 0 for entry in self._entries.find(names).tolist()]
+            return [entry >= 0 for entry in self._find(names).tolist()]
 
     def begin(self, name: Name, num_bytes: int) -> Room:
         """Ask to write a file. Once granted, `commit` or `abort` must follow. A file that is there counts as used."""
@@ -104,6 +104,7 @@ class FileIndex:
 
     def commit(self, name: Name) -> bool:
         """A file is there; False if it was dropped while it was written: it must be deleted and reported."""
+        self._make_room(1)
         with self._lock:
             num_bytes = self._writing.pop(name)
             if name in self._unwanted:
@@ -136,8 +137,9 @@ class FileIndex:
         """
         with self._lock:
             self._unwanted.update(name for name in names if name in self._writing)
-            entries = self._entries.find(names)
-            entries = entries[entries >= 0]
+            entries = self._find(names)
+            # Each once, whatever is named twice.
+            entries = np.unique(entries[entries >= 0])
             self._order.remove(entries)
             return self._leave(entries)
 
@@ -157,6 +159,7 @@ class FileIndex:
         fit = min(fit, self._capacity)
         for end in range(fit, 0, -_BATCH):
             batch = order[max(end - _BATCH, 0) : end]
+            self._make_room(len(batch))
             with self._lock:
                 self._taken_bytes += int(sizes[batch].sum())
                 self._enter([names[i] for i in batch.tolist()], sizes[batch])
@@ -188,11 +191,15 @@ class FileIndex:
             self._debt_bytes -= paid
             self._taken_bytes -= paid
 
+    def _find(self, names: Sequence[Name]) -> NDArray[np.int64]:
+        # In one folder there may be names of several lengths.
+        return self._entries.find(names, marks_of_any(names))
+
     def _touch(self, name: Name) -> bool:
-        entry = self._entries.get(name)
-        if entry is not None:
-            self._order.touch(np.array([entry]))
-        return entry is not None
+        entry = self._find([name])
+        if entry[0] >= 0:
+            self._order.touch(entry)
+        return bool(entry[0] >= 0)
 
     def _enter(self, names: Sequence[Name], sizes: NDArray[np.int64]) -> None:
         """Give files an entry each, the most recently used first; their bytes are counted as taken already."""
@@ -201,21 +208,26 @@ class FileIndex:
         fresh = len(names) - len(entries)
         entries += range(self._frontier, self._frontier + fresh)
         self._frontier += fresh
-        self._grow(len(names))
         self._names[entries] = names
-        self._marks[entries] = marks_of(names)
+        self._marks[entries] = marks_of_any(names)
         self._entries.claim(np.array(entries, dtype=np.int64))
         self._sizes[entries] = sizes
         self._held_bytes += int(sizes.sum())
         self._order.append(np.array(entries, dtype=np.int64))
 
-    def _grow(self, num_names: int) -> None:
-        """Have room for more names in time, a few at a time, since look-ups wait for the lock."""
+    def _make_room(self, num_names: int) -> None:
+        """Have room for so many more names in time. Without the lock, for which look-ups wait."""
         entries = self._entries
         if entries.is_growing:
-            entries.move(self._frontier, _MOVED_EACH * num_names)
+            with self._lock:
+                replaced = entries.move(self._frontier, _MOVED_EACH * num_names)
+            # Its memory goes with it.
+            del replaced
         elif 2 * len(entries) > entries.room and entries.room < self._capacity:
-            entries.begin_growing(2 * entries.room)()
+            begin = entries.begin_growing(2 * entries.room)
+            with self._lock:
+                if not entries.is_growing:
+                    begin()
 
     def _evict(self, num_bytes: int, num_files: int) -> list[Name]:
         """Take out the least recently used files until so many bytes and files are gone."""

@@ -26,6 +26,8 @@ from core.origins import OriginMatch
 
 _log = logging.getLogger(__name__)
 
+_WRITE_ATTEMPTS = 4
+"""On a full disk, room that was made for a block may be taken by others, our own threads among them."""
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two looks at whether something more urgent is to be done."""
 
@@ -106,16 +108,18 @@ class FileStore:
             return Outcome.PRESENT if room.verdict is Verdict.PRESENT else Outcome.DROPPED
         try:
             self._delete(folder, room.victims)
-            try:
-                folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
-            except OSError as error:
-                # Others fill the disk too. What they take, the oldest of our files give.
-                victims = self._index.evict(num_bytes) if is_no_space(error) else []
-                if not victims:
-                    raise
-                self._delete(folder, victims)
-                folder.let_go_of_all()
-                folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
+            for attempt in range(1, _WRITE_ATTEMPTS + 1):
+                try:
+                    folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
+                    break
+                except OSError as error:
+                    # Others fill the disk too. What they take, the oldest of our files give.
+                    may_evict = is_no_space(error) and attempt < _WRITE_ATTEMPTS
+                    victims = self._index.evict(num_bytes) if may_evict else []
+                    if not victims:
+                        raise
+                    self._delete(folder, victims)
+                    folder.let_go_of_all()
         except BaseException as error:
             self._index.abort(name)
             if not isinstance(error, OSError):
