@@ -373,7 +373,8 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(70)) == expected
 
 
-def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have() -> None:
+def half_moved() -> Pool:
+    """A pool of 2,000 slots, all of them full, that is about to grow: half of its keys have moved."""
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
     pool.resize.want(200_000)
@@ -382,6 +383,11 @@ def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_ha
     for _ in range(2):
         pool.resize.step(1.0)
     assert pool.manager.index.is_growing
+    return pool
+
+
+def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have() -> None:
+    pool = half_moved()
     for number in (5, 6):
         assert pool.manager.leaving.drop_key(key(number), 1.0)
     assert pool.store([5000]).tolist() in ([5], [6]), "in a slot that was looked at"
@@ -410,14 +416,7 @@ def test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go() -> N
 
 
 def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
-    pool = Pool(2000, 200_000, extent_slots=100)
-    pool.store(range(2000))
-    pool.resize.want(200_000)
-    pool.resize.step(1.0)
-    pool.resize.acknowledge(200_000)
-    for _ in range(2):
-        pool.resize.step(1.0)
-    assert pool.manager.index.is_growing
+    pool = half_moved()
     assert pool.manager.index._larger is not None
     assert (len(pool.manager.index), len(pool.manager.index._larger)) == (2000, 1000)
     pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
