@@ -137,9 +137,9 @@ class FileIndex:
         """
         with self._lock:
             self._unwanted.update(name for name in names if name in self._writing)
-            entries = self._find(names)
             # Each once, whatever is named twice.
-            entries = np.unique(entries[entries >= 0])
+            entries = self._find(list(dict.fromkeys(names)))
+            entries = entries[entries >= 0]
             self._order.remove(entries)
             return self._leave(entries)
 
