@@ -130,12 +130,9 @@ class Ghosts(Generic[R]):
     def _look_up(self, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places of these marks, and the codes that stand there if they are theirs, else 0."""
         places = (marks >> self._shift).view(np.int64)
-        differences = self._table[places] ^ self._entries(marks, 0)
+        differences = self._table[places] ^ (marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS))
         codes = np.where(differences <= _CODE, differences, 0).astype(np.int64)
         return places, codes
-
-    def _entries(self, marks: Marks, code: int) -> Marks:
-        return (marks & ~_NOTE) | np.uint64(self._epoch << _CODE_BITS | code)
 
 
 @functools.cache

@@ -70,6 +70,11 @@ class KeyIndex:
                     numbers[i] = -1
         return numbers
 
+    def find_some(self, keys: Sequence[Key]) -> Numbers:
+        """The numbers of those of these keys that have one."""
+        numbers = self.find(keys)
+        return numbers[numbers >= 0]
+
     def find_prefix(self, keys: Sequence[Key]) -> Numbers:
         """The numbers of the leading keys, up to the first key that is missing. Costs the hit, not the question."""
         parts: list[Numbers] = []

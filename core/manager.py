@@ -145,7 +145,7 @@ class OffloadManager:
                     wanted,
                     slots,
                     len(own) + len(prefix),
-                    lambda: np.concatenate((own, self._find_some(prefix))),
+                    lambda: np.concatenate((own, self.index.find_some(prefix))),
                 )
                 staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
                 if len(staying):
@@ -199,7 +199,7 @@ class OffloadManager:
         """
         if keys:
             with self.lock:
-                slots = self._find_some(keys)
+                slots = self.index.find_some(keys)
                 self.room.policy.reorder(slots[self.table.pins[slots] == 0])
 
     def abandon(self, slots: Slots) -> None:
@@ -282,11 +282,6 @@ class OffloadManager:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _find_some(self, keys: Sequence[Key]) -> Slots:
-        """The slots of those of these keys that are in the pool."""
-        found = self.index.find(keys)
-        return found[found >= 0]
 
     def _let_leave(self, victims: Slots, now_s: float) -> Slots:
         """Those of the slots that were taken for new blocks that stay in the pool; the others go for good."""

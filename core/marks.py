@@ -29,19 +29,19 @@ def marks_of(keys: Sequence[Key]) -> Marks:
 
     Of keys of three lengths or more in one call, which no engine has, they may be wrong; see `marks_of_any`.
     """
-    marks: Marks = np.empty(len(keys), dtype=np.uint64)
-    if not keys:
-        return marks
     # Joined first, since that waits for the memory of all at once. A library of hashes takes a call for each.
-    joined, key_bytes = b"".join(keys), len(keys[0])
-    if len(joined) == key_bytes * len(keys):
-        marker()(joined, key_bytes, marks)
-        return marks
-    return marks_of_any(keys)
+    joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
+    if len(joined) != key_bytes * len(keys):
+        return marks_of_any(keys)
+    marks: Marks = np.empty(len(keys), dtype=np.uint64)
+    marker()(joined, key_bytes, marks)
+    return marks
 
 
 def marks_of_any(keys: Sequence[Key]) -> Marks:
     """The marks of keys of any lengths."""
+    if len(set(map(len, keys))) <= 1:
+        return marks_of(keys)
     marks: Marks = np.empty(len(keys), dtype=np.uint64)
     for i, key in enumerate(keys):
         marker()(key, len(key), marks[i : i + 1])

@@ -87,5 +87,4 @@ class OperatorPins:
         self._until_s.clear()
 
     def _release(self, keys: Sequence[Key]) -> None:
-        slots = self._index.find(keys)
-        self._pins.release(Pin(slots[slots >= 0], self._table.epoch))
+        self._pins.release(Pin(self._index.find_some(keys), self._table.epoch))

@@ -42,10 +42,10 @@ class RecencyQueue:
 
         Each of them has another `number`, from 1 on, which can be read off the position of a slot that is in it.
         """
-        self._capacity = 1 << (4 * len(positions) + 2 * _SLACK - 1).bit_length()
-        self._mask = self._capacity - 1
+        capacity = 1 << (4 * len(positions) + 2 * _SLACK - 1).bit_length()
+        self._mask = capacity - 1
         # Untouched pages of an empty array cost no memory, so the slack of the ring is free until it is used.
-        self._ring = np.empty(self._capacity, dtype=np.int32)
+        self._ring = np.empty(capacity, dtype=np.int32)
         self._positions = positions
         self._base = (number << NUMBER_SHIFT) + 1
         self._native = _native()

@@ -13,8 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from core.mark_table import MarkTable
-from core.marks import marks_of
+from core.manager import OffloadManager
 from cuda_ops.native import segment_copier
 from tests.kill.small import Small
 
@@ -57,8 +56,7 @@ def _serve(folder: Path, seed: int, calm: bool, told: int) -> None:
 
 if __name__ == "__main__":
     segment_copier()
-    marks = marks_of([b"key"])
-    MarkTable(1, marks).find(marks)
+    OffloadManager(1, 1)
     for line in sys.stdin:
         words = line.split()
         start_s = None if words[2] == "-" else float(words[2])

@@ -1234,7 +1234,7 @@ MUTATIONS = (
         12,
         "nothing is evicted of the request itself",
         "core/manager.py",
-        "lambda: np.concatenate((own, self._find_some(prefix)))",
+        "lambda: np.concatenate((own, self.index.find_some(prefix)))",
         "lambda: NO_SLOTS",
         (MANAGER + "test_an_offer_does_not_evict_the_prefix_that_it_continues",),
     ),
