@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from vllm import EngineArgs
-from vllm.config import VllmConfig
+from vllm.config import MultiModalConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -48,6 +48,10 @@ def changed(config: VllmConfig, part: str, **fields: object) -> Any:
     return found
 
 
+def with_images(config: VllmConfig, **options: Any) -> Any:
+    return changed(config, "model_config", multimodal_config=MultiModalConfig(**options))
+
+
 def about(config: Any) -> dict[str, object]:
     return fingerprint(config, CACHE, LAYOUT)
 
@@ -56,6 +60,18 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
     "another folder": ("model", lambda config: changed(config, "model_config", model="/another/model")),
     "rope by hand": ("overrides", lambda config: changed(config, "model_config", hf_overrides={"rope_theta": 2.0})),
     "quantization": ("quantization", lambda config: changed(config, "model_config", quantization="fp8")),
+    "arguments of quantization": (
+        "quantization",
+        lambda config: changed(config, "model_config", quantization_config={"linear": "fp8_per_tensor"}),
+    ),
+    "class of the model": (
+        "code",
+        lambda config: changed(config, "model_config", model_class_overrides={"LlamaForCausalLM": "my.code:Llama"}),
+    ),
+    "size of images": ("multimodal", lambda config: with_images(config, mm_processor_kwargs={"max_pixels": 4096})),
+    "type of the encoder of images": ("multimodal", lambda config: with_images(config, mm_encoder_attn_dtype="fp8")),
+    "pruned videos": ("multimodal", lambda config: with_images(config, video_pruning_rate=0.5)),
+    "which recurrent states": ("cache_dtype", lambda config: changed(config, "cache_config", mamba_cache_mode="align")),
     "type of the cache": ("cache_dtype", lambda config: changed(config, "cache_config", cache_dtype="fp8")),
     "hash": (
         "hash_algorithm",

@@ -37,18 +37,22 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout) -> dict[str, object
         "device": _device(),
         "model": model.model,
         "revision": None if draft is not None and draft[1] is None else _revision(config),
-        "overrides": _overrides(model.hf_overrides),
-        "code": [str(model.model_impl), str(model.code_revision)],
+        # The configuration that they are laid over is not asked: workers change theirs as they load.
+        "overrides": _plain(model.hf_overrides),
+        "code": [str(model.model_impl), str(model.code_revision), _plain(model.model_class_overrides)],
         "runner": [str(model.runner_type), str(model.convert)],
         # Some models turn keys by it. As it was asked for: vLLM may fit it to the memory that there is.
         "longest": str(model.original_max_model_len),
         "draft": draft,
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "quantization": [str(model.quantization), str(model.quantization_config)],
+        "multimodal": _multimodal(model.multimodal_config),
         "cache_dtype": [
             str(cache_types.cache_dtype),
             str(cache_types.mamba_cache_dtype),
             str(cache_types.mamba_ssm_cache_dtype),
+            str(cache_types.mamba_cache_mode),
+            cache_types.replayssm_buffer_len if cache_types.use_replayssm else None,
             sorted(cache_types.kv_cache_dtype_skip_layers),
         ],
         "attention": str(config.attention_config.backend),
@@ -128,11 +132,25 @@ def _weights(name: str, revision: Any, config: Any) -> str | None:
     return str(commit) if commit and not os.path.exists(name) else revision_of(name, config)
 
 
-def _overrides(overrides: Any) -> object:
-    """What is laid over the model's own configuration. That itself is not asked: workers change theirs as they load."""
-    if callable(overrides):
-        return f"{overrides.__module__}.{overrides.__qualname__}"
-    return json.loads(json.dumps(overrides, sort_keys=True, default=str))
+def _plain(given: Any) -> object:
+    """What a user gave as a dictionary or as a function, as something that JSON can write."""
+    if callable(given):
+        return f"{given.__module__}.{given.__qualname__}"
+    return json.loads(json.dumps(given, sort_keys=True, default=str))
+
+
+def _multimodal(config: Any) -> list[object] | None:
+    """What becomes of images, sound and videos before the model meets them. Keys hold what they were, by vLLM's hash
+    or by an id of the user's own, and not what was made of them."""
+    if config is None:
+        return None
+    return [
+        _plain(config.media_io_kwargs),
+        _plain(config.mm_processor_kwargs),
+        # Of how they are encoded.
+        config.compute_hash(),
+        [config.video_pruning_rate, str(config.video_pruning_method)],
+    ]
 
 
 def _draft(config: Any) -> list[object] | None:
