@@ -17,8 +17,8 @@ from app.discovery import Announcement, announce_service
 from app.logs import start_logging
 from app.server_config import server_config
 from app.settings import Settings
-from app.starting import StartProgress, answering
-from app.wiring import Process, StartRefused
+from app.starting import StartProgress, StartRefused, answering
+from app.wiring import Process
 
 _log = logging.getLogger(__name__)
 

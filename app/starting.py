@@ -1,4 +1,4 @@
-"""What answers while the service starts: that it lives, and how far it is. Loading and recovering may take a while."""
+"""A start as others see it: how far it is, and why it is refused. Loading and recovering may take a while."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ _log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 _TOUCHED = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
+
+
+class StartRefused(Exception):
+    """What was asked for cannot be served; the message says which setting, and what to do."""
 
 
 class StartProgress:

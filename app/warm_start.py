@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def largest_pool_bytes(settings: Settings) -> int:
 def open_kept_file(
     settings: Settings,
     name: str,
-    fingerprint: dict[str, object],
+    fingerprint: Mapping[str, object],
     plan: PoolPlan,
     slot_bytes: int,
     num_ranks: int = 1,

@@ -137,7 +137,7 @@ class Bench:
 
     def settle(self) -> None:
         end_s = time.monotonic() + SETTLE_S
-        while self.process.scheduler.snapshot().open_jobs:
+        while self.process.ferry.scheduler.snapshot().open_jobs:
             if time.monotonic() > end_s:
                 raise RuntimeError(f"transfers did not end within {SETTLE_S:.0f} s")
             time.sleep(0.005)
@@ -163,9 +163,9 @@ class Bench:
             device_s, warm, _ = asyncio.run(self.ask(prompt))
             self.settle()
             self.flush_device()
-            before = self.process.scheduler.snapshot().prompt_tokens.host_hit
+            before = self.process.ferry.scheduler.snapshot().prompt_tokens.host_hit
             host_s, again, _ = asyncio.run(self.ask(prompt))
-            figures.host_tokens.append(self.process.scheduler.snapshot().prompt_tokens.host_hit - before)
+            figures.host_tokens.append(self.process.ferry.scheduler.snapshot().prompt_tokens.host_hit - before)
             figures.cold_s.append(cold_s)
             figures.device_s.append(device_s)
             figures.host_s.append(host_s)

@@ -67,6 +67,8 @@ class Fillings(Protocol):
 
     def begin_filling(self, labels: SlotLabels) -> None: ...
     def end_filling(self, labels: SlotLabels) -> None: ...
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nobody looks at slots that were filled by now; whether that came true in time."""
 
 
 class KeptRecord:
@@ -75,7 +77,7 @@ class KeptRecord:
     def __init__(self, file: KeptFile) -> None:
         self.fillings: Fillings | None = None
         """Without it, what tiers bring does not outlive this process."""
-        self._file = file
+        self.file = file
         self._dropped = file.headers(0)["dropped_generation"]
 
     def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
@@ -84,7 +86,7 @@ class KeptRecord:
 
     def void_before(self, epoch: int) -> None:
         """See `PoolRecord`."""
-        self._file.min_epoch = epoch
+        self.file.min_epoch = epoch
 
     def begin_filling(self, labels: SlotLabels) -> None:
         """See `PoolRecord`."""
@@ -95,6 +97,10 @@ class KeptRecord:
         """See `PoolRecord`."""
         if self.fillings is not None:
             self.fillings.end_filling(labels)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait, under no lock, until nobody looks at slots that have left the pool; whether that came true in time."""
+        return self.fillings is None or self.fillings.settle(timeout_s)
 
 
 def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from core.keys import Key
 from core.transfers import Slots
+from cuda_ops.extents import PoolPlan
 
 MAGIC = b"kvferry\n"
 FORMAT_VERSION = 2
@@ -103,6 +104,11 @@ class PoolShape:
         object.__setattr__(self, "max_slots", max(self.max_slots, self.num_slots))
         if self.num_slots % self.extent_slots:
             raise ValueError(f"{self.num_slots} slots are no whole extents of {self.extent_slots}")
+
+    @property
+    def plan(self) -> PoolPlan:
+        """How such a pool is divided, and how far it may grow."""
+        return PoolPlan(self.num_slots, self.extent_slots, self.max_slots)
 
     @property
     def row_bytes(self) -> int:

@@ -16,7 +16,7 @@ def serve() -> int:
     settings = Settings()
     # Only now, since these import torch: a bad setting is told at once.
     from app.service import run
-    from app.wiring import StartRefused
+    from app.starting import StartRefused
 
     try:
         return run(settings)

@@ -14,7 +14,8 @@ import torch
 from app.engines.cuda import CudaSide
 from app.logs import LogPipe
 from app.settings import Settings
-from app.wiring import Process, StartRefused
+from app.starting import StartRefused
+from app.wiring import Process
 from cuda_ops.driver import CudaDriver, CudaUnavailable
 from cuda_ops.host_pool import HostPool
 from cuda_ops.layout import DeviceLayout
@@ -141,5 +142,5 @@ def test_a_process_starts_on_a_device(tmp_path: Path) -> None:
     with LogPipe(settings) as logs:
         process = Process(settings, logs)
         process.start()
-        assert process.readiness() == []
+        assert process.ferry.readiness() == []
         process.close()

@@ -1,4 +1,4 @@
-"""The small process that is killed: core, a kept pool, the CPU copy engine and the store, around a toy engine.
+"""The small process that is killed: a ferry, a kept pool and the CPU copy engine, around a toy engine.
 
 It says what happens to it in a few numbers of shared memory, which outlive it, and checks every byte that comes back.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import threading
 import time
 from dataclasses import replace
 from enum import IntEnum
@@ -15,20 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from app.pool_size import PoolSize
-from app.store import Store
-from app.warm_start import warm_start
+from app.api.context import EngineInfo
+from app.ferry import EngineSide, Ferry, PoolSide
+from app.settings import Settings
 from core.engine import StepProgress
 from core.groups import GroupLayout, GroupSpec
 from core.loads import Hit, Later
-from core.manager import OffloadManager
 from core.origins import OriginMatch
-from core.policy import PolicyBook, RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute
-from core.resize import PoolResize
-from core.scheduler import OffloadScheduler
 from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.extents import PoolPlan
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
@@ -112,42 +107,39 @@ class Small:
         self._resize_chance = 0.0 if calm else RESIZE_CHANCE
         shape = replace(SHAPE, num_slots=NUM_SLOTS if calm else self._first_slots())
         self._file = KeptFile(folder / "killed.pool", shape, FINGERPRINT)
-        num_slots = shape.num_slots
-        pool = HostPool(num_slots, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
+        shape = self._file.shape
+        pool = HostPool(shape.num_slots, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
         self._pool = pool
         self._headers = SlotHeaders(self._file.headers(0), pool)
-        is_kept = self._file.found.is_kept
-        url = f"sqlite:///{folder / 'kvferry.db'}"
-        self.store = Store(url, ENGINE_NAME, "file", num_kept_slots=num_slots if is_kept else 0)
-        self.manager = OffloadManager(
-            num_slots,
-            BLOCK_BYTES,
-            sink=self.store.journal,
-            record=KeptRecord(self._file),
-            epoch=self._file.min_epoch,
-            max_slots=MAX_SLOTS,
-        )
         self._device = Device(DEVICE_BLOCKS)
-        self._scheduler = OffloadScheduler(
-            self.manager,
-            PolicyBook(RequestPolicy(), {}, self.manager.lock),
-            self._device,
-            GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)]),
-            choice=LoadOrCompute(LoadDecision.ALWAYS),
+        engine = EngineSide(
+            name=ENGINE_NAME,
+            info=EngineInfo("toy", "toy", "cpu", BLOCK_TOKENS, groups=1, workers=1),
+            layout=GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)]),
+            fingerprint=FINGERPRINT,
+            device=self._device,
+            watermark_blocks=1,
         )
+        kept = KeptRecord(self._file)
+        settings = Settings(
+            _env_file=None,
+            state_dir=folder,
+            pool_kind="file",
+            pool_path=folder,
+            pool_bytes=shape.num_slots * BLOCK_BYTES,
+            load_decision="always",
+        )
+        side = PoolSide(shape.plan, pool, pool, kept)
+        self._ferry = Ferry(settings, engine, side, lambda level: None, threading.Event())
+        self._scheduler, self._manager = self._ferry.scheduler, self._ferry.manager
         copies = CpuCopyEngine(DeviceLayout.of_arrays([self._device.blocks]), pool, lambda: None, num_threads=2)
-        self._copies = KeptCopies(copies, self._headers, lambda: None)
-        self._size = PoolSize(
-            PoolResize(self.manager, EXTENT_SLOTS),
-            pool,
-            PoolPlan(num_slots, EXTENT_SLOTS, MAX_SLOTS),
-            settle=self._copies.settle,
-            wake=lambda: None,
-            tell=lambda what: None,
-        )
+        self._copies = kept.fillings = KeptCopies(copies, self._headers, lambda: None)
         self._running: list[ToyRequest] = []
         self._number = 0
-        started = warm_start(self._file, self.store, self.manager)
+        self._ferry.start()
+        started = self._ferry.warm_start
+        if started is None:
+            raise RuntimeError("a kept pool was not recovered")
         self.notes[Note.RECOVERED] = started.recovered
         self.notes[Note.KNOWN] = started.known
         self.notes[Note.DROPPED] = sum(started.dropped.values())
@@ -155,9 +147,7 @@ class Small:
         self.notes[Note.CORRUPT] = 0
         self.notes[Note.HITS] = 0
         self._check_recovered()
-        self.notes[Note.READY] = self.manager.inventory.counts().ready
-        self.store.start(self.manager.inventory)
-        self._size.start()
+        self.notes[Note.READY] = self._manager.inventory.counts().ready
 
     def step(self) -> None:
         """One step of the engine, and now and then a reset."""
@@ -187,11 +177,11 @@ class Small:
         if self._random.random() < self._reset_chance:
             self._reset(now_s)
         if self._random.random() < self._resize_chance:
-            self._size.check(self._random.randint(1, MAX_SLOTS // EXTENT_SLOTS) * EXTENT_SLOTS * BLOCK_BYTES)
-            self._size.begin()
+            num_extents = self._random.randint(1, MAX_SLOTS // EXTENT_SLOTS)
+            self._ferry.settings.change({"pool_bytes": num_extents * EXTENT_SLOTS * BLOCK_BYTES})
             self.notes[Note.RESIZES] += 1
         snapshot = self._scheduler.snapshot()
-        self.notes[Note.SLOTS] = self.manager.num_slots
+        self.notes[Note.SLOTS] = self._manager.num_slots
         self.notes[Note.RESIZING] = snapshot.pool.slots != snapshot.pool.wanted_slots
         self.notes[Note.READY] = snapshot.pool.ready
         self.notes[Note.CORRUPT] = snapshot.load.corrupt
@@ -242,7 +232,7 @@ class Small:
         for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
             self._finish(request, now_s)
         self._scheduler.resets.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
-        self.notes[Note.READY] = self.manager.inventory.counts().ready
+        self.notes[Note.READY] = self._manager.inventory.counts().ready
         for each in range(NUM_TENANTS) if tenant is None else [tenant]:
             self.notes[Note.ERAS + each] += 1
         self.notes[Note.RESETS] += 1
@@ -255,7 +245,7 @@ class Small:
 
     def _check_recovered(self) -> None:
         """Nothing that a reset dropped is there, and whatever verifies has the bytes of its key."""
-        rows = self.manager.inventory.list_blocks(0, MAX_SLOTS)
+        rows = self._manager.inventory.list_blocks(0, MAX_SLOTS)
         bad = set(self._headers.verify(rows.slots).tolist())
         for slot, key in zip(rows.slots.tolist(), rows.keys, strict=True):
             tenant, era = tenant_and_era(key)

@@ -10,7 +10,7 @@ from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.refusal import ConnectorRefused
 from app.service import Server, listen, make_server, url_of
 from app.settings import Settings
-from app.wiring import StartRefused
+from app.starting import StartRefused
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class AdminServer:
         self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
         self._announcement: Announcement | None = None
         self._state_dir = settings.state_dir
-        self._name = host.name
+        self._name = host.ferry.name
 
     def start(self) -> None:
         """Serve, and let clients on this host find it."""

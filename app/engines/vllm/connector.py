@@ -254,10 +254,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             logs,
             wake=woken.set,
             step=steps.want,
-            wrap_sink=lambda sink: sink if self._events is None else self._events.before(sink),
+            listen=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
-        core = self._host.core
+        core = self._host.ferry.scheduler
         waits_for = woken if settings.tiers else None
         self._scheduler = SchedulerSide(
             core,

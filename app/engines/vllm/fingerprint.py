@@ -15,12 +15,11 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+from app.engines.naming import name_of_engine
 from app.engines.revision import digest_of_files, revision_of
 from app.engines.vllm.layout import VllmLayout
 
 _DIGITS = 16
-_NAME_DIGITS = 8
-_NAME_CHARS = 40
 _NOT_NAMING = frozenset({"hash_seed"})
 """A random seed would make a new pool of each start, and leave the old one behind."""
 
@@ -70,11 +69,10 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout) -> dict[str, object
 
 
 def engine_name(config: Any, about: dict[str, object]) -> str:
-    """A name for an engine that was given none: the model's, and what tells apart all that changes its bytes."""
-    text = json.dumps({name: value for name, value in about.items() if name not in _NOT_NAMING}, sort_keys=True)
-    model = str(config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
-    short = "".join(char if char.isalnum() else "-" for char in model)
-    return f"{short[:_NAME_CHARS]}-{hashlib.sha256(text.encode()).hexdigest()[:_NAME_DIGITS]}"
+    """See `name_of_engine`; `about` is the fingerprint."""
+    return name_of_engine(
+        str(config.model_config.model), {name: value for name, value in about.items() if name not in _NOT_NAMING}
+    )
 
 
 def start_digest(config: Any) -> str:

@@ -1,0 +1,285 @@
+"""One ferry beside an engine, whichever engine it is: core, history, tiers and their upkeep, made and closed in order.
+
+Who starts it has an engine and a pool already, and closes them when the ferry has stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+
+from app.api.auth import Tokens
+from app.api.context import AdminContext, EngineInfo
+from app.api.live_settings import LiveSettings
+from app.event_feed import EventFeed
+from app.policies import KeptPolicies
+from app.pool_size import PoolSize
+from app.settings import Settings
+from app.settings.kinds import LogLevel
+from app.starting import StartRefused
+from app.store import Store, StoreUnavailable
+from app.tiers.news import TierNews
+from app.tiers.opening import close_tiers, open_tiers
+from app.tiers.pool_slots import PoolSlots
+from app.upkeep import Upkeep, history_limits
+from app.warm_start import BootVerification, WarmStart, begin_warm
+from core.engine import DeviceView
+from core.events import EventSink
+from core.groups import GroupLayout
+from core.manager import OffloadManager
+from core.policy import PolicyBook
+from core.rates import LoadOrCompute
+from core.resize import PoolResize
+from core.scheduler import OffloadScheduler
+from core.tiers import Tier
+from cuda_ops.extents import PoolMemory, PoolPlan
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_pool import KeptRecord
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""What is not in the database by then is lost to it: container engines and vLLM kill what takes longer to stop."""
+OVERDUE_S = 60.0
+"""A job that has been open for so long is reported; it goes on holding its blocks, since a copy never times out."""
+
+
+def _nothing() -> None:
+    """Nobody has to be woken."""
+
+
+def _no_reasons() -> list[str]:
+    return []
+
+
+def _nobody_is_told(stage: str) -> None:
+    """Nobody asks how far the start is."""
+
+
+def _as_it_is(sink: EventSink) -> EventSink:
+    return sink
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSide:
+    """The engine, as far as the ferry has to know it.
+
+    `fingerprint` is whatever changes what bytes mean. In lazy mode so many blocks as `watermark_blocks` are looked at
+    before they leave the device. `wake` is called when a tier has something that a request may wait for, `step` to have
+    an idle engine take one; both on any thread, and neither waits. `listen` may put itself before the sink of what the
+    cache does. `reasons` says why this engine should get no traffic.
+    """
+
+    name: str
+    info: EngineInfo
+    layout: GroupLayout
+    fingerprint: Mapping[str, object]
+    device: DeviceView
+    watermark_blocks: int
+    null_block: int = -1
+    wake: Callable[[], None] = _nothing
+    step: Callable[[], None] = _nothing
+    listen: Callable[[EventSink], EventSink] = _as_it_is
+    reasons: Callable[[], list[str]] = _no_reasons
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSide:
+    """The host pool: its `memory` as a whole, this process's own view of it if it is `mapped` here, and the record of
+    what is `kept`, if it outlives the engine."""
+
+    plan: PoolPlan
+    memory: PoolMemory
+    mapped: HostPool | None
+    kept: KeptRecord | None = None
+
+
+class Ferry:
+    """Made, then started. `stop` and `close` may follow at any time, and undo what was done."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineSide,
+        pool: PoolSide,
+        set_log_level: Callable[[LogLevel], None],
+        stopping: threading.Event,
+        note: Callable[[str], object] = _nobody_is_told,
+    ) -> None:
+        """Open the store and the tiers, and make core. Raises `ValueError` and `StoreError`; nothing is left open then.
+
+        `stopping` is set once all is to stop: by `stop`, or before. `note` is told what the start is at.
+        """
+        self.settings = LiveSettings(
+            settings,
+            lambda changed: self._upkeep.apply(changed),
+            check=lambda changed, names: self._upkeep.check(changed, names),
+        )
+        self.warm_start: WarmStart | None = None
+        """What a kept pool brought back, once this has started."""
+        self.name = engine.name
+        self._engine = engine
+        self._pool = pool
+        self._stopping = stopping
+        self._note = note
+        self._started_s = time.time()
+        self._verification: BootVerification | None = None
+        self._news = TierNews()
+        with ExitStack() as undo:
+            self._make(settings, set_log_level, undo)
+            self._undo = undo.pop_all()
+
+    def start(self) -> None:
+        """Take over what is kept of blocks and of what operators had set; start history, and what looks after all.
+
+        Raises `StartRefused`.
+        """
+        self._note("reading overrides and rules")
+        # Before the journal, which in another database would write what memory knows over it.
+        try:
+            kept = self.policies.load(time.time())
+        except StoreUnavailable as error:
+            raise StartRefused(
+                f"DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
+            ) from error
+        if kept.num_overrides or kept.num_rules:
+            _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
+        pool = self._pool
+        if pool.kept is not None and pool.mapped is not None:
+            self.warm_start, self._verification = begin_warm(
+                pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._note
+            )
+        self.store.start(self.manager.inventory)
+        self._upkeep.start()
+
+    def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
+        """What the admin API gets to see; `closing` turns true once the server is to stop."""
+        settings = self.settings.current
+        admin, read = settings.admin_token, settings.read_token
+        return AdminContext(
+            scheduler=self.scheduler,
+            manager=self.manager,
+            store=self.store,
+            policies=self.policies,
+            feed=self.feed,
+            settings=self.settings,
+            engine_info=self._engine.info,
+            pool_kind=settings.pool_kind.value,
+            tokens=Tokens(
+                admin=None if admin is None else admin.get_secret_value(),
+                read=None if read is None else read.get_secret_value(),
+            ),
+            readiness=self.readiness,
+            degraded=self._upkeep.degraded,
+            tier_news=self._news,
+            wake=self._engine.step,
+            started_s=self._started_s,
+            closing=closing,
+            warm_start=self.warm_start,
+            engine_router=engine_router,
+        )
+
+    def readiness(self) -> list[str]:
+        """Why this process should get no traffic now; empty when it should."""
+        reasons = ["stopping"] if self._stopping.is_set() else []
+        reasons += self._engine.reasons()
+        verifying = None if self._verification is None else self._verification.reason()
+        if verifying is not None:
+            reasons.append(verifying)
+        overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
+        if overdue:
+            reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
+        return reasons + self.store.health()
+
+    def stop(self) -> None:
+        """Begin nothing any more beside the engine, which is stopped next, and then its copies. May be called again."""
+        self._stopping.set()
+        self._upkeep.close()
+
+    def close(self) -> None:
+        """End what the tiers were at, and history: then the pool is nobody's. May be called again."""
+        self.stop()
+        self._undo.close()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _make(self, settings: Settings, set_log_level: Callable[[LogLevel], None], undo: ExitStack) -> None:
+        engine, pool = self._engine, self._pool
+        kept, plan = pool.kept, pool.plan
+        self._note("opening the database")
+        self.store = Store(
+            settings.resolved_database_url(),
+            engine.name,
+            settings.pool_kind.value,
+            history_limits(settings),
+            num_kept_slots=plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
+            on_replaced=lambda: self.policies.write_again(time.time()),
+        )
+        undo.callback(self.store.close, CLOSE_S)
+        tiers = self._open_tiers(settings)
+        undo.callback(close_tiers, tiers)
+        self.feed = EventFeed(self.store.journal)
+        self.manager = OffloadManager(
+            plan.num_slots,
+            engine.layout.slot_bytes,
+            settings.eviction_policy,
+            sink=engine.listen(self.feed),
+            max_pinned_fraction=settings.max_pinned_fraction,
+            store_threshold=settings.store_threshold,
+            record=kept,
+            epoch=0 if kept is None else kept.file.min_epoch,
+            max_slots=plan.max_slots,
+        )
+        self.scheduler = OffloadScheduler(
+            self.manager,
+            PolicyBook(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
+            engine.device,
+            engine.layout,
+            choice=LoadOrCompute(settings.load_decision),
+            request_fields=settings.request_fields,
+            num_workers=engine.info.workers,
+            null_block=engine.null_block,
+            store_mode=settings.store_mode,
+            watermark_blocks=engine.watermark_blocks,
+            tiers=tiers,
+        )
+        undo.callback(lambda: self.scheduler.tiers.close(time.time()))
+        self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
+        size = PoolSize(
+            PoolResize(self.manager, plan.extent_slots),
+            pool.memory,
+            plan,
+            settle=lambda timeout_s: kept is None or kept.settle(timeout_s),
+            wake=engine.step,
+            tell=lambda end: self._upkeep.note_resize(end),
+        )
+        self._upkeep = Upkeep(
+            self.settings,
+            set_log_level,
+            self.store,
+            self.feed,
+            self.scheduler,
+            self.manager,
+            size,
+            self._stopping,
+        )
+
+    def _open_tiers(self, settings: Settings) -> dict[str, Tier]:
+        """Those of the settings, where there is memory here that they can reach."""
+        engine, mapped = self._engine, self._pool.mapped
+        if mapped is None:
+            return {}
+        return open_tiers(
+            settings.tiers,
+            engine.fingerprint,
+            engine.layout.slot_bytes,
+            PoolSlots(mapped),
+            self._news.telling(engine.wake),
+            engine=engine.name,
+        )

@@ -1,0 +1,118 @@
+"""A ferry ends as it began: what it opened is closed, however far it came, and nothing is started again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.api.context import EngineInfo
+from app.ferry import EngineSide, Ferry, PoolSide
+from app.settings import Settings
+from app.wiring import NoDevice
+from core.groups import GroupLayout, GroupSpec
+from cuda_ops.extents import PoolPlan
+from cuda_ops.host_pool import HostPool
+from tests.waiting import wait_until
+
+SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4
+
+
+class LateRound(threading.Event):
+    """Lets one more round begin at the very moment at which everything is to stop, and go on once `closed` is set, or
+    whoever stops has come to wait for it."""
+
+    def __init__(self, closed: threading.Event) -> None:
+        super().__init__()
+        self._closed = closed
+        self._rounds = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait()
+        self._rounds += 1
+        if self._rounds > 1:
+            return True
+        self._closed.wait(0.2)
+        return False
+
+
+def make_ferry(folder: Path, pool: HostPool, stopping: threading.Event, **settings: object) -> Ferry:
+    engine = EngineSide(
+        name="test",
+        info=EngineInfo("toy", "toy", "cpu", 16, groups=1, workers=1),
+        layout=GroupLayout([GroupSpec(16, SLOT_BYTES)]),
+        fingerprint={},
+        device=NoDevice(),
+        watermark_blocks=1,
+    )
+    side = PoolSide(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
+    given = Settings(_env_file=None, state_dir=folder / "state", **settings)
+    return Ferry(given, engine, side, lambda level: None, stopping)
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    pool = HostPool(SLOTS, SLOT_BYTES, EXTENT_SLOTS * SLOT_BYTES)
+    yield pool
+    pool.close()
+
+
+def open_below(folder: Path) -> list[str]:
+    """The files in this folder that this process has open."""
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue
+    return [file for file in files if file.startswith(str(folder))]
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-")]
+
+
+def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path, pool: HostPool) -> None:
+    (tmp_path / "file").write_text("no folder")
+    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
+    tiers = json.dumps([good, {**good, "name": "bad", "path": str(tmp_path / "file")}])
+    with pytest.raises(ValueError, match="bad"):
+        make_ferry(tmp_path, pool, threading.Event(), tiers=tiers)
+    assert not open_below(tmp_path)
+    wait_until(lambda: not own_threads(), "its threads are gone", 10.0)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_ferry_closes_all_that_it_opened(tmp_path: Path, pool: HostPool, started: bool) -> None:
+    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
+    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([good]))
+    if started:
+        ferry.start()
+        assert ferry.readiness() == []
+        assert open_below(tmp_path)
+    ferry.stop()
+    assert ferry.readiness()[0] == "stopping"
+    ferry.close()
+    ferry.close()
+    assert not open_below(tmp_path)
+    wait_until(lambda: not own_threads(), "its threads are gone", 10.0)
+
+
+def test_a_round_that_has_begun_as_all_stops_starts_nothing_again(
+    tmp_path: Path, pool: HostPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = threading.Event()
+    ferry = make_ferry(tmp_path, pool, LateRound(closed))
+    ferry.start()
+    caplog.set_level(logging.INFO)
+    ferry.close()
+    closed.set()
+    wait_until(lambda: "kvferry-supervisor" not in own_threads(), "it is over", 10.0)
+    assert not ferry.store.journal.is_alive()
+    assert "died" not in caplog.text
+    assert "kvferry-resize" not in own_threads()
