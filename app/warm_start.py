@@ -19,9 +19,9 @@ from app.settings import Settings
 from app.settings.kinds import PoolKind
 from app.store import Store, StoreUnavailable
 from app.store.kept_rows import KeptRows
-from core.events import Origin
 from core.kept import KeptBlocks
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.policy import PRIORITY_CLASS, Priority
 from core.transfers import Slots
 from cuda_ops.backing import SHARED_MEMORY

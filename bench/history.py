@@ -29,7 +29,9 @@ from app.store.queries import StoreReader
 from app.store.queue import HistoryQueue, Regrets
 from app.store.trim import HistoryLimits, HistoryTrimmer
 from bench.report import environment, spread
-from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
+from core.events import EvictionBatch, SlotRows
+from core.origins import Origin
+from core.reasons import EvictionReason
 from core.records import SLOT_RECORD, lines_of
 
 ENGINE = "bench"

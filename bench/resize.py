@@ -21,8 +21,8 @@ import numpy as np
 from app.pool_size import BETWEEN_STEPS_S
 from bench.manager import KEY_BYTES, QueueingSink
 from bench.report import environment
-from core.events import Origin
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.resize import PoolResize, Todo
 
 BATCH = 64

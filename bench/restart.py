@@ -29,8 +29,8 @@ from app.store import Store
 from app.store.models import SlotRow
 from app.warm_start import warm_start
 from bench.report import environment, spread
-from core.events import Origin
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool

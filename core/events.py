@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.keys import Key
+from core.origins import Origin
+from core.reasons import EvictionReason
 from core.records import Records, records_in
 from core.stats import PromptTokens
-
-
-class EvictionReason(StrEnum):
-    """Why a block left the pool."""
-
-    CAPACITY = "capacity"
-    RESET = "reset"
-    OPERATOR = "operator"
-    LOAD_FAILED = "load_failed"
-    FAILED_VERIFICATION = "failed_verification"
-    SHRINK = "shrink"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Whom a stored block came from: one object a request, shared by all its blocks. `tenant` is a digest.
-
-    A block that an earlier process left may be nobody's: then `request_id` is empty.
-    """
-
-    request_id: str
-    tenant: str | None = None
-    lora: str | None = None
-    aliases: tuple[str, ...] = ()
 
 
 # These two are made on the hot path, and a named tuple is made in less than half of a frozen dataclass's time.

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.events import Origin
 from core.keys import Key
+from core.origins import Origin
 from core.transfers import SlotLabels, Slots
 
 

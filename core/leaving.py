@@ -7,13 +7,15 @@ from threading import RLock
 
 import numpy as np
 
-from core.events import EventSink, EvictionBatch, EvictionReason, Origin
+from core.events import EventSink, EvictionBatch
 from core.kept import PoolRecord
 from core.keys import Key
 from core.missing import MissingKeys
 from core.operator_pins import OperatorPins
+from core.origins import Origin
 from core.pins import Pins
 from core.pool_index import PoolIndex
+from core.reasons import EvictionReason
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotState, SlotTable
 from core.stats import EvictionCounts

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.engine import DeviceView
-from core.events import EvictionReason
 from core.grants import Pin
 from core.groups import GroupKind, GroupLayout
 from core.hits import PrefixHit
@@ -18,6 +17,7 @@ from core.misses import MissCause, Misses
 from core.prefixes import PrefixFinder
 from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
+from core.reasons import EvictionReason
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
 from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob

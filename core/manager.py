@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from core.admission import Admission
 from core.arrays import counting
-from core.events import EventSink, EvictionReason, NullSink, Origin, ResetEvent, StoreBatch
+from core.events import EventSink, NullSink, ResetEvent, StoreBatch
 from core.eviction import EVICTION_POLICIES
 from core.grants import Offer
 from core.inventory import Inventory
@@ -25,8 +25,10 @@ from core.leaving import Leaving
 from core.marks import marks_of
 from core.missing import MissingKeys
 from core.operator_pins import OperatorPins
+from core.origins import Origin
 from core.pins import Pins
 from core.pool_index import PoolIndex
+from core.reasons import EvictionReason
 from core.recovered import Recovered
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotTable

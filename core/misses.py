@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from core.events import EvictionReason
+from core.reasons import EvictionReason, NotStored
 
 
 class MissCause(StrEnum):
@@ -31,17 +31,6 @@ class MissCause(StrEnum):
     """The request's policy does not let it load."""
     UNEXAMINED = "unexamined"
     """So many blocks were missing that no more of them were looked at."""
-
-
-class NotStored(StrEnum):
-    """Why a block that was considered for storing never came into the pool."""
-
-    PROMPT_ONLY = "prompt_only"
-    TOKEN_CAP = "token_cap"
-    DISABLED = "disabled"
-    ADMISSION = "admission"
-    NO_SPACE = "no_space"
-    FAILED = "failed"
 
 
 MissReason = MissCause | EvictionReason | NotStored

@@ -11,12 +11,13 @@ from threading import RLock
 
 import numpy as np
 
-from core.events import EventSink, EvictionReason
+from core.events import EventSink
 from core.ghosts import Ghosts
 from core.keys import Key
 from core.marks import Marks, marks_of
-from core.misses import FoundMisses, MissCause, NotStored
+from core.misses import FoundMisses, MissCause
 from core.pool_index import PoolIndex
+from core.reasons import EvictionReason, NotStored
 from core.stats import EvictionCounts
 
 

@@ -1,4 +1,4 @@
-"""Which stored blocks a reset by match means: globs over the request that stored them."""
+"""Whom stored blocks came from, and which of them are meant where an operator names them by that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from core.events import Origin
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whom a stored block came from: one object a request, shared by all its blocks. `tenant` is a digest.
+
+    A block that an earlier process left may be nobody's: then `request_id` is empty.
+    """
+
+    request_id: str
+    tenant: str | None = None
+    lora: str | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

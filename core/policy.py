@@ -12,8 +12,8 @@ from enum import StrEnum
 from threading import RLock
 from typing import Any
 
-from core.events import Origin
 from core.expiry import Expiries
+from core.origins import Origin
 from core.rules import Rule, RuleSubject
 
 MAX_OVERRIDES = 100_000

@@ -14,13 +14,12 @@ from itertools import groupby
 
 import numpy as np
 
-from core.events import Origin
 from core.groups import Group, GroupKind, GroupLayout
 from core.hits import PrefixHit
 from core.keys import Key
 from core.leaders import Leaders
 from core.manager import OffloadManager
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.patience import Patience
 from core.policy import PRIORITY_CLASS
 from core.prefixes import PrefixFinder

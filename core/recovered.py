@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from threading import RLock
 
-from core.events import EvictionReason
 from core.grants import Pin
 from core.kept import KeptBlocks
 from core.leaving import Leaving
 from core.pins import Pins
 from core.pool_index import PoolIndex
+from core.reasons import EvictionReason
 from core.room import Room
 from core.slots import BATCH_SLOTS, SlotTable
 from core.transfers import Slots

@@ -9,15 +9,16 @@ from heapq import merge
 from typing import TYPE_CHECKING, Any
 
 from core.engine import BlockTables, EngineRequest
-from core.events import Origin
 from core.grants import Pin
 from core.groups import Group
 from core.hits import PrefixHit
 from core.keys import Key, make_keys
 from core.misses import MissCause, MissedTokens, Misses
+from core.origins import Origin
 from core.policy import EffectivePolicy, PolicyBook
+from core.reasons import SkipReason
 from core.rules import RuleSubject
-from core.stats import PromptTokens, SkipReason, StoreCounts
+from core.stats import PromptTokens, StoreCounts
 from core.transfers import LoadOutcome
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from core.events import EvictionReason
 from core.keys import Key
 from core.manager import OffloadManager
 from core.occupied import SlotUses, uses_of
+from core.reasons import EvictionReason
 from core.slots import BATCH_SLOTS, SlotState
 from core.transfers import Slots
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
-from core.events import Origin, RequestEnd
+from core.events import RequestEnd
 from core.groups import GroupLayout
 from core.histograms import by_direction
 from core.jobs import JobTable
@@ -19,6 +19,7 @@ from core.lazy import LazySide
 from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.patience import Patience
 from core.policy import (
     REQUEST_FIELDS_DEFAULT,

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.arrays import zeros_on_lines
-from core.events import Origin, SlotRows
+from core.events import SlotRows
 from core.kept import KeptBlocks
 from core.keys import Key
 from core.marks import Marks, marks_of
+from core.origins import Origin
 from core.records import SLOT_RECORD, lines_of, record_calls
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from core.histograms import JobHistograms
-
-    # Reasons are events' business, and events carry counts.
-    from core.misses import MissedTokens
-    from core.tier_stats import TierStats
-    from core.transfers import Direction
-
-
-class SkipReason(StrEnum):
-    """Why an offered block was not stored."""
-
-    PROMPT_ONLY = "prompt_only"
-    TOKEN_CAP = "token_cap"
-    ALREADY_STORED = "already_stored"
-    IN_FLIGHT = "in_flight"
-    ADMISSION = "admission"
-    NO_SPACE = "no_space"
-    DISABLED = "disabled"
-    RESET = "reset"
+from core.histograms import JobHistograms
+from core.misses import MissedTokens
+from core.reasons import SkipReason
+from core.tier_stats import TierStats
+from core.transfers import Direction
 
 
 def _no_skips() -> dict[str, int]:

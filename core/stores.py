@@ -15,11 +15,11 @@ from core.groups import Group, GroupKind, GroupLayout
 from core.jobs import JobTable, OpenJob, StorePart
 from core.keys import Key
 from core.manager import OffloadManager
-from core.misses import NotStored
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
+from core.reasons import NotStored, SkipReason
 from core.requests import GroupProgress, RequestPhase, RequestState, chain
-from core.stats import SkipReason, StoreCounts
+from core.stats import StoreCounts
 from core.transfers import BlockRun, Direction, Slots, TransferJob
 
 _OFFER_SLOTS = 512

@@ -17,7 +17,8 @@ from app.api.context import AdminContext
 from app.api.streams import MustEnd, Streams
 from app.api.times import rfc3339
 from app.event_feed import Change, Event, EventFeed, EventType, Regret
-from core.events import EvictionBatch, Origin, RequestEnd, ResetEvent, StoreBatch
+from core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from core.origins import Origin
 
 MAX_WATCHERS = 16
 POLL_S = 0.1

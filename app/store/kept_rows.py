@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, Connection, Text, cast, func, literal_column,
 
 from app.store.database import Database
 from app.store.models import SlotRow
-from core.events import Origin
+from core.origins import Origin
 from core.policy import PRIORITY_CLASS, Priority
 
 _MICROS = 1_000_000

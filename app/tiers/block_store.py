@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 
 
 class Outcome(StrEnum):

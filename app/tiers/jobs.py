@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.tiers import TierJob, TierResetResult, TierResult
 
 

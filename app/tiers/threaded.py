@@ -22,9 +22,8 @@ from app.settings.tiers import ThreadedSettings
 from app.tiers.block_store import BlockStore, Interrupted, Outcome
 from app.tiers.context import TierContext
 from app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Level
 from core.tiers import TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.admission import AdmissionFilter
-from core.events import Origin
 from core.grants import Offer
 from core.manager import OffloadManager
+from core.origins import Origin
 
 ANYONE = Origin("r")
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.arc import ArcPolicy
-from core.events import Origin
 from core.manager import OffloadManager
+from core.origins import Origin
 
 LOW, NORMAL, HIGH = 0, 1, 2
 ANYONE = Origin("r")

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.engine import StoreMode
-from core.events import Origin
 from core.groups import GroupKind, GroupSpec
 from core.histograms import empty
 from core.keys import make_keys
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.policy import Override, Priority, RequestPolicy
 from core.scheduler import Hit, Miss
 from core.transfers import Direction, TransferResult

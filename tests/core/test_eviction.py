@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from core.arc import ArcPolicy
-from core.events import Origin
 from core.eviction import EVICTION_POLICIES
 from core.grants import Pin
 from core.manager import OffloadManager
 from core.marks import marks_of
+from core.origins import Origin
 
 ANYONE = Origin("r")
 LOW, NORMAL, HIGH = 0, 1, 2

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.events import EvictionReason, NullSink, Origin
+from core.events import NullSink
 from core.ghosts import Ghosts
 from core.manager import OffloadManager
 from core.marks import marks_of
-from core.misses import MissCause, NotStored
-from core.origins import OriginMatch
+from core.misses import MissCause
+from core.origins import Origin, OriginMatch
+from core.reasons import EvictionReason, NotStored
 
 NOBODY = np.empty(0, dtype=np.int64)
 

@@ -8,10 +8,12 @@ import numpy as np
 import psutil
 import pytest
 
-from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.events import EvictionBatch, NullSink
 from core.grants import BlockState, Pin, PinOutcome
 from core.manager import OffloadManager
 from core.mark_table import MarkTable
+from core.origins import Origin
+from core.reasons import EvictionReason
 from core.slots import SlotState
 from core.transfers import NO_SLOTS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.events import EvictionReason
 from core.rates import MIN_SAMPLES
+from core.reasons import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 

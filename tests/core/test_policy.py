@@ -7,7 +7,7 @@ from threading import RLock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.events import Origin
+from core.origins import Origin
 from core.policy import (
     POLICY_FIELDS,
     REQUEST_FIELDS_DEFAULT,

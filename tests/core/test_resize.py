@@ -8,11 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.events import EvictionBatch, NullSink
 from core.eviction import EVICTION_POLICIES
 from core.grants import PinOutcome
 from core.manager import OffloadManager
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
+from core.reasons import EvictionReason
 from core.resize import PATIENCE_S, PoolResize, Todo
 from core.slots import BATCH_SLOTS, SlotState
 from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of

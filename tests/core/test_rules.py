@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.events import Origin
+from core.origins import Origin
 from core.policy import Override, PolicyBook, RequestPolicy
 from core.rules import Rule, RuleMatch, RuleSubject, Span
 from tests.core.toy_engine import ToyEngine, ToyRequest

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from core.engine import StepProgress
-from core.events import EvictionReason, Origin
 from core.index import KeyIndex
 from core.keys import make_keys
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Override, RequestPolicy
 from core.rates import MIN_SAMPLES
+from core.reasons import EvictionReason
 from core.scheduler import Hit, Later, Miss
 from core.transfers import TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from core.engine import StoreMode
-from core.events import EvictionBatch, NullSink, Origin
+from core.events import EvictionBatch, NullSink
 from core.kept import KeptBlocks
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Level, Override, RequestPolicy
 from core.slots import BATCH_SLOTS
 from core.tiers import HOST

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from core.engine import StepProgress
-from core.events import EvictionBatch, EvictionReason, NullSink, Origin
+from core.events import EvictionBatch, NullSink
 from core.groups import GroupLayout, GroupSpec
 from core.kept import KeptBlocks
 from core.manager import OffloadManager
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import PolicyBook, RequestPolicy
+from core.reasons import EvictionReason
 from core.resize import PoolResize, Todo
 from core.scheduler import OffloadScheduler
 from core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult

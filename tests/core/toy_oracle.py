@@ -6,9 +6,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from core.events import Origin
 from core.groups import Group
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Override, RequestPolicy
 from core.rules import Rule
 from tests.core.toy_compute import first_needed

@@ -11,8 +11,8 @@ import pytest
 
 from app.pool_size import PoolSize, ResizeEnd
 from app.settings import BadSettings
-from core.events import Origin
 from core.manager import OffloadManager
+from core.origins import Origin
 from core.resize import PoolResize
 from cuda_ops.extents import plan_pool
 from cuda_ops.host_pool import HostPool

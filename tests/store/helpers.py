@@ -18,9 +18,11 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from app.store import Store
-from core.events import EvictionBatch, EvictionReason, Origin, SlotRows
+from core.events import EvictionBatch, SlotRows
 from core.keys import Key
 from core.manager import OffloadManager
+from core.origins import Origin
+from core.reasons import EvictionReason
 from core.records import SLOT_RECORD, lines_of
 from tests import waiting
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.store import AuditEntry, Store, StoreUnavailable
-from core.events import Origin
+from core.origins import Origin
 
 from .helpers import (
     DEADLINE_S,

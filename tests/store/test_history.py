@@ -10,8 +10,10 @@ import pytest
 
 from app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
 from app.store.queue import HistoryQueue
-from core.events import EvictionBatch, EvictionReason, Origin
+from core.events import EvictionBatch
 from core.manager import OffloadManager
+from core.origins import Origin
+from core.reasons import EvictionReason
 
 from .helpers import (
     DEADLINE_S,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app.store.kept_rows import KeptRows
-from core.events import Origin
+from core.origins import Origin
 from tests.store.helpers import DEADLINE_S, START_S, Where, fill, hit, key_of, running
 
 

@@ -17,7 +17,7 @@ from sqlalchemy import delete
 from app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, RuleRecord, Store
 from app.store.cursors import decode_cursor, encode_cursor
 from app.store.models import EvictionRow
-from core.events import EvictionReason
+from core.reasons import EvictionReason
 
 from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
 

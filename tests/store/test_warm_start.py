@@ -13,9 +13,8 @@ import pytest
 
 from app.store import Store
 from app.warm_start import BootVerification, warm_start
-from core.events import Origin
 from core.manager import OffloadManager
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import PRIORITY_CLASS, Priority
 from cuda_ops import kept_file
 from cuda_ops.host_pool import HostPool

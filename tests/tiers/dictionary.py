@@ -7,9 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 
 
 class DictionaryStore:

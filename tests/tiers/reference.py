@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Level
 from core.tiers import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 

@@ -11,9 +11,8 @@ from app.tiers.block_store import BlockStore
 from app.tiers.context import TierContext
 from app.tiers.files import FileTier
 from app.tiers.threaded import ThreadedTier
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.tiers import Tier, TierRequest, TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of

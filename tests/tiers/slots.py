@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.events import Origin
 from core.keys import Key, make_keys
+from core.origins import Origin
 from core.tiers import TierJob
 
 SLOT_BYTES = 700_000

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.events import Origin
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 from core.policy import Level
 from core.tiers import TIER_METHODS, Tier, TierRequest
 from tests.tiers.dictionary import DictionaryStore

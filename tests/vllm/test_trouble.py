@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from core.stats import SkipReason
+from core.reasons import SkipReason
 from core.transfers import Direction, TransferJob
 from cuda_ops.cpu_copy import CpuCopyEngine
 from tests.vllm.engines import InProcess, in_process, transfer_config

@@ -20,9 +20,8 @@ from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFi
 from app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
 from app.tiers.files.index import FileIndex, Name, Verdict
 from app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space
-from core.events import Origin
 from core.keys import Key
-from core.origins import OriginMatch
+from core.origins import Origin, OriginMatch
 
 _log = logging.getLogger(__name__)
 

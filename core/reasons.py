@@ -1,0 +1,40 @@
+"""Why a block is not in the pool: the names of what made it leave, and of what kept it from being stored."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class EvictionReason(StrEnum):
+    """Why a block left the pool."""
+
+    CAPACITY = "capacity"
+    RESET = "reset"
+    OPERATOR = "operator"
+    LOAD_FAILED = "load_failed"
+    FAILED_VERIFICATION = "failed_verification"
+    SHRINK = "shrink"
+
+
+class SkipReason(StrEnum):
+    """Why an offered block was not stored."""
+
+    PROMPT_ONLY = "prompt_only"
+    TOKEN_CAP = "token_cap"
+    ALREADY_STORED = "already_stored"
+    IN_FLIGHT = "in_flight"
+    ADMISSION = "admission"
+    NO_SPACE = "no_space"
+    DISABLED = "disabled"
+    RESET = "reset"
+
+
+class NotStored(StrEnum):
+    """Why a block that was considered for storing never came into the pool."""
+
+    PROMPT_ONLY = "prompt_only"
+    TOKEN_CAP = "token_cap"
+    DISABLED = "disabled"
+    ADMISSION = "admission"
+    NO_SPACE = "no_space"
+    FAILED = "failed"
