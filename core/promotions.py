@@ -6,10 +6,8 @@ loaded into slots, and published when it has come. From there it is a hit like a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import groupby
 
 import numpy as np
@@ -26,6 +24,7 @@ from core.prefixes import PrefixFinder
 from core.rates import LoadOrCompute
 from core.requests import RequestState
 from core.tier_links import OpenTierJob, TierLink, allowed_links
+from core.tier_look import LookPhase, TierLook
 from core.tiers import TierJob, TierResult
 from core.transfers import Slots
 
@@ -33,33 +32,6 @@ _LOOK_UP_SLOTS = 1000
 """Slots of one request that tiers are asked for at once; the rest follows once these are there."""
 _POOL_SHARE = 2
 """Promotions hold at most half the slots."""
-
-
-class LookPhase(Enum):
-    """How far a request has come with the tiers."""
-
-    LOOKING = "looking"
-    PROMOTING = "promoting"
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class TierLook:
-    """What one request waits for from the tiers, until `until_s`. `answers` are the keys that each tier has.
-
-    `waits_for` counts the look-ups, or the promotions, that it waits for. What a tier said means nothing once any reset
-    has come over it, as `version` tells, and nothing at all counts in another `epoch` of the pool. `limit_token` is
-    where the keys that were asked for end. `num_lost` blocks did not come.
-    """
-
-    version: int
-    epoch: int
-    until_s: float
-    limit_token: int
-    phase: LookPhase = LookPhase.LOOKING
-    waits_for: Counter[TierLink] = field(default_factory=Counter)
-    num_lost: int = 0
-    answers: dict[str, set[Key]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import merge
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.engine import BlockTables, EngineRequest
 from core.grants import Pin
@@ -19,11 +19,9 @@ from core.policy import EffectivePolicy, PolicyBook
 from core.reasons import SkipReason
 from core.rules import RuleSubject
 from core.stats import PromptTokens, StoreCounts
+from core.tier_look import TierLook
+from core.tier_sessions import TierSession
 from core.transfers import LoadOutcome
-
-if TYPE_CHECKING:
-    from core.promotions import TierLook
-    from core.tier_sessions import TierSession
 
 
 class RequestPhase(StrEnum):
