@@ -28,7 +28,8 @@ from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.extents import PoolPlan
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import DropReason, KeptSlots, recover_slots
+from cuda_ops.kept_pool import recover_slots
+from cuda_ops.kept_slots import DropReason, KeptSlots
 from cuda_ops.limits import largest_file_bytes, largest_memory_bytes
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.pool_lock import PoolRefused

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from core.keys import Key
 from cuda_ops.backing import SharedFile
-from cuda_ops.kept_pool import DropReason, read_slots
+from cuda_ops.kept_slots import DropReason, read_slots
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory
 from cuda_ops.pool_format import (
     FORMAT_VERSION,

@@ -1,65 +1,16 @@
-"""A kept pool as core sees it: what leaves is void in the headers at once, and what an earlier process left is read.
-
-Headers alone decide what exists. A slot is recovered only if the headers of all ranks are valid and agree.
-"""
+"""A kept pool as core sees it: what leaves is void in the headers at once, and what a process left comes back."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.marks import marks_of
-from core.transfers import NO_SLOTS, SlotLabels, Slots
-from cuda_ops.pool_format import (
-    SLOT_HEADER,
-    Headers,
-    HeaderState,
-    PoolShape,
-    are_sound,
-    keys_of,
-)
-
-if TYPE_CHECKING:
-    from cuda_ops.kept_file import KeptFile
-
-
-_PART_SLOTS = 1 << 14
-"""Headers that are looked at together: two megabytes of them, which a processor has at hand."""
-
-
-class DropReason(StrEnum):
-    """Why a slot's header does not bring its block back."""
-
-    UNSEALED = "unsealed"
-    DAMAGED = "damaged"
-    TRUNCATED = "truncated"
-    RESET = "reset"
-    LEFT = "left"
-    RANKS_DIFFER = "ranks_differ"
-    DUPLICATE = "duplicate"
-    FOREIGN = "foreign"
-    """All of a pool that is another one's: its fingerprint, or a size, differs."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptSlots:
-    """What the headers hold, as columns in the order of slots, and how many slots were dropped by reason.
-
-    `sizes` are bytes of all ranks together.
-    """
-
-    slots: Slots
-    keys: list[Key]
-    generations: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    dropped: dict[DropReason, int]
+from core.transfers import SlotLabels, Slots
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_slots import KeptSlots, read_slots
+from cuda_ops.pool_format import SLOT_HEADER, HeaderState
 
 
 class Fillings(Protocol):
@@ -103,27 +54,6 @@ class KeptRecord:
         return self.fillings is None or self.fillings.settle(timeout_s)
 
 
-def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:
-    """What the headers of all ranks bring back, of the first `num_whole` slots. Changes nothing."""
-    dropped: Counter[DropReason] = Counter()
-    parts = [
-        _read_part([headers[at : at + _PART_SLOTS] for headers in ranks], at, shape, min_epoch, num_whole, dropped)
-        for at in range(0, len(ranks[0]), _PART_SLOTS)
-    ]
-    slots = np.concatenate([NO_SLOTS, *(part.slots for part in parts)])
-    keys = list(chain.from_iterable(part.keys for part in parts))
-    generations = np.concatenate([NO_SLOTS, *(part.generations for part in parts)])
-    sizes = np.concatenate([NO_SLOTS, *(part.sizes for part in parts)])
-    older = _older_of_equals(keys, generations)
-    if older:
-        dropped[DropReason.DUPLICATE] += len(older)
-        stays = np.ones(len(slots), dtype=np.bool_)
-        stays[older] = False
-        keys = [keys[i] for i in stays.nonzero()[0].tolist()]
-        slots, generations, sizes = slots[stays], generations[stays], sizes[stays]
-    return KeptSlots(slots, keys, generations, sizes, dict(dropped))
-
-
 def recover_slots(file: KeptFile) -> KeptSlots:
     """What an earlier process left, once the headers of all else have been emptied."""
     num_slots = file.found.num_slots
@@ -137,56 +67,3 @@ def recover_slots(file: KeptFile) -> KeptSlots:
         headers["state"][gone] = HeaderState.EMPTY
         headers[gone] = np.zeros(1, dtype=SLOT_HEADER)
     return kept
-
-
-def _read_part(
-    ranks: list[Headers], start: int, shape: PoolShape, min_epoch: int, num_whole: int, dropped: Counter[DropReason]
-) -> KeptSlots:
-    """What some headers, those of the slots from `start` on, bring back; duplicates are not looked for."""
-    slots: Slots = np.any([headers["state"] != HeaderState.EMPTY for headers in ranks], axis=0).nonzero()[0]
-    ranks = [headers[slots] for headers in ranks]
-    slots = slots + start
-
-    def drop(reason: DropReason, bad: NDArray[np.bool_]) -> None:
-        nonlocal slots, ranks
-        count = int(np.count_nonzero(bad))
-        if count:
-            dropped[reason] += count
-            slots, ranks = slots[~bad], [headers[~bad] for headers in ranks]
-
-    unsealed = (HeaderState.WRITING, HeaderState.EMPTY)
-    drop(DropReason.UNSEALED, np.any([np.isin(headers["state"], unsealed) for headers in ranks], axis=0))
-    for rank in range(len(ranks)):
-        drop(DropReason.DAMAGED, ~are_sound(ranks[rank], shape.slot_bytes))
-    for rank in range(1, len(ranks)):
-        drop(DropReason.RANKS_DIFFER, _differ(ranks[0], ranks[rank]))
-    drop(DropReason.RESET, ranks[0]["epoch"] != min_epoch)
-    drop(DropReason.LEFT, ranks[0]["generation"] <= ranks[0]["dropped_generation"])
-    drop(DropReason.TRUNCATED, slots >= num_whole)
-    first = ranks[0]
-    sizes = np.sum([headers["length"] for headers in ranks], axis=0).astype(np.int64)
-    return KeptSlots(slots, keys_of(first), first["generation"].astype(np.int64), sizes, {})
-
-
-def _older_of_equals(keys: list[Key], generations: NDArray[np.int64]) -> list[int]:
-    """Where a key stands that stands in a later generation, too."""
-    marks = marks_of(keys)
-    in_order = np.sort(marks)
-    twice = in_order[1:][in_order[1:] == in_order[:-1]]
-    if not len(twice):
-        return []
-    suspects = np.isin(marks, twice).nonzero()[0]
-    older: list[int] = []
-    owners: set[Key] = set()
-    for i in suspects[np.argsort(-generations[suspects], kind="stable")].tolist():
-        if keys[i] in owners:
-            older.append(i)
-        owners.add(keys[i])
-    return older
-
-
-def _differ(first: Headers, other: Headers) -> NDArray[np.bool_]:
-    differ: NDArray[np.bool_] = np.zeros(len(first), dtype=np.bool_)
-    for name in ("generation", "epoch", "key", "key_length"):
-        differ |= first[name] != other[name]
-    return differ

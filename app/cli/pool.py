@@ -33,7 +33,7 @@ def inspect(
     """
     from cuda_ops.inspection import inspect_pool
     from cuda_ops.kept_file import NotAPool
-    from cuda_ops.kept_pool import DropReason
+    from cuda_ops.kept_slots import DropReason
     from cuda_ops.pool_format import FORMAT_VERSION
 
     try:

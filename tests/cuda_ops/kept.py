@@ -12,7 +12,8 @@ import numpy as np
 from core.transfers import SlotLabels, Slots
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord, KeptSlots, recover_slots
+from cuda_ops.kept_pool import KeptRecord, recover_slots
+from cuda_ops.kept_slots import KeptSlots
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
 

@@ -18,7 +18,8 @@ from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import DropReason, recover_slots
+from cuda_ops.kept_pool import recover_slots
+from cuda_ops.kept_slots import DropReason
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.limits import NotEnoughMemory
 from cuda_ops.pool_format import (

@@ -27,7 +27,8 @@ from cuda_ops.cpu_copy import CpuCopyEngine
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_copies import KeptCopies
 from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import DropReason, KeptRecord
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.kept_slots import DropReason
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders

@@ -1039,7 +1039,7 @@ MUTATIONS = (
         "a kept block has the bytes of one rank",
         10,
         "a kept block comes back with the bytes of all ranks together",
-        "cuda_ops/kept_pool.py",
+        "cuda_ops/kept_slots.py",
         'sizes = np.sum([headers["length"]',
         'sizes = np.max([headers["length"]',
         (SHARED_POOLS + "test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_of_all",),

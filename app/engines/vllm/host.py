@@ -25,7 +25,8 @@ from app.ferry import EngineSide, Ferry, PoolSide
 from app.starting import StartRefused
 from app.store import StoreError
 from core.events import EventSink
-from cuda_ops.kept_pool import DropReason, KeptRecord
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.kept_slots import DropReason
 from cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
