@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from platformdirs import user_state_path
 
 from app.discovery import FoundService, find_services
+from app.settings.fields import APP_NAME
 from app.settings.layers import URL, Layer, read_layers
-from app.settings.model import APP_NAME, Settings
+from app.settings.model import Settings
 from app.settings.origin import Given, Place, Source
 from app.settings.problems import BadSettings, Problem, value_problem
 from app.settings.values import secret_token

@@ -9,7 +9,7 @@ from app.settings.view import Plain, plain, written
 _HEAD = """\
 # Settings
 
-<!-- Made by `kvferry config docs`; a test compares. Change app/settings/model.py instead. -->
+<!-- Made by `kvferry config docs`; a test compares. Change app/settings/fields.py instead. -->
 
 Each setting is an environment variable with the prefix `KVFERRY_`. In the order of precedence, a value comes from
 

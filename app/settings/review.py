@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from app.settings.checks import broken_rules
+from app.settings.fields import SettingFields
 from app.settings.layers import CONFIG, URL, Names
 from app.settings.offered import not_offered
 from app.settings.origin import DEFAULT, RUNTIME, Given
 from app.settings.problems import BadSettings, Problem, unknown_problem, value_problem
 from app.settings.view import plain
-
-if TYPE_CHECKING:
-    from app.settings.model import Settings
 
 
 class Report:
@@ -47,7 +45,7 @@ class Report:
             advice = item["msg"].removeprefix("Value error, ")
             self.problems[name] = value_problem(name, self.known[name], advice, secret=name in self._names.secrets)
 
-    def take_rules(self, settings: Settings) -> None:
+    def take_rules(self, settings: SettingFields) -> None:
         """Note values that this version does not offer, and rules between settings that do not hold."""
         for name in self._names.settings:
             refused = not_offered(name, getattr(settings, name)) if name not in self.problems else None
@@ -61,7 +59,7 @@ class Report:
         if self.problems:
             raise BadSettings(self.problems.values())
 
-    def _blame(self, settings: Settings, name: str, advice: str) -> None:
+    def _blame(self, settings: SettingFields, name: str, advice: str) -> None:
         value = plain(name, getattr(settings, name))
         item = self.known.get(name) or Given(value, DEFAULT, DEFAULT.spell(name))
         self.problems[name] = value_problem(name, item, advice, secret=name in self._names.secrets)
