@@ -13,7 +13,7 @@ a system call. That is why a dead tier can keep neither a slot nor a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,28 @@ class SlotBytes(Protocol):
 
         Most often one flat array; several where each rank has its own part of a slot.
         """
+
+
+class TierRefused(ValueError):
+    """A tier that cannot be used as it was asked for. The message names the tier, what is wrong, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The process as a tier sees it.
+
+    `fingerprint` is whatever changes what bytes mean: blocks that were stored under another one must never be found.
+    No block is longer than `slot_bytes`. `on_finished` may be called from any thread once `poll` has something new that
+    a request waits for; it only notifies. `engine` names the engine; those that share one configuration, as
+    data-parallel ones do, have names of their own.
+    """
+
+    name: str
+    fingerprint: Mapping[str, object]
+    slot_bytes: int
+    slots: SlotBytes
+    on_finished: Callable[[], None]
+    engine: str = "kvferry"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from app.settings import values
 from app.settings.problems import MASK, show
 from core.policy import Level
-from core.tiers import HOST, TIER_METHODS, Tier
-
-if TYPE_CHECKING:
-    from app.tiers.context import TierContext
+from core.tiers import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (EntryPoint("fs", "app.tiers.files:FileTier", GROUP),)

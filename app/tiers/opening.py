@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from app.settings.tiers import TierSettings, load_type
-from app.tiers.context import TierContext, TierRefused
-from core.tiers import SlotBytes, Tier
+from core.tiers import SlotBytes, Tier, TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from app.seldom import SeldomLogger
 from app.settings.tiers import ThreadedSettings
 from app.tiers.block_store import BlockStore, Interrupted, Outcome
-from app.tiers.context import TierContext
 from app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
 from core.keys import Key
 from core.origins import Origin, OriginMatch
 from core.policy import Level
-from core.tiers import TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from core.tiers import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 _log = logging.getLogger(__name__)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from app.settings.tiers import ThreadedSettings
 from app.tiers.block_store import BlockStore
-from app.tiers.context import TierContext
 from app.tiers.files import FileTier
 from app.tiers.threaded import ThreadedTier
 from core.keys import Key
 from core.origins import Origin, OriginMatch
-from core.tiers import Tier, TierRequest, TierResetResult, TierResult
+from core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.waiting import wait_until

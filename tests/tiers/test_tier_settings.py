@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from app.settings import BadSettings, Settings
 from app.settings.reference import settings_markdown
 from app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
-from app.tiers.context import TierRefused
 from app.tiers.files import FileTier
 from app.tiers.opening import open_tiers
 from core.policy import Level
+from core.tiers import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S
 from tests.tiers.slots import SLOT_BYTES, SlotArray
 from tests.waiting import wait_until
@@ -110,7 +110,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SecretStr
 from app.settings.tiers import TierSettings
 from app.settings.values import secret_token
-from app.tiers.context import TierRefused
+from core.tiers import TierRefused
 from tests.tiers.reference import ReferenceTier
 
 class Good(ReferenceTier):

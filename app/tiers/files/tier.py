@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 
 from app.settings.tiers import ThreadedSettings
 from app.settings.values import folder
-from app.tiers.context import TierContext, TierRefused
 from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
 from app.tiers.files.store import FileStore
 from app.tiers.threaded import ThreadedTier
+from core.tiers import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
