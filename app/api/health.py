@@ -14,8 +14,8 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
+from app.api.metrics import build_registry
 from app.api.polled import PolledAnswer, PolledRoute
-from app.metrics import build_registry
 
 READINESS_TIMEOUT_S = 5.0
 

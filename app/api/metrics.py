@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -18,12 +18,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-if TYPE_CHECKING:
-    from app.api.context import EngineInfo
-    from app.store import JournalStats
-    from app.warm_start import WarmStart
-    from core.histograms import Histogram
-    from core.stats import Snapshot
+from app.api.context import EngineInfo
+from app.store import JournalStats
+from app.warm_start import WarmStart
+from core.histograms import Histogram
+from core.stats import Snapshot
 
 PREFIX = "kvferry_"
 
