@@ -16,12 +16,12 @@ from fastapi import APIRouter
 
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
-from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
 from app.pool_size import PoolSize
 from app.settings import Settings
 from app.settings.kinds import LogLevel
+from app.settings.live import LiveSettings
 from app.starting import StartRefused
 from app.store import Store, StoreUnavailable
 from app.tiers.news import TierNews

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 
-from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed, EventType
 from app.pool_size import PoolSize, ResizeEnd
 from app.settings import Settings
 from app.settings.kinds import LogLevel
+from app.settings.live import LiveSettings
 from app.store import HistoryLimits, Store
 from core.manager import OffloadManager
 from core.scheduler import OffloadScheduler

@@ -10,11 +10,11 @@ from pydantic import BaseModel, Field
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
-from app.api.live_settings import LiveSettings
 from app.api.problems import BODY_FIELD, FieldError, Problem, invalid_fields
 from app.event_feed import EventType
 from app.pool_size import PinnedBlocks
 from app.settings import BadSettings, NeedsRestart, Settings
+from app.settings.live import LiveSettings
 
 
 class SettingModel(BaseModel):

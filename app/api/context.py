@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter
 
 from app.api.auth import Tokens
-from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
+from app.settings.live import LiveSettings
 from app.store import Store
 from app.tiers.news import TierNews
 from app.warm_start import WarmStart

@@ -17,10 +17,10 @@ from fastapi.responses import StreamingResponse
 from app.api.app import create_app
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
-from app.api.live_settings import LiveSettings
 from app.event_feed import EventFeed
 from app.policies import KeptPolicies
 from app.settings import Settings
+from app.settings.live import LiveSettings
 from app.store import Store
 
 from .loop_engine import BLOCK_TOKENS, LoopEngine

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api.live_settings import LiveSettings
 from app.settings import Settings
+from app.settings.live import LiveSettings
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, READ, Service, start_service

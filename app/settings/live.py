@@ -1,4 +1,4 @@
-"""The settings in force: those read at start, with what was changed over HTTP since laid over them."""
+"""The settings in force: those read at start, with what was changed while running laid over them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from app.settings import Settings
+from app.settings.model import Settings
 
 
 def _all_good(_: Settings, __: Collection[str]) -> None:
