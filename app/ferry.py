@@ -17,7 +17,7 @@ from fastapi import APIRouter
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.event_feed import EventFeed
-from app.policies import KeptPolicies
+from app.policies.kept import KeptPolicies
 from app.pool_size import PoolSize
 from app.settings import Settings
 from app.settings.kinds import LogLevel

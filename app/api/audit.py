@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
 from app.api.paging import Cursor, Limit, Page, refused_cursor
-from app.api.times import rfc3339
 from app.store import AuditRecord
+from app.times import rfc3339
 
 
 class AuditItem(BaseModel):

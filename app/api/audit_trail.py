@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.auth import TokenName
 from app.api.offthread import StoreThreads
 from app.api.problems import Problem
-from app.api.tenants import is_digest_glob
 from app.store import AuditEntry, Store, StoreUnavailable
+from app.tenants import is_digest_glob
 
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -18,7 +18,7 @@ from app.api.context import AdminContext
 from app.api.paging import Cursor, Limit, Page, parse_position
 from app.api.policy_models import DEFAULT_TTL_S, Ttl
 from app.api.problems import Problem
-from app.api.times import rfc3339, rfc3339_or_none
+from app.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
 from core.grants import BlockState, PinOutcome
 from core.keys import GROUP_BYTES, Key, group_of

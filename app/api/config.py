@@ -10,8 +10,9 @@ from pydantic import BaseModel, Field
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
-from app.api.problems import BODY_FIELD, FieldError, Problem, invalid_fields
+from app.api.problems import Problem, invalid_fields
 from app.event_feed import EventType
+from app.field_errors import BODY_FIELD, FieldError
 from app.pool_size import PinnedBlocks
 from app.settings import BadSettings, NeedsRestart, Settings
 from app.settings.live import LiveSettings

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from app.api.auth import Tokens
 from app.event_feed import EventFeed
-from app.policies import KeptPolicies
+from app.policies.kept import KeptPolicies
 from app.settings.live import LiveSettings
 from app.store import Store
 from app.tiers.news import TierNews

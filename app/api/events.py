@@ -15,8 +15,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.context import AdminContext
 from app.api.streams import MustEnd, Streams
-from app.api.times import rfc3339
 from app.event_feed import Change, Event, EventFeed, EventType, Regret
+from app.times import rfc3339
 from core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from core.origins import Origin
 

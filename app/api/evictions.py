@@ -11,8 +11,8 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
 from app.api.paging import DEFAULT_LIMIT, MAX_CURSOR_CHARS, MAX_LIMIT, Page, refused_cursor
-from app.api.times import rfc3339, rfc3339_or_none
 from app.store import EvictionFilter, EvictionRecord
+from app.times import rfc3339, rfc3339_or_none
 from core.reasons import EvictionReason
 
 _RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)

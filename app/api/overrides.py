@@ -15,7 +15,7 @@ from app.api.policy_models import OverrideBody, PolicyView, view_fields
 from app.api.problems import Problem, too_many
 from app.api.raw_ids import RequestId
 from app.api.requests import OverrideState, find_override, ids_of, show_override, unknown_request
-from app.policies import TooManyError
+from app.policies.kept import TooManyError
 from core.policy import Override
 from core.requests import RequestPhase
 

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Body
 
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
-from app.api.policy_models import PolicyBody, PolicyView, patch_to_wire, view_fields
+from app.api.policy_models import PolicyView, view_fields
 from app.event_feed import EventType
+from app.policies.wire import PolicyBody, patch_to_wire
 
 
 def policy_router(context: AdminContext) -> APIRouter:

@@ -1,82 +1,20 @@
-"""Policies on the wire: plain values going in, each value with its source coming out.
-
-Validation is strict, since a mistake must not be guessed around: `true`, `"5"` and `5.0` are no whole numbers.
-"""
+"""Policies in calls and answers: an override going in, each value with its source coming out."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
-from core.policy import POLICY_FIELDS, UNLIMITED, EffectivePolicy, Level, PolicyPatch, Priority
+from app.policies.wire import PolicyBody, to_wire
+from core.policy import POLICY_FIELDS, EffectivePolicy, Level, Priority
 
 T = TypeVar("T")
 
-MAX_TOKENS = 2**53 - 1
-"""The largest whole number that every JSON reader holds exactly."""
-MAX_TIERS = 64
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 366 * 24 * 3600.0
 
-
-def _cap(value: object) -> int | str | None:
-    if value is None or value == UNLIMITED or (type(value) is int and 0 <= value <= MAX_TOKENS):
-        return value
-    raise ValueError(f'must be a whole number from 0 to {MAX_TOKENS}, "{UNLIMITED}", or null')
-
-
-Cap = Annotated[
-    int | str | None,
-    PlainValidator(_cap),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
-                {"const": UNLIMITED, "type": "string"},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-TierName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="seconds until it ends by itself")]
-
-
-class PolicyBody(BaseModel):
-    """Any subset of the policy fields; null takes a field away, so that the next lower source settles it."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        json_schema_extra={"examples": [{"offload_prompt_only": False, "max_offload_tokens": 4096}]},
-    )
-    offload_prompt_only: bool | None = Field(default=None, description="store only blocks wholly inside the prompt")
-    max_offload_tokens: Cap = Field(
-        default=None, description="store only blocks wholly inside the first N tokens; 0 stores none"
-    )
-    level: Literal["block", "request"] | None = Field(
-        default=None, description="`request`: tiers get every block of the request"
-    )
-    store: bool | None = Field(default=None, description="may write to the pool")
-    load: bool | None = Field(default=None, description="may read from the pool")
-    tiers: Annotated[list[TierName], Field(max_length=MAX_TIERS)] | None = Field(
-        default=None, description="tiers that may be used"
-    )
-    priority: Literal["low", "normal", "high"] | None = Field(
-        default=None, description="eviction class of the blocks stored"
-    )
-
-    def patch(self) -> dict[str, Any]:
-        """The fields given a value, in core's types."""
-        return {name: _to_core(name, getattr(self, name)) for name in self._given() if getattr(self, name) is not None}
-
-    def removed(self) -> list[str]:
-        """The fields given as null."""
-        return [name for name in self._given() if getattr(self, name) is None]
-
-    def _given(self) -> list[str]:
-        return [name for name in POLICY_FIELDS if name in self.model_fields_set]
 
 
 class OverrideBody(PolicyBody):
@@ -84,23 +22,6 @@ class OverrideBody(PolicyBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"offload_prompt_only": False, "ttl_s": 600}]})
     ttl_s: Ttl = DEFAULT_TTL_S
-
-
-def _to_core(name: str, value: Any) -> Any:
-    if name == "max_offload_tokens":
-        return None if value == UNLIMITED else value
-    if name == "level":
-        return Level(value)
-    if name == "priority":
-        return Priority(value)
-    return tuple(value) if name == "tiers" else value
-
-
-def to_wire(name: str, value: Any) -> Any:
-    """A policy field's value as the API writes it: a lifted cap is `unlimited`, null tiers are all of them."""
-    if name == "max_offload_tokens" and value is None:
-        return UNLIMITED
-    return list(value) if isinstance(value, tuple) else value
 
 
 class Sourced(BaseModel, Generic[T]):
@@ -130,8 +51,3 @@ def view_fields(effective: EffectivePolicy) -> dict[str, dict[str, Any]]:
         name: {"value": to_wire(name, getattr(effective.policy, name)), "source": effective.sources[name]}
         for name in POLICY_FIELDS
     }
-
-
-def patch_to_wire(patch: PolicyPatch) -> dict[str, Any]:
-    """Some policy fields as JSON values, the way overrides are kept: what `PolicyBody` reads back."""
-    return {name: to_wire(name, value) for name, value in patch.items()}

@@ -14,19 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from app.field_errors import FieldError, field_errors
 from app.store.errors import StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
 _URN = "urn:kvferry:problem:"
-BODY_FIELD = "body"
-
-
-class FieldError(BaseModel):
-    """What is wrong with one field; `field` is its path, with dots, and `body` for the body as a whole."""
-
-    field: str = Field(examples=["max_offload_tokens"])
-    message: str = Field(examples=['must be a whole number, 0 or more, "unlimited" or null'])
 
 
 class ProblemModel(BaseModel):
@@ -108,26 +101,6 @@ def too_many(error: Exception) -> Problem:
 def unavailable(detail: str) -> Problem:
     """The 503 for a call that needs the metadata store while it is gone."""
     return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
-
-
-def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[FieldError]:
-    """Pydantic's errors as one entry a field, in the order in which they came.
-
-    The first `skip` parts of a location are left out: FastAPI's says where the value stood (body, query, path).
-    """
-    messages: dict[str, list[str]] = {}
-    for error in errors:
-        path = ".".join(str(part) for part in error["loc"][skip:]) or BODY_FIELD
-        messages.setdefault(path[:200], []).append(_message(error))
-    return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
-
-
-def _message(error: Mapping[str, Any]) -> str:
-    if error["type"] == "extra_forbidden":
-        return "unknown field"
-    if error["type"] == "missing":
-        return "is required"
-    return str(error["msg"]).removeprefix("Value error, ")
 
 
 async def _on_problem(request: Request, exc: Exception) -> Response:

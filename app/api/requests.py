@@ -15,7 +15,7 @@ from app.api.policy_models import PolicyView, view_fields
 from app.api.problems import Problem
 from app.api.raw_ids import RequestId
 from app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
-from app.api.times import rfc3339
+from app.times import rfc3339
 from core.misses import MissedTokens
 from core.policy import Override
 from core.requests import RequestPhase, RequestView

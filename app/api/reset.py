@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from app.api.audit_trail import EMERGENCY
 from app.api.context import AdminContext
-from app.api.policy_models import TierName
-from app.api.problems import FieldError, invalid_fields
-from app.api.tenants import TenantMatch
+from app.api.problems import invalid_fields
+from app.field_errors import FieldError
+from app.policies.wire import TierName
+from app.tenants import TenantMatch
 from core.origins import OriginMatch
 from core.resets import ResetTicket
 from core.tiers import HOST

@@ -1,147 +1,17 @@
-"""Rules on the wire: what they match, and what they settle."""
+"""Rules in calls and answers: one whose name stands in the path, and one as it holds."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from pydantic import BaseModel, Field
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
-
-from app.api.policy_models import MAX_TOKENS, PolicyBody, patch_to_wire
-from app.api.tenants import TenantMatch, is_digest_glob
-from core.keys import TENANT_HEX_DIGITS
-from core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
-
-MAX_ORDER = 2**31 - 1
-RULE_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
-RuleName = Annotated[
-    str,
-    StringConstraints(pattern=RULE_NAME_PATTERN),
-    Field(description="1 to 64 letters, digits, '.', '_' or '-'", examples=["batch-jobs"]),
-]
-Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
-
-
-def _digest_glob(text: str) -> str:
-    if not is_digest_glob(text):
-        raise ValueError("must be a glob of a digest: hex digits in lower case and wildcards; a salt is a cache_salt")
-    return text
-
-
-DigestGlob = Annotated[Glob, AfterValidator(_digest_glob)]
-Number = Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
-
-
-class NumberSpan(BaseModel):
-    """Whole numbers from `min` to `max`, both included; null is without end."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    min: Number | None = None
-    max: Number | None = None
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min is {self.min}, which is more than max, {self.max}: nothing lies in between")
-        return self
-
-    def to_core(self) -> Span:
-        """The same, as core says it."""
-        return Span(self.min, self.max)
-
-
-class LengthSpan(NumberSpan):
-    """Lengths from `min` to `max`, both included; null is without end."""
-
-    min: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    max: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-
-
-def _one_number(value: object) -> object:
-    return {"min": value, "max": value} if type(value) is int else value
-
-
-NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_input_type=NumberSpan | int)]
-LengthOrSpan = Annotated[LengthSpan, BeforeValidator(_one_number, json_schema_input_type=LengthSpan | int)]
-
-
-class RuleMatchBody(TenantMatch):
-    """Which requests a rule is about: all conditions given hold together, none is every request. Globs know case."""
-
-    request: Glob | None = Field(default=None, description="glob of the request's id, or of any id it goes by")
-    lora: Glob | None = Field(default=None, description="glob of the LoRA's name; `?*` is any, `*` also none")
-    tenant: DigestGlob | None = Field(
-        default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
-    )
-    priority: NumberOrSpan | None = Field(
-        default=None, description="the request's priority, where its engine knows one: a number, or a span"
-    )
-    prompt_tokens: LengthOrSpan | None = Field(
-        default=None, description="length of the prompt in tokens: a number, or a span"
-    )
-
-    def to_core(self) -> RuleMatch:
-        """The same, as core says it; of a cache salt only its digest."""
-        return RuleMatch(
-            request=self.request,
-            tenant=self.tenant_glob(),
-            lora=self.lora,
-            priority=EVERYTHING if self.priority is None else self.priority.to_core(),
-            prompt_tokens=EVERYTHING if self.prompt_tokens is None else self.prompt_tokens.to_core(),
-        )
-
-
-class RuleBody(BaseModel):
-    """A rule without its name. Rules are tried by `order`, then by name; the first that matches is the only one."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "order": 10,
-                    "match": {"request": "batch-*", "prompt_tokens": {"min": 8192}},
-                    "policy": {"store": False},
-                }
-            ]
-        },
-    )
-    order: int = Field(default=0, ge=-MAX_ORDER, le=MAX_ORDER, description="the lowest is tried first")
-    match: RuleMatchBody = Field(default_factory=RuleMatchBody)
-    policy: PolicyBody = Field(
-        default_factory=PolicyBody,
-        description="what it settles; nothing at all shields requests from later rules",
-    )
-
-    def to_core(self, name: str) -> Rule:
-        """The rule of this name."""
-        return Rule(name, self.order, self.match.to_core(), self.policy.patch())
+from app.policies.rule_wire import NumberSpan, RuleBody, RuleName
+from app.policies.wire import PolicyBody
 
 
 class PutRuleBody(RuleBody):
     """A rule, whose name stands in the path."""
 
     name: RuleName | None = Field(default=None, description="as in the path, or left out")
-
-
-class NamedRuleBody(RuleBody):
-    """A rule."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"name": "sql-low", "order": 20, "match": {"lora": "sql-*"}, "policy": {"priority": "low"}}]
-        }
-    )
-    name: RuleName
 
 
 class RuleMatchView(BaseModel):
@@ -161,28 +31,3 @@ class RuleView(BaseModel):
     order: int
     match: RuleMatchView
     policy: PolicyBody = Field(description="the fields that it settles")
-
-
-def match_to_wire(match: RuleMatch) -> dict[str, Any]:
-    """A rule's conditions as JSON values, the way rules are kept and shown: what `RuleMatchBody` reads back."""
-    return {
-        "request": match.request,
-        "lora": match.lora,
-        "tenant": match.tenant,
-        "priority": _span_to_wire(match.priority),
-        "prompt_tokens": _span_to_wire(match.prompt_tokens),
-    }
-
-
-def rule_to_wire(rule: Rule) -> dict[str, Any]:
-    """A rule as JSON values."""
-    return {
-        "name": rule.name,
-        "order": rule.order,
-        "match": match_to_wire(rule.match),
-        "policy": patch_to_wire(rule.patch),
-    }
-
-
-def _span_to_wire(span: Span) -> dict[str, int | None] | None:
-    return None if span == EVERYTHING else {"min": span.least, "max": span.most}

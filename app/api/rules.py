@@ -13,8 +13,9 @@ from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
 from app.api.paging import Cursor, Limit, Page, refused_cursor
 from app.api.problems import Problem, invalid_field, too_many
-from app.api.rule_models import NamedRuleBody, PutRuleBody, RuleName, RuleView, rule_to_wire
-from app.policies import RuleExistsError, TooManyError
+from app.api.rule_models import PutRuleBody, RuleView
+from app.policies.kept import RuleExistsError, TooManyError
+from app.policies.rule_wire import NamedRuleBody, RuleName, rule_to_wire
 from app.store.cursors import decode_cursor, encode_cursor
 from core.rules import MAX_RULES
 

@@ -17,7 +17,7 @@ from app.api.context import AdminContext
 from app.api.polled import PolledAnswer, PolledRoute
 from app.api.stats_models import Stats
 from app.api.streams import CLOSING_POLL_S, MustEnd, Streams
-from app.api.times import rfc3339
+from app.times import rfc3339
 from core.tier_stats import TierStats
 
 MAX_STREAMS = 32

@@ -18,7 +18,7 @@ from app.api.app import create_app
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.event_feed import EventFeed
-from app.policies import KeptPolicies
+from app.policies.kept import KeptPolicies
 from app.settings import Settings
 from app.settings.live import LiveSettings
 from app.store import Store

@@ -385,7 +385,7 @@ def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, ca
     with start_service(tmp_path) as running, running.client() as client:
         assert len(names(client)) == MAX_RULES
         assert names(client)[0] == "good"
-    told = [record.getMessage() for record in caplog.records if record.name == "app.policies"]
+    told = [record.getMessage() for record in caplog.records if record.name == "app.policies.kept"]
     assert [text.partition(":")[0] for text in told[:2]] == [
         "the rule 'bad-match' that was kept is left out, not valid",
         "the rule 'bad-policy' that was kept is left out, not valid",

@@ -1,4 +1,4 @@
-"""Times as the API writes them: RFC 3339, UTC, with a Z."""
+"""Times as they are told to whoever asks or listens: RFC 3339, UTC, with a Z."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.api.policy_models import PolicyBody, patch_to_wire
-from app.api.problems import field_errors
-from app.api.rule_models import NamedRuleBody, match_to_wire, rule_to_wire
-from app.api.times import rfc3339
 from app.event_feed import EventFeed, EventType
+from app.field_errors import field_errors
+from app.policies.rule_wire import NamedRuleBody, match_to_wire, rule_to_wire
+from app.policies.wire import PolicyBody, patch_to_wire
 from app.store import OverrideRecord, RuleRecord, Store, StoreUnavailable
+from app.times import rfc3339
 from core.policy import MAX_OVERRIDES, Override, PolicyBook
 from core.rules import MAX_RULES, Rule
 

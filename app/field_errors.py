@@ -1,0 +1,37 @@
+"""What is wrong with what somebody sent, told field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+BODY_FIELD = "body"
+
+
+class FieldError(BaseModel):
+    """What is wrong with one field; `field` is its path, with dots, and `body` for the body as a whole."""
+
+    field: str = Field(examples=["max_offload_tokens"])
+    message: str = Field(examples=['must be a whole number, 0 or more, "unlimited" or null'])
+
+
+def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[FieldError]:
+    """Pydantic's errors as one entry a field, in the order in which they came.
+
+    The first `skip` parts of a location are left out: FastAPI's says where the value stood (body, query, path).
+    """
+    messages: dict[str, list[str]] = {}
+    for error in errors:
+        path = ".".join(str(part) for part in error["loc"][skip:]) or BODY_FIELD
+        messages.setdefault(path[:200], []).append(_message(error))
+    return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown field"
+    if error["type"] == "missing":
+        return "is required"
+    return str(error["msg"]).removeprefix("Value error, ")
