@@ -96,7 +96,7 @@ class Process:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
         if self.engine is None:
             return self.ferry.context(closing)
-        from app.api.completions import completions_router
+        from app.engines.embedded.completions import completions_router
 
         return self.ferry.context(closing, completions_router(self.engine))
 

@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from app.api.completions import completions_router
 from app.engines.embedded import EmbeddedEngine, EngineConfig
+from app.engines.embedded.completions import completions_router
 from app.engines.embedded.offload import NoCopies, NoOffload
 from core.engine import EngineRequest
 from tests.engine.serving import greedy, run, until

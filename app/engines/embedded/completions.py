@@ -20,18 +20,18 @@ from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
-from app.api.completion_models import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS, UNSUPPORTED_UNLESS, CompletionRequest
 from app.api.problems import UNREADABLE_JSON
 from app.api.streams import SEND_TIMEOUT_S, Stream
-from app.engines.embedded import (
-    EmbeddedEngine,
-    EngineStoppedError,
-    FinishReason,
-    InvalidRequestError,
-    OutputDelta,
-    RequestStream,
-    Sampling,
+from app.engines.embedded.completion_models import (
+    DEFAULT_MAX_TOKENS,
+    MAX_STOP_STRINGS,
+    UNSUPPORTED_UNLESS,
+    CompletionRequest,
 )
+from app.engines.embedded.engine import EmbeddedEngine, InvalidRequestError
+from app.engines.embedded.loop import EngineStoppedError
+from app.engines.embedded.request import FinishReason, OutputDelta, Sampling
+from app.engines.embedded.stream import RequestStream
 
 SHUTDOWN_GRACE_S = 10.0
 """A stream under way ends with its request, which a service that stops aborts before this is over."""
