@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from app.engines.embedded import EmbeddedEngine, Sampling
 from app.engines.embedded.model import TINY
 from app.logs import start_logging
-from app.service import listen, make_server, url_of
+from app.serving import listen, make_server, url_of
 from app.settings import Settings
 from app.wiring import Process
 from bench.poller import ARMS, NOBODY, OWN, STATS, another_service, polling, show_polled

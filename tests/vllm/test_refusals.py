@@ -23,7 +23,7 @@ import app.engines.vllm as entry
 from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.versions import SUPPORTED, UnsupportedVllm, check_vllm, is_supported
-from app.service import listen
+from app.serving import listen
 from tests.vllm.engines import engine_options, out_of_vllms_sight, transfer_config
 
 

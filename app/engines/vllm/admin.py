@@ -8,7 +8,7 @@ import threading
 from app.discovery import Announcement, announce_service
 from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.refusal import ConnectorRefused
-from app.service import Server, listen, make_server, url_of
+from app.serving import Server, listen, make_server, url_of
 from app.settings import Settings
 from app.starting import StartRefused
 
