@@ -21,6 +21,10 @@ class Patience:
             state.waits_until_s = state.now_s + self._compute_s(state.request.num_tokens)
         return min(state.waits_until_s, state.now_s + self._compute_s(num_tokens))
 
+    def is_over(self, state: RequestState) -> bool:
+        """Whether a request has waited for as long as it may."""
+        return state.waits_until_s is not None and state.now_s >= state.waits_until_s
+
     def _compute_s(self, num_tokens: int) -> float:
         estimate_s = self._choice.tokens_rate.estimate_s(num_tokens)
         return UNKNOWN_S if estimate_s is None else estimate_s

@@ -87,10 +87,13 @@ class PromotionSide:
         is_stale = look.version != self._version and look.phase is LookPhase.LOOKING
         if is_stale or look.epoch != self._manager.epoch or not self._may_promote(state):
             return self._finish(look)
-        if state.now_s >= look.until_s:
-            return self._give_up(look)
         if look.waits_for:
-            return True
+            if state.now_s < look.until_s:
+                return True
+            self._give_up(look)
+            if look.phase is LookPhase.PROMOTING:
+                return self._finish(look)
+        # Whatever has been said by now is used, however late it came.
         if look.phase is LookPhase.LOOKING and self._promote(state, look, hit, room):
             return True
         if look.phase is LookPhase.PROMOTING and not look.num_lost and hit.end_token >= look.limit_token:
@@ -133,14 +136,13 @@ class PromotionSide:
         """A promotion is for a load and writes to the pool."""
         return state.policy.policy.load and state.policy.policy.store
 
-    def _give_up(self, look: TierLook) -> bool:
+    def _give_up(self, look: TierLook) -> None:
         """Nobody waits any more for what is under way; while a look-up is, nobody asks that tier again."""
         for link, count in look.waits_for.items():
             link.use.gave_up += 1
             if look.phase is LookPhase.LOOKING:
                 link.num_unawaited += count
         look.waits_for.clear()
-        return self._finish(look)
 
     def _finish(self, look: TierLook) -> bool:
         look.phase = LookPhase.DONE
@@ -152,6 +154,8 @@ class PromotionSide:
         limit = (state.request.num_tokens - 1) // step * step
         links = [link for link in self._links_of(state) if not link.num_unawaited]
         if limit <= hit.end_token or hit.first_token % step or not links or not self._may_promote(state):
+            return None
+        if self._patience.is_over(state):
             return None
         num_asked = max(_LOOK_UP_SLOTS // len(self._layout.groups), 1)
         piece = num_asked * min(group.slot_tokens for group in self._layout.groups)
@@ -212,9 +216,13 @@ class PromotionSide:
         gain = longer.end_token - hit.end_token
         if gain <= 0:
             return False
-        look.until_s = min(look.until_s, self._patience.until(state, gain))
         wanted = {group.group.index: self._wanted(state, group.group, longer) for group in longer.groups}
         if not self._pays(wanted, places, gain):
+            return False
+        look.until_s = self._patience.until(state, gain)
+        if self._patience.is_over(state):
+            for link in {places[key] for _, keys in wanted.values() for key in keys}:
+                link.use.gave_up += 1
             return False
         look.phase = LookPhase.PROMOTING
         parts: dict[TierLink, list[tuple[Group, Key, int, int]]] = {}

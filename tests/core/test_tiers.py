@@ -437,6 +437,54 @@ def test_a_request_waits_for_a_dead_tier_no_longer_than_computing_takes() -> Non
     assert engine.requests["t"].state == "running", "while the tier does not answer nobody waits for it"
 
 
+def ask_for_the_last_block(engine: ToyEngine, slow: str | None = None) -> None:
+    """A request of whose five blocks the pool has four and the tiers all, at 50 ms a token. It has asked the tiers, of
+    which one may be slow by then."""
+    serve(engine, request("r", 5))
+    if slow is not None:
+        engine.tiers[slow].latency_s = 10.0
+    for _ in range(8):
+        engine.offload.choice.tokens_rate.observe(1000, 50.0)
+    assert engine.manager.leaving.drop_key(keys(5)[-1], engine.now_s)
+    engine.device.forget_all()
+    engine.add(request("s", 5))
+    engine.step()
+    assert engine.requests["s"].state == "waiting"
+
+
+def test_what_a_tier_has_said_by_the_time_it_is_looked_at_is_used() -> None:
+    engine = engine_with()
+    ask_for_the_last_block(engine)
+    # Longer than it takes to compute what the tier was asked for, and less than for the whole prompt.
+    engine.now_s += 0.5
+    engine.deliver([])
+    serve_on(engine)
+    counts = prompt_tokens(engine, "s")
+    assert (counts.host_hit, counts.tier_hit, counts.recomputed) == (16, {"disk": 4}, 1)
+    assert use(engine).gave_up == 0
+
+
+def test_an_answer_for_which_no_time_is_left_counts_as_given_up() -> None:
+    engine = engine_with()
+    ask_for_the_last_block(engine)
+    engine.now_s += 2.0
+    engine.deliver([])
+    serve_on(engine)
+    counts = prompt_tokens(engine, "s")
+    assert (counts.host_hit, counts.tier_hit, counts.recomputed) == (16, {}, 5)
+    assert (use(engine).promoted, use(engine).gave_up) == (0, 1)
+
+
+def test_a_slow_tier_is_given_up_and_what_a_fast_one_has_is_used() -> None:
+    engine = engine_with("fast", "slow")
+    ask_for_the_last_block(engine, slow="slow")
+    engine.now_s += 0.5
+    engine.deliver([])
+    serve_on(engine)
+    assert prompt_tokens(engine, "s").tier_hit == {"fast": 4}
+    assert (use(engine, "fast").gave_up, use(engine, "slow").gave_up) == (0, 1)
+
+
 def serve_on(engine: ToyEngine) -> None:
     while engine.requests:
         engine.step(copy=True)
