@@ -85,14 +85,15 @@ class LoadSide:
 
     def match(self, state: RequestState, num_computed_tokens: int) -> MatchResult:
         """Find, pin and decide; see `OffloadScheduler.match`."""
+        is_other = state.matched_tokens != num_computed_tokens
         state.matched_tokens = num_computed_tokens
         if not state.policy.policy.load:
             self._set_hit(state, None)
             self._leaders.stop(state)
-            if not state.decline_noted:
-                state.decline_noted = True
+            if is_other or not state.decline_noted:
                 hit = self._finder.find(state, num_computed_tokens)
-                self.counts.declined += hit.num_blocks
+                self.counts.declined += 0 if state.decline_noted else hit.num_blocks
+                state.decline_noted = True
                 self._note_misses(state, hit.end_token)
             return _MISS
         if self._leaders.follows(state, num_computed_tokens):
@@ -205,8 +206,11 @@ class LoadSide:
         self._stop_waiting(state)
 
     def _note_misses(self, state: RequestState, end_token: int, in_pool: MissCause = MissCause.GAP) -> None:
-        """Find out, once a request, why what is behind its hit cannot be loaded; `in_pool` is why what is there."""
-        if state.misses is not None:
+        """Find out why what is behind a request's hit cannot be loaded; `in_pool` is why what is there.
+
+        Once, and again where the hit ends elsewhere by the time that there is room. What failed to load is known.
+        """
+        if state.misses is not None and (state.load_failed or state.misses.hit_end == end_token):
             return
         state.misses = Misses(end_token)
         for group in self._layout.groups:

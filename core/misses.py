@@ -85,7 +85,7 @@ class MissRun:
 
 @dataclass(slots=True)
 class Misses:
-    """What the first look-up of a request found: its hit, which ends at `hit_end`, and runs of causes from there on.
+    """What the latest look-up of a request found: its hit, which ends at `hit_end`, and runs of causes from there on.
 
     What was evicted left the pool between these Unix seconds; None where nothing was.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.loads import Miss
 from core.rates import MIN_SAMPLES
 from core.reasons import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
@@ -29,6 +30,14 @@ def test_what_nobody_had_is_new_and_the_rest_of_a_block_is_the_tail(engine: ToyE
     engine.add(request("r", 5, extra=3))
     engine.run()
     assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 3}
+
+
+def test_what_the_device_lost_while_its_request_waited_was_not_declined(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    # It had four blocks when they were first looked at, and has none of them by the time that there is room.
+    assert engine.offload.match("r", 4 * BLOCK_SIZE, engine.now_s) == Miss()
+    engine.run()
+    assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 1}
 
 
 def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
