@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,22 +73,32 @@ def open_below(folder: Path) -> list[str]:
     return [file for file in files if file.startswith(str(folder))]
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-")]
+NewThreads = Callable[[], list[str]]
 
 
-def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path, pool: HostPool) -> None:
+@pytest.fixture
+def new_threads() -> NewThreads:
+    """The names of the threads that have begun with the test, and run."""
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(
+    tmp_path: Path, pool: HostPool, new_threads: NewThreads
+) -> None:
     (tmp_path / "file").write_text("no folder")
     good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
     tiers = json.dumps([good, {**good, "name": "bad", "path": str(tmp_path / "file")}])
     with pytest.raises(ValueError, match="bad"):
         make_ferry(tmp_path, pool, threading.Event(), tiers=tiers)
     assert not open_below(tmp_path)
-    wait_until(lambda: not own_threads(), "its threads are gone", 10.0)
+    wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_ferry_closes_all_that_it_opened(tmp_path: Path, pool: HostPool, started: bool) -> None:
+def test_a_ferry_closes_all_that_it_opened(
+    tmp_path: Path, pool: HostPool, new_threads: NewThreads, started: bool
+) -> None:
     good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
     ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([good]))
     if started:
@@ -100,11 +110,11 @@ def test_a_ferry_closes_all_that_it_opened(tmp_path: Path, pool: HostPool, start
     ferry.close()
     ferry.close()
     assert not open_below(tmp_path)
-    wait_until(lambda: not own_threads(), "its threads are gone", 10.0)
+    wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
 def test_a_round_that_has_begun_as_all_stops_starts_nothing_again(
-    tmp_path: Path, pool: HostPool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, pool: HostPool, new_threads: NewThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = threading.Event()
     ferry = make_ferry(tmp_path, pool, LateRound(closed))
@@ -112,7 +122,7 @@ def test_a_round_that_has_begun_as_all_stops_starts_nothing_again(
     caplog.set_level(logging.INFO)
     ferry.close()
     closed.set()
-    wait_until(lambda: "kvferry-supervisor" not in own_threads(), "it is over", 10.0)
+    wait_until(lambda: "kvferry-supervisor" not in new_threads(), "it is over", 10.0)
     assert not ferry.store.journal.is_alive()
     assert "died" not in caplog.text
-    assert "kvferry-resize" not in own_threads()
+    assert "kvferry-resize" not in new_threads()
