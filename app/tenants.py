@@ -7,7 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from core.keys import tenant_digest
+from core.keys import TENANT_HEX_DIGITS, tenant_digest
+from core.rules import MAX_GLOB_CHARS
 
 MAX_SALT_CHARS = 1024
 _DIGEST_GLOB = re.compile(r"[0-9a-f*?\[\]!-]+", re.ASCII)
@@ -16,6 +17,15 @@ _DIGEST_GLOB = re.compile(r"[0-9a-f*?\[\]!-]+", re.ASCII)
 def is_digest_glob(text: str) -> bool:
     """Whether a text is made of hex digits and wildcards only; what is not may be a salt in the wrong place."""
     return _DIGEST_GLOB.fullmatch(text) is not None
+
+
+def _digest_glob(text: str) -> str:
+    if not is_digest_glob(text):
+        raise ValueError("must be a glob of a digest: hex digits in lower case and wildcards; a salt is a cache_salt")
+    return text
+
+
+DigestGlob = Annotated[str, Field(min_length=1, max_length=MAX_GLOB_CHARS), AfterValidator(_digest_glob)]
 
 
 def _encodable(salt: SecretStr) -> SecretStr:
@@ -31,7 +41,9 @@ class TenantMatch(BaseModel):
     """Conditions of which one may name a tenant, in either way."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    tenant: str | None = None
+    tenant: DigestGlob | None = Field(
+        default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
+    )
     cache_salt: CacheSalt | None = Field(
         default=None, description="the tenant's cache salt, in place of `tenant`: it becomes the digest and is not kept"
     )

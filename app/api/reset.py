@@ -32,7 +32,6 @@ Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 class ResetMatch(TenantMatch):
     """Which request's blocks: shell globs, all given ones together, of the request that stored the block."""
 
-    tenant: Glob | None = Field(default=None, description="of the tenant's digest (16 hex digits)")
     lora: Glob | None = None
     request: Glob | None = None
 

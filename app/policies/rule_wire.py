@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -15,8 +14,7 @@ from pydantic import (
 )
 
 from app.policies.wire import MAX_TOKENS, PolicyBody, patch_to_wire
-from app.tenants import TenantMatch, is_digest_glob
-from core.keys import TENANT_HEX_DIGITS
+from app.tenants import TenantMatch
 from core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
 MAX_ORDER = 2**31 - 1
@@ -29,14 +27,6 @@ RuleName = Annotated[
 ]
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
 
-
-def _digest_glob(text: str) -> str:
-    if not is_digest_glob(text):
-        raise ValueError("must be a glob of a digest: hex digits in lower case and wildcards; a salt is a cache_salt")
-    return text
-
-
-DigestGlob = Annotated[Glob, AfterValidator(_digest_glob)]
 Number = Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
 
 
@@ -78,9 +68,6 @@ class RuleMatchBody(TenantMatch):
 
     request: Glob | None = Field(default=None, description="glob of the request's id, or of any id it goes by")
     lora: Glob | None = Field(default=None, description="glob of the LoRA's name; `?*` is any, `*` also none")
-    tenant: DigestGlob | None = Field(
-        default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
-    )
     priority: NumberOrSpan | None = Field(
         default=None, description="the request's priority, where its engine knows one: a number, or a span"
     )
