@@ -220,14 +220,15 @@ class PolicyBook:
             self._expiries.set(override.request_id, override.expires_s)
             self.version += 1
 
-    def drop_override(self, request_id: str) -> bool:
-        """Take an override away; False if there was none."""
+    def drop_override(self, request_id: str, now_s: float) -> bool:
+        """Take an override away; False if there was none, or none any more."""
         with self.lock:
-            if self._overrides.pop(request_id, None) is None:
+            found = self._overrides.pop(request_id, None)
+            if found is None:
                 return False
             self._expiries.discard(request_id)
             self.version += 1
-            return True
+            return found.expires_s > now_s
 
     def override(self, request_ids: Iterable[str], now_s: float) -> Override | None:
         """The live override of the first of these ids that has one."""

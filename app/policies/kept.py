@@ -86,8 +86,8 @@ class KeptPolicies:
     def drop_override(self, request_id: str, now_s: float) -> bool:
         """Take an override away; False if there was none."""
         with self._turn():
-            was_kept = self._store.intents.delete_override(request_id)
-            was_set = self._policies.drop_override(request_id)
+            was_kept = self._store.intents.delete_override(request_id, now_s)
+            was_set = self._policies.drop_override(request_id, now_s)
         if was_set:
             self._tell(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
         return was_kept or was_set

@@ -32,10 +32,11 @@ class Intents:
         with self._database.write_for_person() as connection:
             upsert(connection, OverrideRow, rows)
 
-    def delete_override(self, request_id: str) -> bool:
-        """Take an override away; False if there was none."""
+    def delete_override(self, request_id: str, now_s: float) -> bool:
+        """Take an override away; False if there was none, or none any more."""
         which = (OverrideRow.engine == self._engine, OverrideRow.request == clean(request_id))
         with self._database.write_for_person() as connection:
+            connection.execute(delete(OverrideRow).where(*which, OverrideRow.expires_at <= now_s))
             return connection.execute(delete(OverrideRow).where(*which)).rowcount > 0
 
     def save_rule(self, rule: RuleRecord) -> None:

@@ -213,6 +213,7 @@ def test_an_override_ends_by_itself(fresh: Service) -> None:
         assert answer.json()["override"]["fields"] == ["store"]
         put(client, "short", {"store": False, "ttl_s": 0.05})
         wait_until(lambda: get(client, "short").status_code == 404, "the override has ended")
+        assert client.delete("/admin/v1/requests/short/policy").status_code == 404
         fresh.engine.run(LoopRequest("short", 64, seed=1))
         assert client.get("/admin/v1/requests/short").json()["policy"]["store"]["source"] == "default"
 

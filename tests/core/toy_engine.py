@@ -293,7 +293,7 @@ class ToyEngine(ToySchedule):
     def drop_override(self, request_id: str) -> None:
         """Take a request's policy away."""
         known = self.ledger.policies.overrides.pop(request_id, None)
-        dropped = self.offload.policies.drop_override(request_id)
+        dropped = self.offload.policies.drop_override(request_id, self.now_s)
         assert known is not None or not dropped
         self.ledger.grant_all()
 

@@ -58,7 +58,7 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
             wait_until(lambda: store.journal_stats().lag_s > 0, "lag grows")
             for call in (
                 lambda: store.intents.save_override("r", {"store": False}, START_S, START_S + 60),
-                lambda: store.intents.delete_override("r"),
+                lambda: store.intents.delete_override("r", 0.0),
                 lambda: store.intents.begin_audit(ENTRY),
             ):
                 with pytest.raises(StoreUnavailable, match="locked"):

@@ -26,8 +26,11 @@ def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> N
         store.intents.save_override("b", {"load": False}, LATER_S, LATER_S + 10)
         store.intents.save_override("c", {"load": False}, LATER_S, LATER_S + 60)
         store.intents.save_override("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
-        assert store.intents.delete_override("c")
-        assert not store.intents.delete_override("c")
+        assert store.intents.delete_override("c", now_s=0.0)
+        assert not store.intents.delete_override("c", now_s=0.0)
+        store.intents.save_override("over", {"load": False}, LATER_S, LATER_S + 5)
+        assert not store.intents.delete_override("over", now_s=LATER_S + 5)
+        assert store.reader.find_override("over", LATER_S) is None
     with running(where) as (store, _):
         assert store.reader.load_overrides(LATER_S + 10) == [
             OverrideRecord("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
