@@ -8,6 +8,7 @@ written down too, as far as the database lets us.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -34,6 +35,10 @@ MAX_UNKNOWN_PER_MINUTE = 120
 MASK = "***"
 
 _SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
+_SECRETS = ("admin_token", "read_token", "cache_salt", "database_url")
+_LONGEST_NAME = 100
+_LIKENESS = 0.75
+"""What is misspelled is as secret: so alike to a secret's name, by difflib's ratio."""
 _log = logging.getLogger(__name__)
 
 
@@ -75,9 +80,15 @@ def describe_body(body: bytes) -> dict[str, Any] | None:
     return {_text(name): _plain(name, value, depth=1) for name, value in parsed.items()}
 
 
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None or bool(
+        difflib.get_close_matches(name.lower()[:_LONGEST_NAME], _SECRETS, n=1, cutoff=_LIKENESS)
+    )
+
+
 def _plain(name: str, value: Any, depth: int) -> Any:
     """A JSON value that every database takes, with secrets masked by the name they go under."""
-    if _SECRET.search(name):
+    if _is_secret(name):
         return MASK
     if depth > MAX_DEPTH:
         return "..."

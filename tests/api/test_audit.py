@@ -168,6 +168,11 @@ def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.Mon
         (b'{"a\\u0000": "\\ud800"}', {"a\ufffd": "?"}),
         (b'{"max_offload_tokens": 5, "read_token": "x"}', {"max_offload_tokens": 5, "read_token": "***"}),
         (b'{"a": [[[[[[[[[[1]]]]]]]]]]}', {"a": [[[[[[[["..."]]]]]]]]}),
+        (
+            b'{"admin_tokn": "x", "raed_token": "x", "max_offload_tokns": 5}',
+            {"admin_tokn": "***", "raed_token": "***", "max_offload_tokns": 5},
+        ),
+        (b'{"match": {"cache_sallt": "x", "cahce_slat": "x"}}', {"match": {"cache_sallt": "***", "cahce_slat": "***"}}),
         (b'{"match": {"cache_salt": "x", "lora": "s"}}', {"match": {"cache_salt": "***", "lora": "s"}}),
         (b'{"match": {"tenant": "9f86d0*"}}', {"match": {"tenant": "9f86d0*"}}),
         (b'{"match": {"tenant": "a salt put here by mistake"}}', {"match": {"tenant": "***"}}),
