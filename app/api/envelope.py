@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.headers import values_of
 from app.api.problems import Problem
+from app.api.raw_ids import MAX_ID_CHARS
 from app.api.repeats import BODY_NOW, HEAD_NOW
 
-MAX_REQUEST_ID_CHARS = 200
-REQUEST_ID_PATTERN = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 
 _Header = tuple[bytes, bytes]
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client's `X-Request-ID` is taken over: 1 to 200 printable ASCII characters without spaces."""
+    """Whether a client's `X-Request-ID` is taken over: 1 to 512 printable ASCII characters."""
     return REQUEST_ID_PATTERN.fullmatch(text) is not None
 
 
@@ -60,7 +60,7 @@ class Envelope:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = _complete(message["headers"], message["status"], request_id)
+                message["headers"] = complete_headers(message["headers"], message["status"], request_id)
                 if BODY_NOW in scope["state"]:
                     scope["state"][HEAD_NOW] = _head_maker(message["headers"], self._draw_id if is_drawn else None)
             await send(message)
@@ -104,8 +104,8 @@ def _head_maker(headers: Iterable[_Header], draw_id: Callable[[], str] | None) -
     return lambda: b"%b%b\r\n" % (lines, draw_id().encode())
 
 
-def _complete(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:
-    """An answer's headers, and those of every answer that it lacks."""
+def complete_headers(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:
+    """An answer's headers, names in lower case, and those of every answer that it lacks."""
     dropped = _TYPE if status == 204 else None
     own = [header for header in headers if header[0] != dropped]
     names = {name for name, _ in own}

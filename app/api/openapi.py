@@ -15,7 +15,8 @@ Watch and steer a KV-cache offloading service while its engine serves.
 
 Errors are RFC 9457 problem documents. Lists are paged with `limit` and `cursor`. Times are RFC 3339 UTC, sizes bytes,
 durations seconds. With tokens set, every call but the health checks needs one: the admin token may do all, the read
-token only GET (and `/v1`). `X-Request-ID` is taken over, or made up, and returned.
+token only GET (and `/v1`). `X-Request-ID` is taken over, if it has 1 to 512 printable ASCII characters, or made up, and
+returned.
 """
 _METHODS = ("get", "put", "post", "delete", "patch")
 _TAGS = [
@@ -81,13 +82,18 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any]) -> No
     operation["security"] = [] if is_open else [{"token": []}]
     responses = operation["responses"]
     missing = {} if is_open else dict(_EVERYWHERE)
+    if "{" in path:
+        missing["404"] = "There is none of that name"
     if "requestBody" in operation:
         missing |= _WITH_BODY
     if method != "get" and path.startswith("/admin/"):
         missing["503"] = "The metadata store is gone"
     for status, description in missing.items():
         responses.setdefault(status, {"description": description})
-    if "HTTPValidationError" in str(responses.get("422")):
+    if path.startswith("/v1/"):
+        # The engine's own API says in its own words what is not valid, and with which status.
+        responses.pop("422", None)
+    elif "HTTPValidationError" in str(responses.get("422")):
         responses["422"] = {"description": "Fields that are not valid, one entry a field under `errors`"}
     for status, response in responses.items():
         if status[0] in "45" and "content" not in response:
