@@ -205,7 +205,11 @@ def blocks_router(context: AdminContext) -> APIRouter:
         context.wake()
 
     @router.put(
-        "/blocks/{hash}/pin", summary="Keep one block from eviction", response_model=PinAnswer, dependencies=[EMERGENCY]
+        "/blocks/{hash}/pin",
+        summary="Keep one block from eviction",
+        response_model=PinAnswer,
+        responses={409: {"description": "As much is pinned as may be, or the block is about to leave the pool"}},
+        dependencies=[EMERGENCY],
     )
     def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
         """Pinning again moves the end. At most `MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
@@ -222,7 +226,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
                 title="The block is leaving",
             )
         if outcome is PinOutcome.LIMIT:
-            share = f"{manager.operator_pins.max_fraction:.0%} of the pool (MAX_PINNED_FRACTION)"
+            share = f"{100 * manager.operator_pins.max_fraction:g}% of the pool (MAX_PINNED_FRACTION)"
             detail = f"operators may pin {share}, and that is reached: unpin a block first"
             raise Problem(409, detail, slug="pin-limit", title="Too many pins")
         return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))

@@ -66,7 +66,14 @@ def config_router(context: AdminContext) -> APIRouter:
         """By name, in lower case. Secrets, and passwords in URLs, are masked."""
         return _view(live.current, live)
 
-    @router.patch("", summary="Change settings while running", dependencies=[WRITE_AHEAD])
+    @router.patch(
+        "",
+        summary="Change settings while running",
+        responses={
+            409: {"description": "It needs a restart, or pinned blocks lie where a smaller pool ends"}
+        },
+        dependencies=[WRITE_AHEAD],
+    )
     def patch_config(
         patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
     ) -> dict[str, SettingModel]:

@@ -199,10 +199,19 @@ def test_operators_cannot_pin_the_pool_shut(fresh: Service) -> None:
         assert statuses == [200] * 64 + [409] * 6
         refused = client.put(f"{BLOCKS}/{hashes[70]}/pin")
         assert refused.json()["type"] == "urn:kvferry:problem:pin-limit"
-        assert "25%" in refused.json()["detail"]
+        assert "25% of the pool" in refused.json()["detail"]
         assert client.put(f"{BLOCKS}/{hashes[0]}/pin").status_code == 200
         client.delete(f"{BLOCKS}/{hashes[0]}/pin")
         assert client.put(f"{BLOCKS}/{hashes[70]}/pin").status_code == 200
+
+
+def test_a_small_share_of_pins_is_named_as_it_is(fresh: Service) -> None:
+    hashes = fill(fresh, LoopRequest("r", 320, seed=1))
+    with fresh.client() as client:
+        client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.001})
+        details = [client.put(f"{BLOCKS}/{block}/pin").json().get("detail", "") for block in hashes[:2]]
+        client.patch("/admin/v1/config", json={"max_pinned_fraction": None})
+    assert "0.1% of the pool" in details[-1]
 
 
 def test_the_map_shows_every_slot(fresh: Service) -> None:

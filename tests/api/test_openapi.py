@@ -77,6 +77,8 @@ def test_every_operation_says_what_it_does_and_answers(document: dict[str, Any])
         for status, answer in operation["responses"].items():
             if status[0] in "45" and (path, status) != ("/readyz", "503"):
                 assert list(answer["content"]) == ["application/problem+json"], (path, status)
+        if "{" in path:
+            assert "404" in operation["responses"], path
         if "requestBody" in operation:
             assert {"413", "415", "422"} <= set(operation["responses"]), path
     assert "HTTPValidationError" not in document["components"]["schemas"]

@@ -72,6 +72,31 @@ class OpenAIRoute(APIRoute):
         return handle
 
 
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_MEANINGS = {400: "A field that is not valid", 404: "Another model is served", 503: "The engine does not run"}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers in OpenAI's error shape, as the API's description has them."""
+    content = {"application/json": {"schema": _ERROR}}
+    return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+
+
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
     """`POST /v1/completions` and `GET /v1/models` over this engine."""
     router = APIRouter(prefix="/v1", tags=["engine"], route_class=OpenAIRoute)
@@ -88,13 +113,13 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         """The one model that this engine serves."""
         return {"object": "list", "data": [card]}
 
-    @router.get("/models/{model:path}")
+    @router.get("/models/{model:path}", responses=_errors(404))
     async def get_model(model: str) -> dict[str, Any]:
         """The model of this name."""
         _check_model(engine, model)
         return card
 
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", response_model=None, responses=_errors(400, 404, 503))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts, given as text or token ids."""
         _check_model(engine, body.model)
