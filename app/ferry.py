@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 
@@ -71,9 +71,10 @@ class EngineSide:
     """The engine, as far as the ferry has to know it.
 
     `fingerprint` is whatever changes what bytes mean. In lazy mode so many blocks as `watermark_blocks` are looked at
-    before they leave the device. `wake` is called when a tier has something that a request may wait for, `step` to have
-    an idle engine take one; both on any thread, and neither waits. `listen` may put itself before the sink of what the
-    cache does. `reasons` says why this engine should get no traffic.
+    before they leave the device. The start began at `started_s`, in Unix time. `wake` is called when a tier has
+    something that a request may wait for, `step` to have an idle engine take one; both on any thread, and neither
+    waits. `listen` may put itself before the sink of what the cache does. `reasons` says why this engine should get no
+    traffic.
     """
 
     name: str
@@ -83,6 +84,7 @@ class EngineSide:
     device: DeviceView
     watermark_blocks: int
     null_block: int = -1
+    started_s: float = field(default_factory=time.time)
     wake: Callable[[], None] = _nothing
     step: Callable[[], None] = _nothing
     listen: Callable[[EventSink], EventSink] = _as_it_is
@@ -128,12 +130,13 @@ class Ferry:
         self._pool = pool
         self._stopping = stopping
         self._note = note
-        self._started_s = time.time()
         self._verification: BootVerification | None = None
         self._news = TierNews()
+        self._beside = ExitStack()
         with ExitStack() as undo:
             self._make(settings, set_log_level, undo)
             self._undo = undo.pop_all()
+        self._beside.callback(self._upkeep.close)
 
     def start(self) -> None:
         """Take over what is kept of blocks and of what operators had set; start history, and what looks after all.
@@ -179,7 +182,7 @@ class Ferry:
             degraded=self._upkeep.degraded,
             tier_news=self._news,
             wake=self._engine.step,
-            started_s=self._started_s,
+            started_s=self._engine.started_s,
             closing=closing,
             warm_start=self.warm_start,
             engine_router=engine_router,
@@ -200,12 +203,13 @@ class Ferry:
     def stop(self) -> None:
         """Begin nothing any more beside the engine, which is stopped next, and then its copies. May be called again."""
         self._stopping.set()
-        self._upkeep.close()
+        self._beside.close()
 
     def close(self) -> None:
         """End what the tiers were at, and history: then the pool is nobody's. May be called again."""
-        self.stop()
-        self._undo.close()
+        with self._undo:
+            # Whoever loses patience with the one still has the other end in order.
+            self.stop()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -73,6 +74,7 @@ class Process:
         self._settings = settings
         self._progress = StartProgress() if progress is None else progress
         self._stopping = threading.Event()
+        self._started_s = time.time()
         self.engine: EmbeddedEngine | None = None
         self.copies: CopyEngine | None = None
         self._cuda: CudaSide | None = None
@@ -176,6 +178,7 @@ class Process:
             fingerprint=fingerprint,
             device=device,
             watermark_blocks=_watermark_blocks(settings),
+            started_s=self._started_s,
             wake=self._wake,
             step=self._wake,
             reasons=self._reasons,

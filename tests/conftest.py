@@ -1,8 +1,12 @@
-"""How hypothesis runs here: the same examples every time, and no verdict that depends on how fast the machine is."""
+"""How tests run here: under nobody's own settings, with the same examples every time, and with no verdict that depends
+on how fast the machine is."""
 
 import os
 
 from hypothesis import HealthCheck, Phase, settings
+
+for name in [name for name in os.environ if name.upper().startswith("KVFERRY_")]:
+    del os.environ[name]
 
 settings.register_profile(
     "kvferry", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

@@ -69,9 +69,7 @@ def config_router(context: AdminContext) -> APIRouter:
     @router.patch(
         "",
         summary="Change settings while running",
-        responses={
-            409: {"description": "It needs a restart, or pinned blocks lie where a smaller pool ends"}
-        },
+        responses={409: {"description": "It needs a restart, or pinned blocks lie where a smaller pool ends"}},
         dependencies=[WRITE_AHEAD],
     )
     def patch_config(

@@ -37,17 +37,13 @@ Run = Callable[..., Ran]
 
 
 def command_environment(**settings: str) -> dict[str, str]:
-    """This process's environment without its own settings, plus the given ones."""
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
-    kept |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
-    return kept | {f"KVFERRY_{name}": value for name, value in settings.items()}
+    """This process's environment, with the given settings."""
+    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+    return os.environ | plain | {f"KVFERRY_{name}": value for name, value in settings.items()}
 
 
 @pytest.fixture(autouse=True)
 def clean_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in list(os.environ):
-        if name.upper().startswith("KVFERRY_"):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -33,6 +33,12 @@ class Life:
     resizing_before: bool
 
 
+def _environment() -> dict[str, str]:
+    """Whoever runs this may have settings of their own, and a database."""
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
+    return kept | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+
+
 class Driver:
     """The lives in one folder. Raises `RuntimeError` when one ends by itself."""
 
@@ -44,7 +50,7 @@ class Driver:
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.kill.zygote", str(folder)],
             cwd=_ROOT,
-            env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

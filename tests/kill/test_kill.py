@@ -34,6 +34,16 @@ def run(*args: str) -> str:
     return done.stdout
 
 
+def test_lives_know_no_settings_but_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "theirs.db"
+    monkeypatch.setenv("KVFERRY_DATABASE_URL", f"sqlite:///{theirs}")
+    monkeypatch.setenv("KVFERRY_TIERS", "[]")
+    with Driver(tmp_path / "lives") as driver:
+        assert driver.live(SEED, 0.05).served
+    assert not theirs.exists()
+    assert (tmp_path / "lives" / "kvferry.db").exists()
+
+
 def test_a_hundred_kills() -> None:
     report = json.loads(run("tests.kill", str(ROUNDS), str(SEED)))
     assert report["wrong"] == 0

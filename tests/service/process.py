@@ -29,9 +29,8 @@ wait_until = partial(waiting.wait_until, deadline_s=WAIT_S)
 
 
 def environment(folder: Path, settings: dict[str, object]) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVFERRY_")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
-    return env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
+    return os.environ | env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pytest
 from app.api.context import EngineInfo
 from app.ferry import EngineSide, Ferry, PoolSide
 from app.settings import Settings
+from app.upkeep import Upkeep
 from app.wiring import NoDevice
 from core.groups import GroupLayout, GroupSpec
 from cuda_ops.extents import PoolPlan
@@ -111,6 +112,34 @@ def test_a_ferry_closes_all_that_it_opened(
     ferry.close()
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_tiers_and_history_end_though_what_is_beside_them_does_not(
+    tmp_path: Path,
+    pool: HostPool,
+    new_threads: NewThreads,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    stop, calls = Upkeep.close, []
+
+    def interrupted(upkeep: Upkeep) -> None:
+        calls.append(upkeep)
+        stop(upkeep)
+        raise error
+
+    monkeypatch.setattr(Upkeep, "close", interrupted)
+    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
+    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([good]))
+    ferry.start()
+    with pytest.raises(error):
+        ferry.close()
+    assert not open_below(tmp_path)
+    wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
+    ferry.stop()
+    ferry.close()
+    assert len(calls) == 1, "nobody waits for the same thread twice"
 
 
 def test_a_round_that_has_begun_as_all_stops_starts_nothing_again(

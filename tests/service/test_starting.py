@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,8 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.logs import start_logging
+from app.settings import Settings
 from app.starting import StartProgress
 from app.store import upgrade
+from app.wiring import Process
 from cuda_ops.backing import SHARED_MEMORY
 from cuda_ops.host_pool import HostPool
 from cuda_ops.pool_lock import lock_path
@@ -31,6 +35,27 @@ def start_reason(port: int) -> str:
         return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10).json()["reasons"])
     except httpx.TransportError:
         return ""
+
+
+class Noted(StartProgress):
+    """Remembers when the first thing was begun."""
+
+    first_s: float | None = None
+
+    def note(self, stage: str) -> None:
+        self.first_s = self.first_s or time.time()
+        super().note(stage)
+
+
+def test_a_service_is_up_from_before_its_model_was_loaded(tmp_path: Path) -> None:
+    settings = Settings(_env_file=None, state_dir=tmp_path, device_blocks=8, pool_bytes=1 << 20, device="cpu")
+    noted = Noted()
+    with start_logging(settings) as logs:
+        process = Process(settings, logs, noted)
+        context = process.context(lambda: False)
+        process.close()
+    assert noted.first_s is not None
+    assert context.started_s <= noted.first_s
 
 
 def refused(folder: Path, **settings: object) -> str:
