@@ -20,7 +20,7 @@ EARLY_CHANCE = 0.15
 def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
     """What there was and what came back, in all rounds together."""
     picks = random.Random(seed)
-    ready = recovered = known = hits = corrupt = deaths_at_start = deaths_in_resizes = 0
+    ready = unexplained = recovered = known = hits = corrupt = deaths_at_start = deaths_in_resizes = 0
     begun_s = time.monotonic()
     with Driver(folder) as driver:
         for _ in range(rounds):
@@ -35,6 +35,8 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
                 deaths_in_resizes += 1
             else:
                 ready += left
+                lost = left - min(life.recovered, left)
+                unexplained += lost - min(life.unsealed, lost)
                 recovered += min(life.recovered, left)
             known += life.known
             hits += life.hits
@@ -56,6 +58,7 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
         "ready_at_kill": ready,
         "recovered": recovered,
         "recovered_share": round(recovered / max(ready, 1), 4),
+        "unexplained_share": round(unexplained / max(ready, 1), 4),
         "with_row": known,
     }
 

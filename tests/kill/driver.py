@@ -18,8 +18,9 @@ _ROOT = Path(__file__).parents[2]
 class Life:
     """What one life found and did. `ready_before` is what was ready when the life before it ended.
 
-    `cut` slots lay behind the end of the pool that it began with. `resizing_before` is whether the life before it died
-    in the middle of a resize, which may have evicted more than was noted.
+    `cut` slots lay behind the end of the pool that it began with, and `unsealed` ones were not sealed by then.
+    `resizing_before` is whether the life before it died in the middle of a resize, which may have evicted more than was
+    noted.
     """
 
     ready_before: int
@@ -30,6 +31,7 @@ class Life:
     corrupt: int
     hits: int
     cut: int
+    unsealed: int
     resizing_before: bool
 
 
@@ -82,5 +84,6 @@ class Driver:
             note[Note.CORRUPT],
             note[Note.HITS],
             note[Note.CUT],
+            note[Note.UNSEALED],
             resizing_before,
         )

@@ -79,7 +79,8 @@ class Note(IntEnum):
     SLOTS = 11
     CUT = 12
     RESIZING = 13
-    ERAS = 14
+    UNSEALED = 14
+    ERAS = 15
 
 
 class Notes:
@@ -145,6 +146,7 @@ class Small:
         self.notes[Note.KNOWN] = started.known
         self.notes[Note.DROPPED] = sum(started.dropped.values())
         self.notes[Note.CUT] = started.dropped.get(DropReason.TRUNCATED.value, 0)
+        self.notes[Note.UNSEALED] = started.dropped.get(DropReason.UNSEALED.value, 0)
         self.notes[Note.CORRUPT] = 0
         self.notes[Note.HITS] = 0
         self._check_recovered()
