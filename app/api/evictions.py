@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
-from app.api.paging import DEFAULT_LIMIT, MAX_CURSOR_CHARS, MAX_LIMIT, Page, refused_cursor
+from app.api.paging import Page, PageQuery, refused_cursor
 from app.store import EvictionFilter, EvictionRecord
 from app.times import rfc3339, rfc3339_or_none
 from core.reasons import EvictionReason
@@ -79,14 +79,14 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_rfc3339)]
 
 
 class Window(BaseModel):
-    """A span of time; an unknown parameter is refused, since a filter that is misspelled would filter nothing."""
+    """A span of time. Unknown parameters are refused, as by `PageQuery`."""
 
     model_config = ConfigDict(extra="forbid")
     since: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; inclusive")
     until: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; exclusive")
 
 
-class EvictionQuery(Window):
+class EvictionQuery(Window, PageQuery):
     """What to list; all conditions given hold together."""
 
     reason: EvictionReason | None = None
@@ -94,8 +94,6 @@ class EvictionQuery(Window):
         default=None, min_length=1, max_length=512, description="the request that stored the block"
     )
     tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
-    limit: int = Field(default=DEFAULT_LIMIT, ge=1, le=MAX_LIMIT)
-    cursor: str | None = Field(default=None, max_length=MAX_CURSOR_CHARS)
 
 
 def _item(record: EvictionRecord) -> Eviction:

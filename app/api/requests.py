@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
-from app.api.paging import Cursor, Limit, Page, parse_position
+from app.api.paging import Page, PageQuery, parse_position
 from app.api.policy_models import PolicyView, view_fields
 from app.api.problems import Problem
 from app.api.raw_ids import RequestId
@@ -110,6 +110,12 @@ def _show_expected(context: AdminContext, override: Override, now_s: float) -> d
     }
 
 
+class RequestQuery(PageQuery):
+    """Which requests to list."""
+
+    state: RequestPhase | None = Field(default=None, description="only those in this state")
+
+
 def requests_router(context: AdminContext) -> APIRouter:
     """`/admin/v1/requests`."""
     router = APIRouter(prefix="/requests", tags=["requests"])
@@ -117,18 +123,16 @@ def requests_router(context: AdminContext) -> APIRouter:
 
     @router.get("", summary="Live and recent requests, the latest first", response_model=Page[RequestModel])
     def list_requests(
-        limit: Limit = 100,
-        cursor: Cursor = None,
-        state: Annotated[RequestPhase | None, Query(description="only those in this state")] = None,
+        query: Annotated[RequestQuery, Query()],
     ) -> dict[str, Any]:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()
-        after = parse_position(cursor)
+        after = parse_position(query.cursor)
         items: list[dict[str, Any]] = []
         more = True
-        while more and len(items) < limit:
-            views = scheduler.requests.page(after, limit - len(items), now_s)
-            wanted = [view for view in views if state is None or view.phase == state]
+        while more and len(items) < query.limit:
+            views = scheduler.requests.page(after, query.limit - len(items), now_s)
+            wanted = [view for view in views if query.state is None or view.phase == query.state]
             items += [_show(view, find_override(context, view.request_id, view, now_s)) for view in wanted]
             more = bool(views)
             after = views[-1].sequence if views else after

@@ -51,7 +51,7 @@ def replay(
     A hash id of the trace stands for the same tokens wherever it occurs, so that the trace's shared prefixes are kept.
     """
     from app.client import KVFerryClient
-    from app.replay import BadTrace, Mapping, Options, make_report, map_request, read_trace
+    from app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
 
     try:
         recorded = read_trace(trace, requests)
@@ -72,7 +72,7 @@ def replay(
     if as_json:
         print_json(report.as_json())
     else:
-        _print_report(report)
+        _print_report(report, f"{tokens_per_hash} for {TRACE_BLOCK_TOKENS} of the trace")
     for message, times in report.errors.items():
         complain(f"{count(times)} x {message}")
     return ExitCode.REFUSED if report.failed else ExitCode.OK
@@ -121,7 +121,7 @@ def _settled(admin: KVFerryClient) -> dict[str, Any]:
         time.sleep(SETTLE_POLL_S)
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: Report, scale: str) -> None:
     table = new_table("", "", "", right=("",))
     table.show_header = False
 
@@ -132,7 +132,7 @@ def _print_report(report: Report) -> None:
     row("  failed", count(report.failed))
     if report.truncated:
         row("  truncated", count(report.truncated), "to fit the context")
-    row("prompt tokens", count(report.prompt_tokens))
+    row("prompt tokens", count(report.prompt_tokens), scale)
     row("output tokens", count(report.output_tokens), f"{report.tokens_per_s:,.0f} tokens/s in all")
     if report.cache is not None:
         cache, whole = report.cache, report.cache.prompt_tokens

@@ -3,9 +3,10 @@
 from app.replay.mapping import MappedRequest, Mapping, map_request
 from app.replay.report import Report, make_report
 from app.replay.runner import Options, Outcome, run_replay
-from app.replay.trace import BadTrace, TraceRequest, read_trace
+from app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, TraceRequest, read_trace
 
 __all__ = [
+    "TRACE_BLOCK_TOKENS",
     "BadTrace",
     "MappedRequest",
     "Mapping",

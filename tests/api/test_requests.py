@@ -95,6 +95,13 @@ def test_a_state_that_no_listed_request_has_is_refused(api: httpx.Client, state:
     assert [error["field"] for error in answer.json()["errors"]] == ["state"]
 
 
+@pytest.mark.parametrize("url", [LIST, "/admin/v1/evictions"])
+def test_a_filter_that_there_is_not_is_refused(api: httpx.Client, url: str) -> None:
+    answer = api.get(url, params={"State": "running"})
+    assert answer.status_code == 422
+    assert [error["field"] for error in answer.json()["errors"]] == ["State"]
+
+
 def test_requests_are_listed_by_state(fresh: Service) -> None:
     fresh.engine.run(LoopRequest("done", 32))
     with fresh.client() as client:

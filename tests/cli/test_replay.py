@@ -69,7 +69,16 @@ def test_where_the_tokens_came_from(run: Run, peer: EnginePeer, engine: Running,
 def test_the_table_for_people(run: Run, engine: Running, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1]), line(512, [1])), "--url", engine.url, "--concurrency", "1")
     assert done.code == 0, done.err
-    for words in ("requests", "from host", "50.0%", "recomputed", "first token p99", "stored", "loaded"):
+    for words in (
+        "requests",
+        "16 for 512 of the trace",
+        "from host",
+        "50.0%",
+        "recomputed",
+        "first token p99",
+        "stored",
+        "loaded",
+    ):
         assert words in done.out
 
 
