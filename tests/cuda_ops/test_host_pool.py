@@ -22,7 +22,7 @@ from cuda_ops.backing import SHARED_MEMORY, SharedFile
 from cuda_ops.host_pool import HostPool
 from cuda_ops.limits import NotEnoughMemory
 from cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
-from tests.cuda_ops.resident import resident_bytes
+from tests.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
 

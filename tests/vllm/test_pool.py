@@ -24,7 +24,7 @@ from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_ha
 from app.engines.vllm.layout import read_layout
 from app.engines.vllm.refusal import ConnectorRefused
 from cuda_ops.backing import SHARED_MEMORY
-from tests.cuda_ops.resident import resident_bytes
+from tests.resident import resident_bytes
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 

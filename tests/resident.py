@@ -1,11 +1,16 @@
-"""How much of a pool's memory is there already, as the kernel tells it."""
+"""How much memory is there already, as the kernel tells it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+
+_PAGE_BYTES = 4096
+_IN_MEMORY = np.uint64(0b11 << 62)
+"""Of an entry in pagemap: it is there, or swapped out."""
 
 
 class HasSlots(Protocol):
@@ -23,3 +28,13 @@ def resident_bytes(pool: HasSlots, slot: int) -> int:
         elif inside and head == "Rss:":
             return int(line.split()[1]) << 10
     raise LookupError("no such mapping")
+
+
+def resident_share(array: NDArray[Any]) -> float:
+    """How much of the whole pages of an array is in memory, from 0 to 1."""
+    start = -(-array.ctypes.data // _PAGE_BYTES)
+    end = (array.ctypes.data + array.nbytes) // _PAGE_BYTES
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * start)
+        entries = np.frombuffer(pagemap.read(8 * (end - start)), dtype=np.uint64)
+    return float(np.count_nonzero(entries & _IN_MEMORY) / (end - start))
