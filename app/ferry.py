@@ -28,7 +28,7 @@ from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
 from app.upkeep import Upkeep, history_limits
-from app.warm_start import BootVerification, WarmStart, begin_warm
+from app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
 from core.engine import DeviceView
 from core.events import EventSink
 from core.groups import GroupLayout
@@ -56,10 +56,6 @@ def _nothing() -> None:
 
 def _no_reasons() -> list[str]:
     return []
-
-
-def _nobody_is_told(stage: str) -> None:
-    """Nobody asks how far the start is."""
 
 
 def _as_it_is(sink: EventSink) -> EventSink:
@@ -112,7 +108,7 @@ class Ferry:
         pool: PoolSide,
         set_log_level: Callable[[LogLevel], None],
         stopping: threading.Event,
-        note: Callable[[str], object] = _nobody_is_told,
+        note: Callable[[str], object] = nobody_is_told,
     ) -> None:
         """Open the store and the tiers, and make core. Raises `ValueError` and `StoreError`; nothing is left open then.
 

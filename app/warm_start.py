@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 _NOBODY = Origin("")
 
 
-def _nothing(stage: str) -> None:
-    """Nobody asks."""
+def nobody_is_told(stage: str) -> None:
+    """Nobody asks how far a start is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def begin_warm(
     store: Store,
     manager: OffloadManager,
     stopping: threading.Event,
-    note: Callable[[str], object] = _nothing,
+    note: Callable[[str], object],
 ) -> tuple[WarmStart, BootVerification]:
     """A warm start as an engine begins; after another boot, what came back is verified beside it, until `stopping`.
 
@@ -141,7 +141,7 @@ def begin_warm(
 
 
 def warm_start(
-    file: KeptFile, store: Store, manager: OffloadManager, note: Callable[[str], object] = _nothing
+    file: KeptFile, store: Store, manager: OffloadManager, note: Callable[[str], object] = nobody_is_told
 ) -> WarmStart:
     """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied.
 

@@ -15,6 +15,7 @@ import math
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from fastapi import Depends, Request
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.auth import TokenName
 from app.api.offthread import StoreThreads
 from app.api.problems import Problem
+from app.settings import Settings
 from app.store import AuditEntry, Store, StoreUnavailable
 from app.tenants import is_digest_glob
 
@@ -35,7 +37,7 @@ MAX_UNKNOWN_PER_MINUTE = 120
 MASK = "***"
 
 _SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
-_SECRETS = ("admin_token", "read_token", "cache_salt", "database_url")
+_SECRETS = (*Settings.names().secrets, "cache_salt")
 _LONGEST_NAME = 100
 _LIKENESS = 0.75
 """What is misspelled is as secret: so alike to a secret's name, by difflib's ratio."""
@@ -80,7 +82,9 @@ def describe_body(body: bytes) -> dict[str, Any] | None:
     return {_text(name): _plain(name, value, depth=1) for name, value in parsed.items()}
 
 
+@lru_cache(maxsize=256)
 def _is_secret(name: str) -> bool:
+    # A list's name is looked at with each of its items.
     return _SECRET.search(name) is not None or bool(
         difflib.get_close_matches(name.lower()[:_LONGEST_NAME], _SECRETS, n=1, cutoff=_LIKENESS)
     )

@@ -20,20 +20,17 @@ MAX_CURSOR_CHARS = 8192
 _MAX_POSITION = 2**63 - 1
 _POSITION = re.compile(r"[0-9]{1,19}", re.ASCII)
 
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="how many items at most")]
+Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR_CHARS, description="`next_cursor` of the page before")]
+
 
 class PageQuery(BaseModel):
     """Which page of a list that can be filtered. An unknown parameter is refused, since a filter that is misspelled
     would filter nothing."""
 
     model_config = ConfigDict(extra="forbid")
-    limit: int = Field(default=DEFAULT_LIMIT, ge=1, le=MAX_LIMIT, description="how many items at most")
-    cursor: str | None = Field(
-        default=None, max_length=MAX_CURSOR_CHARS, description="`next_cursor` of the page before"
-    )
-
-
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="how many items at most")]
-Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR_CHARS, description="`next_cursor` of the page before")]
+    limit: Limit = DEFAULT_LIMIT
+    cursor: Cursor = None
 
 
 class Page(BaseModel, Generic[T]):

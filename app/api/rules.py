@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Path, Response
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
-from app.api.paging import Cursor, Limit, Page, refused_cursor
+from app.api.paging import DEFAULT_LIMIT, Cursor, Limit, Page, refused_cursor
 from app.api.problems import Problem, invalid_field, too_many
 from app.api.rule_models import PutRuleBody, RuleView
 from app.policies.kept import RuleExistsError, TooManyError
@@ -33,7 +33,7 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     scheduler, policies = context.scheduler, context.policies
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
-    def list_rules(limit: Limit = 100, cursor: Cursor = None) -> Page[RuleView]:
+    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RuleView]:
         """The first rule that matches a request is the only one that counts for it."""
         rules = scheduler.policies.rules()
         start = 0

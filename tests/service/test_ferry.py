@@ -42,6 +42,10 @@ class LateRound(threading.Event):
         return False
 
 
+def file_tier(folder: Path) -> dict[str, str]:
+    return {"type": "fs", "name": folder.name, "path": str(folder), "max_bytes": "1MiB"}
+
+
 def make_ferry(folder: Path, pool: HostPool, stopping: threading.Event, **settings: object) -> Ferry:
     engine = EngineSide(
         name="test",
@@ -88,9 +92,8 @@ def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(
     tmp_path: Path, pool: HostPool, new_threads: NewThreads
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
-    tiers = json.dumps([good, {**good, "name": "bad", "path": str(tmp_path / "file")}])
-    with pytest.raises(ValueError, match="bad"):
+    tiers = json.dumps([file_tier(tmp_path / "good"), file_tier(tmp_path / "file")])
+    with pytest.raises(ValueError, match="tier file"):
         make_ferry(tmp_path, pool, threading.Event(), tiers=tiers)
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
@@ -100,8 +103,7 @@ def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(
 def test_a_ferry_closes_all_that_it_opened(
     tmp_path: Path, pool: HostPool, new_threads: NewThreads, started: bool
 ) -> None:
-    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
-    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([good]))
+    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
     if started:
         ferry.start()
         assert ferry.readiness() == []
@@ -130,8 +132,7 @@ def test_tiers_and_history_end_though_what_is_beside_them_does_not(
         raise error
 
     monkeypatch.setattr(Upkeep, "close", interrupted)
-    good = {"type": "fs", "name": "good", "path": str(tmp_path / "good"), "max_bytes": "1MiB"}
-    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([good]))
+    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
     ferry.start()
     with pytest.raises(error):
         ferry.close()
