@@ -1,4 +1,4 @@
-# make serve | test | test-vllm | soak | kill-test | mutants | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-vllm | soak | kill-test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -15,7 +15,7 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-.PHONY: help serve test test-vllm soak kill-test mutants lint format clean
+.PHONY: help serve test test-vllm soak kill-test lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -28,10 +28,6 @@ test: $(STAMP)
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.sim $(SEED) $(STEPS)
-
-# Breaks every rule of offloading, one at a time, and sees that the tests go red. NAMES='a pin' for some of them.
-mutants: $(STAMP)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.mutants $(if $(NAMES),"$(NAMES)")
 
 # A process with a kept pool, killed so many times in a row; every byte that comes back is checked.
 kill-test: $(STAMP)
