@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from core.engine import DeviceView
 from core.grants import Pin
 from core.groups import Group
 from core.hits import PrefixHit
 from core.keys import Key
 from core.requests import GroupProgress, RequestState
-from core.transfers import Direction, Slots, TransferJob, TransferResult
+from core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class OpenJob:
 
     A store has `parts`; a load has a `pin`, what it reads (`hit`), and its `request`, which is None once the request
     went away or was preempted. `corrupt` slots failed verification, and `only_corrupt` says that nothing else failed.
+    `is_sent` once the job was part of a plan that the engine received.
     """
 
     job: TransferJob
@@ -60,6 +62,7 @@ class OpenJob:
     only_corrupt: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
+    is_sent: bool = False
 
     @property
     def is_store(self) -> bool:
@@ -73,6 +76,7 @@ class JobTable:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._open: dict[int, OpenJob] = {}
+        self._ended: list[OpenJob] = []
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -90,11 +94,23 @@ class JobTable:
         """Remember a job until it ends."""
         self._open[job.job.job_id] = job
 
-    def report(self, result: TransferResult) -> OpenJob | None:
-        """Take one worker's report; the job, if this was the last it waited for."""
+    def note_sent(self, plan: StepPlan) -> None:
+        """Mark the jobs of a plan that is about to be returned to the engine."""
+        for job in (*plan.loads, *plan.stores):
+            self._open[job.job_id].is_sent = True
+
+    def drop_unsent(self) -> list[OpenJob]:
+        """Remove and return the jobs that no worker touches: those that were never sent, or have ended."""
+        dropped = [*self._ended, *(job for job in self._open.values() if not job.is_sent)]
+        self._ended = []
+        self._open = {number: job for number, job in self._open.items() if job.is_sent}
+        return dropped
+
+    def report(self, result: TransferResult) -> None:
+        """Take one worker's report. A job that has all of its reports is queued for `take_ended`."""
         job = self._open.get(result.job_id)
         if job is None or result.worker in job.reported or not 0 <= result.worker < self._num_workers:
-            return None
+            return
         job.reported.add(result.worker)
         job.num_bytes += result.num_bytes
         job.seconds = max(job.seconds, result.seconds)
@@ -102,10 +118,51 @@ class JobTable:
             job.errors.append(result.error)
             job.corrupt.update(result.corrupt)
             job.only_corrupt &= bool(result.corrupt)
-        if len(job.reported) < self._num_workers:
-            return None
-        return self._open.pop(result.job_id)
+        if len(job.reported) == self._num_workers:
+            self._ended.append(self._open.pop(result.job_id))
+
+    def take_ended(self) -> Iterator[OpenJob]:
+        """The jobs that have ended, in order. One stays queued until the caller asks for the next."""
+        while self._ended:
+            yield self._ended[0]
+            del self._ended[0]
 
     def count_open(self, job_ids: Iterable[int]) -> int:
         """How many of these jobs have not ended."""
         return sum(job_id in self._open for job_id in job_ids)
+
+
+class DeviceHolds:
+    """Holds on device blocks by the part or job that they are for, so that an exception cannot leave one behind."""
+
+    def __init__(self, device: DeviceView) -> None:
+        self._device = device
+        self._by_owner: dict[int, tuple[object, list[int]]] = {}
+        self._orphans: list[list[int]] = []
+
+    def hold(self, owner: object, block_ids: list[int]) -> None:
+        """Hold device blocks for an owner that holds none yet. Thread: engine."""
+        self._device.hold(block_ids)
+        self._by_owner[id(owner)] = owner, block_ids
+
+    def release(self, owner: object, *, reuse_first: bool = False) -> None:
+        """Release all that an owner holds, if anything. Thread: engine."""
+        held = self._by_owner.get(id(owner))
+        if held is not None:
+            self._device.release(held[1], reuse_first=reuse_first)
+            del self._by_owner[id(owner)]
+
+    def keep(self, owners: Iterable[object]) -> None:
+        """Queue the blocks of all other owners for `release_orphans`. Any thread."""
+        kept = {id(owner) for owner in owners}
+        self._orphans += [block_ids for owner, (_, block_ids) in self._by_owner.items() if owner not in kept]
+        self._by_owner = {owner: held for owner, held in self._by_owner.items() if owner in kept}
+
+    def has_orphans(self) -> bool:
+        """Whether blocks wait for `release_orphans`."""
+        return bool(self._orphans)
+
+    def release_orphans(self) -> None:
+        """Release the queued blocks; each batch is tried once. Thread: engine."""
+        while self._orphans:
+            self._device.release(self._orphans.pop())

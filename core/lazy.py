@@ -134,6 +134,12 @@ class LazySide:
         self._cursor = None
         self._ahead = 0
 
+    def abandon(self) -> None:
+        """Forget what device blocks hold: none of them is offered any more for what it holds now."""
+        self._verdicts.clear()
+        self._refused_at = None
+        self.look_again()
+
     def _offer(self, walked: Sequence[int], now_s: float) -> bool:
         """Offer what these free blocks hold, as far as it is not in the pool; False where the pool had no room."""
         standing = self._standing(walked)

@@ -36,6 +36,10 @@ class Leaders:
                 del self._by_mark[mark]
         state.leads = ()
 
+    def clear(self) -> None:
+        """Forget all leaders."""
+        self._by_mark.clear()
+
     def follows(self, state: RequestState, first_token: int) -> bool:
         """Whether another request is bringing what this one needs next, and waiting for it still pays.
 

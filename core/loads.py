@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from core.engine import DeviceView
 from core.grants import Pin
 from core.groups import GroupKind, GroupLayout
 from core.hits import PrefixHit
-from core.jobs import JobTable, OpenJob
+from core.jobs import DeviceHolds, JobTable, OpenJob
 from core.leaders import Leaders
 from core.manager import OffloadManager
 from core.misses import MissCause, Misses
@@ -54,7 +54,7 @@ class LoadSide:
     def __init__(
         self,
         manager: OffloadManager,
-        device: DeviceView,
+        holds: DeviceHolds,
         jobs: JobTable,
         layout: GroupLayout,
         null_block: int,
@@ -67,21 +67,22 @@ class LoadSide:
         self.counts = LoadCounts()
         self.num_waiting = 0
         self._manager = manager
-        self._device = device
+        self._holds = holds
         self._jobs = jobs
         self._layout = layout
         self._null_block = null_block
         self._choice = choice
         self._pending: list[TransferJob] = []
         self._lost: list[tuple[RequestState, LoadOutcome]] = []
+        self._outcomes: list[LoadOutcome] = []
         self._num_pinned = 0
         self._bytes_in_flight = 0
         self._finder = finder
         self._leaders = leaders
 
-    def has_lost(self) -> bool:
-        """Whether outcomes wait to be told of loads that could not even begin."""
-        return bool(self._lost)
+    def has_outcomes(self) -> bool:
+        """Whether outcomes wait to be returned to the engine."""
+        return bool(self._lost or self._outcomes)
 
     def match(self, state: RequestState, num_computed_tokens: int) -> MatchResult:
         """Find, pin and decide; see `OffloadScheduler.match`."""
@@ -149,23 +150,25 @@ class LoadSide:
         jobs, self._pending = self._pending, []
         return jobs
 
-    def take_lost(self) -> list[LoadOutcome]:
-        """Outcomes of loads that could not begin, for requests that still wait for them."""
+    def end_lost(self) -> None:
+        """End the loads that could not begin, of requests that still wait for them."""
         lost, self._lost = self._lost, []
-        outcomes: list[LoadOutcome] = []
         for state, outcome in lost:
             if state.lost_load is outcome:
                 self._stop_waiting(state)
-                outcomes.append(outcome)
+                self._outcomes.append(outcome)
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """The outcomes of all loads that ended since the last call, for requests that waited for them."""
+        outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def end(self, ended: OpenJob, now_s: float) -> list[LoadOutcome]:
-        """Let go of what a load touched; its outcome, if its request still waits for it."""
+    def end(self, ended: OpenJob, now_s: float) -> None:
+        """Let go of what a load touched, and queue its outcome if its request still waits for it."""
         job, hit, state = ended.job, ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
         intact = self._manager.pins.end_load(pin)
-        for run in job.runs:
-            self._device.release(run.block_ids.tolist())
+        self._holds.release(ended)
         self.counts.in_flight -= job.num_blocks
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
@@ -179,31 +182,62 @@ class LoadSide:
         else:
             self.counts.failed += job.num_blocks
         if hit is None:
-            return []
+            return
         self._bytes_in_flight -= hit.num_bytes
         if state is None:
-            return []
+            return
         self._stop_waiting(state)
         state.load_failed |= not ok
         if ok:
             state.loaded_tokens = hit.num_tokens
             state.num_computed_tokens = hit.end_token
-        return [LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens)]
+        self._outcomes.append(LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens))
 
     def detach(self, state: RequestState) -> None:
         """Let go of the pin and of the load of a request that goes away or starts again."""
-        self._set_hit(state, None)
         state.matched_tokens = None
         state.load_wanted = None
         state.waits_until_s = state.follow_until_s = None
         state.look = None
         self._leaders.stop(state)
-        if state.phase is not RequestPhase.LOADING:
-            return
-        for job in self._jobs:
-            if job.request is state:
-                job.request = None
-        self._stop_waiting(state)
+        if state.phase is RequestPhase.LOADING:
+            for job in self._jobs:
+                if job.request is state:
+                    job.request = None
+            self._stop_waiting(state)
+        self._set_hit(state, None)
+
+    def abandon(self, dropped: Sequence[OpenJob], states: Iterable[RequestState]) -> None:
+        """Let go of every hit, and fail the loads of live requests that are in no open job.
+
+        `dropped` are jobs that were removed and touch nothing.
+        """
+        self._pending = []
+        self._lost = []
+        self._leaders.clear()
+        self._num_pinned = self.num_waiting = 0
+        loads = [job for job in self._jobs if not job.is_store]
+        self.counts.in_flight = sum(job.job.num_blocks for job in loads)
+        self._bytes_in_flight = sum(job.hit.num_bytes for job in loads if job.hit is not None)
+        for job in dropped:
+            state, hit = job.request, job.hit
+            if not job.is_store:
+                self.counts.failed += job.job.num_blocks
+            if state is not None and hit is not None:
+                state.lost_load = LoadOutcome(state.request.request_id, False, hit.first_token, hit.num_tokens)
+        loading = {id(job.request) for job in loads}
+        for state in states:
+            state.hit = state.pin = state.look = state.load_wanted = None
+            state.leads = ()
+            if state.phase is not RequestPhase.LOADING:
+                continue
+            self.num_waiting += 1
+            if id(state) in loading:
+                continue
+            state.load_failed = True
+            if state.lost_load is None:
+                state.lost_load = LoadOutcome(state.request.request_id, False, state.device_tokens, 0)
+            self._lost.append((state, state.lost_load))
 
     def _note_misses(self, state: RequestState, end_token: int, in_pool: MissCause = MissCause.GAP) -> None:
         """Find out why what is behind a request's hit cannot be loaded; `in_pool` is why what is there.
@@ -231,8 +265,8 @@ class LoadSide:
             state.misses.extend([MissCause.UNEXAMINED], end_token, whole - end_token)
 
     def _begin(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
-        first = state.device_tokens
         state.phase = RequestPhase.LOADING
+        state.lost_load = LoadOutcome(state.request.request_id, False, state.device_tokens, num_tokens)
         self.num_waiting += 1
         whole = num_tokens % self._layout.alignment_tokens == 0
         wanted = hit.shorten(num_tokens) if hit is not None and num_tokens <= hit.num_tokens and whole else None
@@ -248,7 +282,6 @@ class LoadSide:
         self._manager.pins.release(pin)
         self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
         state.load_failed = True
-        state.lost_load = LoadOutcome(state.request.request_id, False, first, num_tokens)
         self._lost.append((state, state.lost_load))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
@@ -260,10 +293,11 @@ class LoadSide:
             state.request.request_id,
             verify=verify if len(verify) else None,
         )
-        self._jobs.open(OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit))
+        opened = OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit)
+        self._holds.hold(opened, [block_id for run in runs for block_id in run.block_ids.tolist()])
+        self._jobs.open(opened)
         self._pending.append(job)
-        for run in runs:
-            self._device.hold(run.block_ids.tolist())
+        state.lost_load = None
         self._leaders.lead(state, hit.first_token, hit.end_token)
         self.counts.in_flight += job.num_blocks
         self._bytes_in_flight += hit.num_bytes

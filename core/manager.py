@@ -8,7 +8,8 @@ requests, jobs and policies of requests are the scheduler's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from core.admission import Admission
 from core.arrays import counting
 from core.events import EventSink, NullSink, ResetEvent, StoreBatch
 from core.eviction import EVICTION_POLICIES
-from core.grants import Offer
+from core.grants import Offer, Pin
 from core.inventory import Inventory
 from core.kept import PoolRecord
 from core.keys import Key
@@ -257,18 +258,26 @@ class OffloadManager:
         knows, comes back when that ends.
         """
         with self.lock:
-            dropped = self.table.num_ready
-            self.pins.begin_epoch(filled)
+            dropped = self._forget_all(filled)
             if self._record is not None:
                 self._record.void_before(self.table.epoch)
-            self.index.clear()
-            self.room.policy.clear()
-            self.missing.begin_epoch()
-            self.operator_pins.begin_epoch()
-            self.room.version += 1
-            self.leaving.count(EvictionReason.RESET, dropped)
             self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
             return dropped
+
+    def start_over(self, filled: Slots, loads: Iterable[Pin], now_s: float) -> None:
+        """Forget everything after an exception that may have left the pool half-changed.
+
+        As `reset`, but only the pins in `loads` count as loads under way, and a record or sink that raises is ignored:
+        blocks of an older epoch that a restart finds still have the bytes of their keys.
+        """
+        with self.lock:
+            self.pins.keep_loads(loads)
+            dropped = self._forget_all(filled)
+            with suppress(Exception):
+                if self._record is not None:
+                    self._record.void_before(self.table.epoch)
+            with suppress(Exception):
+                self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
 
     def switch_policy(self, name: str) -> bool:
         """Exchange the eviction policy and keep the contents and their order; True while it has to be called again.
@@ -284,6 +293,17 @@ class OffloadManager:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _forget_all(self, filled: Slots) -> int:
+        """Begin a new epoch in which only slots under a transfer are not free; the number of blocks dropped."""
+        dropped = self.table.num_ready
+        self.pins.begin_epoch(filled)
+        self.index.clear()
+        self.room.start_over()
+        self.missing.begin_epoch()
+        self.operator_pins.begin_epoch()
+        self.leaving.count(EvictionReason.RESET, dropped)
+        return dropped
 
     def _let_leave(self, victims: Slots, now_s: float) -> Slots:
         """Those of the slots that were taken for new blocks that stay in the pool; the others go for good."""

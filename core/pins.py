@@ -6,6 +6,7 @@ is free when the last pin on it ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import RLock
 
 import numpy as np
@@ -57,8 +58,7 @@ class Pins:
         Those are free once their last load ends.
         """
         with self._lock:
-            del self._loading[id(pin)]
-            return self._end(pin)
+            return self._loading.pop(id(pin), None) is not None and self._end(pin)
 
     def begin_reading(self, pin: Pin) -> None:
         """Something that is no load reads the slots of a pin from now on: a reset holds them until `end_reading`."""
@@ -68,8 +68,13 @@ class Pins:
     def end_reading(self, pin: Pin) -> None:
         """Undo `begin_reading`, which was given this very object, and the pin."""
         with self._lock:
-            del self._reading[id(pin)]
-            self._end(pin)
+            if self._reading.pop(id(pin), None) is not None:
+                self._end(pin)
+
+    def keep_loads(self, pins: Iterable[Pin]) -> None:
+        """Treat exactly these pins as those of loads under way, whatever was noted before."""
+        with self._lock:
+            self._loading = {id(pin): pin for pin in pins}
 
     def loading_slots(self) -> Slots:
         """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
@@ -101,8 +106,6 @@ class Pins:
         with self._lock:
             read = [pin.slots for pin in (*self._loading.values(), *self._reading.values())]
             held = np.unique(np.concatenate((filled, *read)))
-            # These waited for pins, which are void now; those under a transfer are among the held.
-            self._table.states[list(self._lingering)] = SlotState.FREE
             self._lingering.clear()
             self._table.begin_epoch(held)
             for slots in read:

@@ -26,6 +26,7 @@ class Prefills:
         self._choice = choice
         self._planned: list[RequestState] = []
         self._last_step: tuple[float, int] | None = None
+        self._skips_step = False
 
     def plan(self, state: RequestState) -> None:
         """The step that is being planned comes to the end of a request's prompt."""
@@ -34,7 +35,8 @@ class Prefills:
 
     def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
         """A step of so many tokens begins; it says how fast prefill is if it is mostly that."""
-        if num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
+        skips, self._skips_step = self._skips_step, False
+        if not skips and num_prefill_tokens >= max(_MEASURED_TOKENS, num_tokens // 2):
             self._last_step = (now_s, num_tokens)
 
     def end_step(self, now_s: float) -> None:
@@ -50,6 +52,11 @@ class Prefills:
     def fail_step(self) -> None:
         """What the last step was to do is not done."""
         self._last_step = None
+
+    def abandon(self) -> None:
+        """Measure neither the last step nor the next, which counts as new all tokens that requests have by then."""
+        self._last_step = None
+        self._skips_step = True
 
     def count(self, state: RequestState) -> None:
         """Say once where a request's prompt came from, if all of it is there."""

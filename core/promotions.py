@@ -124,6 +124,13 @@ class PromotionSide:
         for promotion in self.open:
             promotion.dropped.add(key)
 
+    def abandon(self) -> None:
+        """Forget promotions that no tier works on, and publish nothing of the others."""
+        worked_on = {id(job.slots) for link in self._links for job in link.open_jobs}
+        self.open = [promotion for promotion in self.open if id(promotion.slots) in worked_on]
+        self.forget_looks()
+        self.disown(None, None)
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _links_of(self, state: RequestState) -> list[TierLink]:
@@ -306,6 +313,7 @@ class PromotionSide:
         keys = [key for _, key, _, _ in blocks]
         sizes = np.array([group.slot_bytes for group, _, _, _ in blocks], dtype=np.int64)
         num_bytes = int(sizes.sum())
+        self._manager.begin_filling(slots)
         promotion = OpenPromotion(link, self._manager.epoch, slots, keys)
         self.open.append(promotion)
         look.waits_for[link] += 1
@@ -327,7 +335,6 @@ class PromotionSide:
                     first, last = number * group.slot_tokens // step, ((number + 1) * group.slot_tokens - 1) // step
                     state.promoted.update(dict.fromkeys(range(first, last + 1), link.name))
 
-        self._manager.begin_filling(slots)
         session = state.session
         number = self._new_number()
         request_id = state.request.request_id if session is None else session.request_id

@@ -135,6 +135,14 @@ class RequestState:
             self.policy = policies.settle(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
             self.policy_version = policies.version
 
+    def forget_progress(self) -> None:
+        """Forget which blocks the device holds and how far they are computed, until the engine reports it again."""
+        self.block_ids = ()
+        self.num_computed_tokens = 0
+        self.misses = None
+        for progress in self.groups:
+            progress.refused_at = None
+
     def split_storable(self, group: Group, first: int, end: int) -> tuple[int, list[tuple[SkipReason, int]]]:
         """Of full slots `first` to `end`, where the storable ones end, and how many of the rest are kept back why."""
         policy = self.policy.policy
@@ -247,6 +255,10 @@ class RequestTable:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._live.values())
 
+    def all_known(self) -> list[RequestState]:
+        """The live requests and the recent ones."""
+        return [*self._live.values(), *self._recent.values()]
+
     def next_sequence(self) -> int:
         """The number of the next announcement."""
         self._next_sequence += 1
@@ -270,7 +282,7 @@ class RequestTable:
 
     def page(self, after: int | None, limit: int) -> list[RequestState]:
         """Up to `limit` requests, the latest announced first, from behind sequence `after` on."""
-        states = [*self._live.values(), *self._recent.values()]
+        states = self.all_known()
         if after is not None:
             states = [state for state in states if state.sequence < after]
         states.sort(key=lambda state: -state.sequence)

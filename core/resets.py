@@ -69,7 +69,7 @@ class Resets:
             epoch = self.count
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
-                dropped = manager.reset(self._filled_slots(), now_s)
+                dropped = manager.reset(self.filled_slots(), now_s)
                 self._stores.disown_all()
                 self._lazy.look_again()
             elif of_pool and match is not None:
@@ -101,8 +101,8 @@ class Resets:
             self._tiers.drop(key)
             return self._manager.leaving.drop_key(key, now_s)
 
-    def _filled_slots(self) -> Slots:
-        """The slots that transfers open or decided write to, each once."""
+    def filled_slots(self) -> Slots:
+        """The slots that transfers open or decided write to, each once. Requires: manager lock held."""
         filled = [job.slots for job in self._jobs if job.is_store] + self._stores.touched_slots()
         filled += self._tiers.promotions.touched_slots()
         return np.concatenate(filled) if filled else NO_SLOTS

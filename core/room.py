@@ -70,6 +70,20 @@ class Room:
         self._table.grow(end_slot)
         self.version += 1
 
+    def start_over(self) -> None:
+        """Forget every candidate. A policy that fails to do so is replaced by a new one of the default policy."""
+        self.version += 1
+        try:
+            self.policy.clear()
+            if not len(self.policy):
+                return
+        except Exception:  # noqa: BLE001 - a broken policy is what the replacement is for
+            pass
+        self._known = {name: policy for name, policy in self._known.items() if policy is not self.policy}
+        self._known.pop(LruPolicy.name, None)
+        self._prepared.pop(LruPolicy.name, None)
+        self.policy = self._start(LruPolicy.name, Segment(self._table, 0), Segment(self._table, 1))
+
     def prepare(self, name: str) -> None:
         """Allocate what a policy takes that was never used. Called without the lock, by one thread."""
         if name not in self._known and name not in self._prepared:

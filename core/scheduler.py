@@ -14,7 +14,7 @@ from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, St
 from core.events import RequestEnd
 from core.groups import GroupLayout
 from core.histograms import by_direction
-from core.jobs import JobTable
+from core.jobs import DeviceHolds, JobTable
 from core.lazy import LazySide
 from core.leaders import Leaders
 from core.loads import Hit, Later, LoadSide, MatchResult, Miss
@@ -87,11 +87,12 @@ class OffloadScheduler:
         self._requests = RequestTable(num_recent_requests)
         self.requests = RequestViews(self._requests, policies, manager.lock)
         self._jobs = JobTable(num_workers)
-        self._stores = StoreSide(manager, device, self._jobs, layout, null_block)
+        self._holds = DeviceHolds(device)
+        self._stores = StoreSide(manager, self._holds, self._jobs, layout, null_block)
         self._lazy = LazySide(manager, device, self._stores, layout, null_block, watermark_blocks)
         finder, patience = PrefixFinder(manager, layout), Patience(self.choice)
         leaders = Leaders(layout, finder, patience)
-        self._loads = LoadSide(manager, device, self._jobs, layout, null_block, self.choice, finder, leaders)
+        self._loads = LoadSide(manager, self._holds, self._jobs, layout, null_block, self.choice, finder, leaders)
         self.tiers = TierSide(manager, layout, tiers or {}, self._jobs.new_id, finder, leaders, patience, self.choice)
         if tiers:
             self._stores.cascades = self.tiers.cascades
@@ -183,6 +184,7 @@ class OffloadScheduler:
         Called every step, also one without requests. The blocks of the plan are held until their job ends.
         """
         with self.manager.lock:
+            self._holds.release_orphans()
             self._expire(now_s)
             self._prefills.end_step(now_s)
             self._stores.drop_disowned(now_s)
@@ -206,7 +208,9 @@ class OffloadScheduler:
             self._prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
             self._lazy.walk(self._num_taken_blocks, now_s)
             self._num_taken_blocks = 0
-            return StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
+            plan = StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
+            self._jobs.note_sent(plan)
+            return plan
 
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
         """The compute of a step failed: nothing of what its requests hold may be stored from now on.
@@ -225,16 +229,16 @@ class OffloadScheduler:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
         errors: list[str] = []
         with self.manager.lock:
-            self.tiers.take_results(now_s)
-            outcomes = self._loads.take_lost()
             for result in results:
-                ended = self._jobs.report(result)
-                if ended is None:
-                    continue
+                self._jobs.report(result)
+            self._holds.release_orphans()
+            self.tiers.take_results(now_s)
+            self._loads.end_lost()
+            for ended in self._jobs.take_ended():
                 if ended.is_store:
                     self._stores.end(ended, now_s)
                 else:
-                    outcomes += self._loads.end(ended, now_s)
+                    self._loads.end(ended, now_s)
                 if not ended.errors:
                     transfers = self._transfers[ended.job.direction]
                     self._transfers[ended.job.direction] = transfers.counting(ended.num_bytes, ended.seconds)
@@ -243,7 +247,8 @@ class OffloadScheduler:
         self.tiers.log_complaints()
         for error in errors:
             _log.error("%s; its blocks are dropped and will be recomputed", error)
-        return outcomes
+        with self.manager.lock:
+            return self._loads.take_outcomes()
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
         """A request lost its device blocks. Answers already given stand; transfers under way keep their own hold."""
@@ -252,14 +257,14 @@ class OffloadScheduler:
             if state is None:
                 return
             self._counts.preempted += 1
-            self._loads.detach(state)
-            state.phase = RequestPhase.WAITING
             state.block_ids = ()
             state.num_blocks = 0
             for progress in state.groups:
                 progress.kept = 0
             state.num_computed_tokens = 0
             state.misses = None
+            self._loads.detach(state)
+            state.phase = RequestPhase.WAITING
 
     def on_request_finished(self, request_id: str, now_s: float) -> None:
         """A request is over, whatever became of it. Called before its blocks are freed: what was full is offered."""
@@ -269,7 +274,32 @@ class OffloadScheduler:
     def has_open_work(self) -> bool:
         """Whether transfers are open or waiting to be planned, so that an idle engine has to go on stepping."""
         with self.manager.lock:
-            return bool(len(self._jobs) or self._stores.has_pending() or self._loads.has_lost())
+            pending = self._stores.has_pending() or self._loads.has_outcomes() or self._holds.has_orphans()
+            return pending or len(self._jobs) > 0
+
+    def abandon_all(self, now_s: float) -> None:
+        """Return to a consistent state after an exception in any method, whatever that method left half-changed.
+
+        The pool is emptied, nothing that is under way is published, and pins and hits are gone. Jobs that the engine
+        received stay open and keep their slots and device blocks until they are reported; other loads fail, and
+        the next `on_transfers_finished` returns their outcomes. Requests miss, and are not offered to tiers any more.
+        Any thread; device blocks of no open job are released in the engine's next call of `plan_step` or
+        `on_transfers_finished`.
+        """
+        with self.manager.lock:
+            dropped = self._jobs.drop_unsent()
+            live, known = list(self._requests), self._requests.all_known()
+            self._loads.abandon(dropped, live)
+            self._stores.abandon(known)
+            self._lazy.abandon()
+            self.tiers.abandon()
+            self._prefills.abandon()
+            for state in live:
+                state.forget_progress()
+            self._counts.running = len(live)
+            self._holds.keep([job for job in self._jobs if not job.is_store] + [p for j in self._jobs for p in j.parts])
+            loads = [job.pin for job in self._jobs if job.pin is not None]
+            self.manager.start_over(self.resets.filled_slots(), loads, now_s)
 
     # --- what operators see and do ------------------------------------------------------------------------------
 
@@ -327,11 +357,17 @@ class OffloadScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
-        self._prefills.count(state)
-        if state.phase is RequestPhase.RUNNING:
-            state.settle(self.policies, now_s)
-            self._stores.offer_rest(state)
-        self._loads.detach(state)
+        try:
+            self._prefills.count(state)
+            if state.phase is RequestPhase.RUNNING:
+                state.settle(self.policies, now_s)
+                self._stores.offer_rest(state)
+            self._loads.detach(state)
+        finally:
+            # Announced once, finished once: an exception must not keep the request for ever.
+            self._retire(state, now_s)
+
+    def _retire(self, state: RequestState, now_s: float) -> None:
         self._requests.retire(state)
         if state.session is not None:
             state.session.let_go()

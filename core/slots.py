@@ -1,8 +1,8 @@
 """The slot table: what every slot of the pool holds, as columns, and which slots are free.
 
 A slot is free, being stored, ready (its key can be found and loaded), or held: disowned by a reset while a transfer
-still touches its bytes. Columns of a slot from an older epoch mean nothing, unless it is held; that is what makes a
-reset O(1).
+still touches its bytes. Columns of a slot from an older epoch mean nothing, which makes a reset O(1): a reset moves
+only the slots that open transfers touch to the new epoch.
 
 A pool changes its size at its end. Slots from `num_slots` up to `end_slot` are leaving: none of them is given out, and
 one that is free for good is retired. The columns have room for `max_slots`, which takes memory once it is used.
@@ -332,6 +332,7 @@ class SlotTable:
         self.num_ready = 0
         self.num_unverified = 0
         self.states[held] = _HELD
+        self.epochs[held] = self.epoch
         self.pins[held] = 0
         self.num_free = self.num_present - len(held)
         self._num_returned = 0
@@ -340,7 +341,7 @@ class SlotTable:
     def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
         """A copy of the states of the slots in a range, with those left over from older epochs shown as free."""
         states = self.states[start:end].copy()
-        states[(self.epochs[start:end] != self.epoch) & (states < _HELD)] = _FREE
+        states[(self.epochs[start:end] != self.epoch) & (states != _RETIRED)] = _FREE
         return states
 
     def is_ready(self, slots: Slots) -> NDArray[np.bool_]:

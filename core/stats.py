@@ -58,6 +58,13 @@ class StoreCounts:
     seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=_no_skips)
 
+    def settle(self, in_flight: int) -> None:
+        """Set the number of blocks in flight, and count as reset the offered ones that have no other answer."""
+        self.in_flight = in_flight
+        answered = self.stored + sum(self.skipped.values()) + self.failed + in_flight
+        self.offered = max(self.offered, answered)
+        self.skipped[SkipReason.RESET.value] += self.offered - answered
+
     def copy(self) -> StoreCounts:
         """The counts of this moment."""
         return StoreCounts(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.cascades import CascadeSide
-from core.engine import DeviceView
 from core.groups import Group, GroupKind, GroupLayout
-from core.jobs import JobTable, OpenJob, StorePart
+from core.jobs import DeviceHolds, JobTable, OpenJob, StorePart
 from core.keys import Key
 from core.manager import OffloadManager
 from core.origins import OriginMatch
@@ -59,7 +59,7 @@ class StoreSide:
     """Called under the manager's lock, on the engine's thread but for what a reset asks."""
 
     def __init__(
-        self, manager: OffloadManager, device: DeviceView, jobs: JobTable, layout: GroupLayout, null_block: int
+        self, manager: OffloadManager, holds: DeviceHolds, jobs: JobTable, layout: GroupLayout, null_block: int
     ) -> None:
         self.counts = StoreCounts()
         self.num_leaving = 0
@@ -71,7 +71,7 @@ class StoreSide:
         self.cascades: CascadeSide | None = None
         """Told of what is stored, or was stored before; None without tiers."""
         self._manager = manager
-        self._device = device
+        self._holds = holds
         self._jobs = jobs
         self._layout = layout
         self._null_block = null_block
@@ -266,12 +266,12 @@ class StoreSide:
             leaving=offering.leaving,
             others=offering.others,
         )
+        self._holds.hold(part, block_ids)
         self._parts.append(part)
         for state in (part.request, *part.others):
             if state.session is not None:
                 state.session.hold()
         self._storing.update(dict.fromkeys(block_ids, part))
-        self._device.hold(block_ids)
         self.num_leaving += len(block_ids) if part.leaving else 0
         for counts in (self.counts, offering.request.store):
             counts.offered += len(block_ids)
@@ -320,7 +320,7 @@ class StoreSide:
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
         group, count = part.group, len(part.block_ids)
         self._forget_blocks(part)
-        self._device.release(part.block_ids, reuse_first=part.leaving)
+        self._holds.release(part, reuse_first=part.leaving)
         if part.leaving:
             self.num_leaving -= count
             self.num_returned += count
@@ -383,6 +383,21 @@ class StoreSide:
     def disown_all(self) -> None:
         """A new epoch began: what is under way belongs to the old one, and its device blocks may be offered again."""
         self._storing.clear()
+
+    def abandon(self, states: Iterable[RequestState]) -> None:
+        """Drop what is in no job, and set the counters to what the open jobs still store."""
+        self._parts = []
+        self._storing = {}
+        self.num_leaving = self.num_returned = 0
+        in_flight: Counter[int] = Counter()
+        for job in self._jobs:
+            for part in job.parts:
+                part.disowned = True
+                in_flight[id(part.request)] += len(part.block_ids)
+                self.num_leaving += len(part.block_ids) if part.leaving else 0
+        for state in states:
+            state.store.settle(in_flight[id(state)])
+        self.counts.settle(in_flight.total())
 
     def _disown_parts(self, parts: Sequence[StorePart], match: OriginMatch) -> bool:
         matching = [part for part in parts if match.matches(part.request.origin)]

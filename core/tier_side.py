@@ -93,6 +93,12 @@ class TierSide:
         self.promotions.disown(match, None if is_of_pool else links)
         return {link.name: link.reset(match, now_s) for link in links}
 
+    def abandon(self) -> None:
+        """Tell the tiers of the end of every request, and publish nothing of what is under way."""
+        for session in list(self._sessions.values()):
+            session.end()
+        self.promotions.abandon()
+
     def reset_results(self, numbers: Mapping[str, int]) -> dict[str, TierResetResult]:
         """What these resets dropped, as far as they are carried out."""
         found = {link.name: link.reset_result(numbers[link.name]) for link in self.links if link.name in numbers}
