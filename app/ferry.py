@@ -17,6 +17,7 @@ from fastapi import APIRouter
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.event_feed import EventFeed
+from app.offload_guard import ErrorLog, GuardedSink, OffloadGuard
 from app.policies.kept import KeptPolicies
 from app.pool_size import PoolSize
 from app.settings import Settings
@@ -175,7 +176,8 @@ class Ferry:
                 read=None if read is None else read.get_secret_value(),
             ),
             readiness=self.readiness,
-            degraded=self._upkeep.degraded,
+            degraded=lambda: [*self.guard.degraded(), *self._upkeep.degraded()],
+            guard=self.guard,
             tier_news=self._news,
             wake=self._engine.step,
             started_s=self._engine.started_s,
@@ -225,11 +227,12 @@ class Ferry:
         tiers = self._open_tiers(settings)
         undo.callback(close_tiers, tiers)
         self.feed = EventFeed(self.store.journal)
+        errors = ErrorLog()
         self.manager = OffloadManager(
             plan.num_slots,
             engine.layout.slot_bytes,
             settings.eviction_policy,
-            sink=engine.listen(self.feed),
+            sink=GuardedSink(engine.listen(self.feed), errors),
             max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
             record=kept,
@@ -249,6 +252,7 @@ class Ferry:
             watermark_blocks=engine.watermark_blocks,
             tiers=tiers,
         )
+        self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors)
         undo.callback(lambda: self.scheduler.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
         size = PoolSize(

@@ -17,6 +17,7 @@ from app.api.context import AdminContext, EngineInfo
 from app.engines.naming import name_of_engine
 from app.ferry import EngineSide, Ferry, PoolSide
 from app.logs import LogPipe
+from app.offload_guard import GuardedCopies
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress, StartRefused
@@ -249,7 +250,7 @@ class Process:
             copies = self._kept.fillings = KeptCopies(copies, headers, engine.wake)
         self.copies = copies
         undo.callback(copies.close)
-        engine.attach(self.ferry.scheduler, copies)
+        engine.attach(self.ferry.guard, GuardedCopies(copies, self.ferry.guard.record_error))
         undo.callback(engine.close, CLOSE_ENGINE_S)
 
     def _wake(self) -> None:

@@ -99,11 +99,15 @@ class JobTable:
         for job in (*plan.loads, *plan.stores):
             self._open[job.job_id].is_sent = True
 
-    def drop_unsent(self) -> list[OpenJob]:
-        """Remove and return the jobs that no worker touches: those that were never sent, or have ended."""
-        dropped = [*self._ended, *(job for job in self._open.values() if not job.is_sent)]
-        self._ended = []
-        self._open = {number: job for number, job in self._open.items() if job.is_sent}
+    def drop_unsent(self, last_sent: int | None) -> list[OpenJob]:
+        """Remove and return the jobs that no worker touches: those that were never sent, or have ended.
+
+        Jobs with a number above `last_sent` (None: no limit) were in a plan that the engine did not receive.
+        """
+        limit = self._last_id if last_sent is None else last_sent
+        sent = {number: job for number, job in self._open.items() if job.is_sent and number <= limit}
+        dropped = [*self._ended, *(job for number, job in self._open.items() if number not in sent)]
+        self._ended, self._open = [], sent
         return dropped
 
     def report(self, result: TransferResult) -> None:

@@ -271,23 +271,30 @@ class OffloadScheduler:
         with self.manager.lock:
             self._finish(request_id, now_s)
 
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a request waits for the outcome of its load."""
+        with self.manager.lock:
+            state = self._requests.get(request_id)
+            return state is not None and state.phase is RequestPhase.LOADING
+
     def has_open_work(self) -> bool:
         """Whether transfers are open or waiting to be planned, so that an idle engine has to go on stepping."""
         with self.manager.lock:
             pending = self._stores.has_pending() or self._loads.has_outcomes() or self._holds.has_orphans()
             return pending or len(self._jobs) > 0
 
-    def abandon_all(self, now_s: float) -> None:
+    def abandon_all(self, now_s: float, last_sent: int | None = None) -> None:
         """Return to a consistent state after an exception in any method, whatever that method left half-changed.
 
         The pool is emptied, nothing that is under way is published, and pins and hits are gone. Jobs that the engine
         received stay open and keep their slots and device blocks until they are reported; other loads fail, and
-        the next `on_transfers_finished` returns their outcomes. Requests miss, and are not offered to tiers any more.
+        the next `on_transfers_finished` returns their outcomes. The engine received no job with a number above
+        `last_sent` (None: each that a plan named). Requests miss, and are not offered to tiers any more.
         Any thread; device blocks of no open job are released in the engine's next call of `plan_step` or
         `on_transfers_finished`.
         """
         with self.manager.lock:
-            dropped = self._jobs.drop_unsent()
+            dropped = self._jobs.drop_unsent(last_sent)
             live, known = list(self._requests), self._requests.all_known()
             self._loads.abandon(dropped, live)
             self._stores.abandon(known)

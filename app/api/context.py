@@ -9,6 +9,7 @@ from fastapi import APIRouter
 
 from app.api.auth import Tokens
 from app.event_feed import EventFeed
+from app.offload_guard import OffloadGuard
 from app.policies.kept import KeptPolicies
 from app.settings.live import LiveSettings
 from app.store import Store
@@ -48,6 +49,7 @@ class AdminContext:
     """
 
     scheduler: OffloadScheduler
+    guard: OffloadGuard
     manager: OffloadManager
     store: Store
     policies: KeptPolicies

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from app.engines.embedded import EmbeddedEngine
+from app.offload_guard import ErrorLog, GuardedCopies, OffloadGuard
+from core.engine import StoreMode
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
@@ -62,6 +64,10 @@ class GatedCopies:
         self._pass_on()
         return [self._spoil(result) for result in self._inner.poll()]
 
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        behind_gate = {job.job_id for job in self._kept}
+        return behind_gate.isdisjoint(job_ids) and self._inner.wait(job_ids, timeout_s)
+
     def is_alive(self) -> bool:
         return self._inner.is_alive()
 
@@ -107,12 +113,16 @@ class Offloaded:
                 blocks, self.pool, engine.wake, driver=driver, device=0, current_stream=lambda: cuda.compute
             )
         self.copies = GatedCopies(engine, inner)
-        engine.attach(self.scheduler, self.copies)
+        self.guard = OffloadGuard(self.scheduler, 1, ErrorLog())
+        engine.attach(self.guard, GuardedCopies(self.copies, self.guard.record_error))
         engine.start()
 
     @property
     def stats(self) -> Snapshot:
         return self.scheduler.snapshot()
+
+    def set_store_mode(self, mode: str) -> None:
+        self.scheduler.set_store_mode(StoreMode(mode))
 
     def settled(self) -> bool:
         stats = self.stats

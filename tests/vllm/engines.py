@@ -74,7 +74,9 @@ class InProcess:
 
     @property
     def core(self) -> OffloadScheduler:
-        return self.side.core
+        host = self.connector._host
+        assert host is not None
+        return host.ferry.scheduler
 
     @property
     def copies(self) -> Copies:

@@ -36,6 +36,7 @@ from app.engines.vllm.layout import NULL_BLOCK, read_layout
 from app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
+from app.offload_guard import ErrorLog, OffloadGuard
 from core.keys import group_of, hash_of
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
@@ -103,8 +104,9 @@ class World:
             null_block=NULL_BLOCK,
         )
         ticks = itertools.count(1)
+        self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog())
         self.side = SchedulerSide(
-            self.core,
+            self.guard,
             device,
             self.layout,
             adapters,

@@ -1,14 +1,16 @@
 """The class that vLLM loads. It splits by role and passes every hook on; what it does is in the two sides.
 
-vLLM makes the workers' halves first, hands them their tensors, and then makes the scheduler's.
+vLLM makes the workers' halves first, hands them their tensors, and then makes the scheduler's. Once started, no hook
+raises: an exception would end the engine. It is recorded, and the hook answers that there is nothing to do.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,7 +33,7 @@ from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.logs import GuestLogs
-from app.engines.vllm.metadata import RankFacts
+from app.engines.vllm.metadata import RankFacts, StepOrders
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
 from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
@@ -47,6 +49,34 @@ _log = logging.getLogger(__name__)
 
 _HASHES_PER_BLOCK = 4
 """Hashes of blocks computed with adapters that are remembered, for each block of the device: more than it can hold."""
+
+
+_Result = TypeVar("_Result")
+_Params = ParamSpec("_Params")
+
+
+def _none() -> Any:
+    return None
+
+
+def _guarded(
+    nothing: Callable[[], Any] = _none,
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Decorate a hook so that an exception is recorded and the hook returns `nothing()`."""
+
+    def decorate(hook: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @wraps(hook)
+        def guarded(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - it would end the engine
+                connector: KVFerryConnector = args[0]  # type: ignore[assignment]
+                connector._record_error(hook.__name__, error)
+                return nothing()  # type: ignore[no-any-return]
+
+        return guarded
+
+    return decorate
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -114,9 +144,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """What this rank made of the configuration."""
         return self._facts
 
+    @_guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads. Nobody waits for them within the step."""
-        self._the_worker().start_loads(orders_of(self._connector_metadata))
+        worker, orders = self._the_worker(), orders_of(self._connector_metadata)
+        try:
+            worker.start_loads(orders)
+        except Exception as error:  # noqa: BLE001 - what was not submitted has failed
+            worker.jobs_failed("start_load_kv", orders.loads, error, orders.lost)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No step runs on blocks that are being loaded."""
@@ -124,20 +159,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored whole, behind the step."""
 
+    @_guarded()
     def wait_for_save(self) -> None:
         """Start the step's stores, whose blocks the step has just filled."""
-        self._the_worker().start_stores(orders_of(self._connector_metadata))
+        worker, orders = self._the_worker(), orders_of(self._connector_metadata)
+        try:
+            worker.start_stores(orders)
+        except Exception as error:  # noqa: BLE001 - what was not submitted has failed
+            worker.jobs_failed("wait_for_save", orders.stores, error)
 
+    @_guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended. Failures go by request, since blocks are named alike in several groups."""
         received, failed = self._the_worker().collect(orders_of(self._connector_metadata))
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The same without failures, for callers that do not know them: there are none."""
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving or None
 
+    @_guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The jobs that have ended."""
         return None if self._worker is None else self._worker.take_reports()
@@ -163,26 +206,44 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._admin is not None:
             self._admin.start()
 
+    @_guarded()
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide`."""
         self._the_scheduler().on_new_request(request)
 
+    @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide`."""
         return self._the_scheduler().match(request, num_computed_tokens)
 
+    @_guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide`."""
-        self._the_scheduler().commit(request, blocks, num_external_tokens)
+        side = self._the_scheduler()
+        try:
+            side.commit(request, blocks, num_external_tokens)
+        except Exception as error:  # noqa: BLE001 - the request recomputes
+            side.commit_failed(request, num_external_tokens, error)
 
+    @_guarded(StepOrders)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `SchedulerSide`."""
-        return self._the_scheduler().plan(scheduler_output)
+        side = self._the_scheduler()
+        try:
+            return side.plan(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - nothing is stored or loaded in this step
+            return side.plan_failed(error)
 
+    @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:
         """See `SchedulerSide`."""
-        self._the_scheduler().take_reports(connector_output)
+        side = self._the_scheduler()
+        try:
+            side.take_reports(connector_output)
+        except Exception as error:  # noqa: BLE001 - the reports are read again
+            side.reports_failed(connector_output, error)
 
+    @_guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over; its blocks may be freed at once, since those under transfer are held."""
         self._the_scheduler().finish(request.request_id)
@@ -194,32 +255,34 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """The same for models with several groups."""
         return self.request_finished(request, [])
 
+    @_guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Whether transfers are open, whose ends are only seen in a step."""
         return self._scheduler is not None and self._scheduler.has_open_work()
 
+    @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         """Forget everything that was stored; True, also while transfers are under way."""
         self._the_scheduler().reset()
         return True
 
+    @_guarded(tuple)
     def take_events(self) -> Iterable[Any]:
         """What entered and left the pool since the last call."""
         return () if self._events is None else self._events.take()
 
     def shutdown(self) -> None:
         """Stop. A killed engine never calls this."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._admin is not None:
-            self._admin.close()
-        if self._host is not None:
-            self._host.close()
-        if self._logs is not None:
-            self._logs.close()
+        for part in (self._worker, self._admin, self._host, self._logs):
+            if part is not None:
+                try:
+                    part.close()
+                except Exception:  # noqa: BLE001 - the other parts are closed all the same
+                    _log.exception("unexpected error while %s was closed", type(part).__name__)
 
     # --- vLLM's statistics ----------------------------------------------------------------------------------------
 
+    @_guarded()
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """What happened since the last call, of the scheduler's half only."""
         return None if self._stats is None else self._stats.take()
@@ -260,7 +323,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         core = self._host.ferry.scheduler
         waits_for = woken if settings.tiers else None
         self._scheduler = SchedulerSide(
-            core,
+            self._host.ferry.guard,
             device,
             layout,
             adapters,
@@ -270,6 +333,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             extents=self._host.extents,
             steps=steps,
         )
+        self._host.reasons = self._scheduler.reasons
         self._stats = StatsSource(core, self._scheduler)
         self._admin = AdminServer(self._host, settings)
 
@@ -293,6 +357,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             for line in str(error).splitlines():
                 _log.error("kvferry does not start: %s", line)
         self.shutdown()
+
+    def _record_error(self, hook: str, error: Exception) -> None:
+        if self._scheduler is not None:
+            self._scheduler.offload.record_error(hook, error)
+        elif self._worker is not None:
+            self._worker.record_error(hook, error)
 
     def _the_worker(self) -> WorkerSide:
         if self._worker is None:

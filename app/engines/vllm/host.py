@@ -52,6 +52,8 @@ class EngineCoreHost:
         take one, in which vLLM hears what has become of the pool. `listen` may put itself before the sink of what the
         cache does.
         """
+        self.reasons: Callable[[], list[str]] = list
+        """Why the engine should get no traffic; set by the connector."""
         self.data_parallel_rank = int(config.parallel_config.data_parallel_index)
         size = wanted.size
         if wanted.is_for_scheduler and wanted.has_random_hashes:
@@ -78,6 +80,7 @@ class EngineCoreHost:
             wake=wake,
             step=step,
             listen=listen,
+            reasons=lambda: self.reasons(),
         )
         with ExitStack() as undo:
             try:

@@ -56,16 +56,20 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    """The jobs, and the orders of another size, that ended on some ranks since their last report."""
+    """The jobs, and the orders of another size, that ended on some ranks since their last report.
+
+    `errors` are unexpected errors on those ranks, each as a line of text without its traceback.
+    """
 
     results: list[TransferResult] = field(default_factory=list)
     sizes: list[SizeReport] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """The reports of both."""
         if not isinstance(other, StepReports):
             return self
-        return StepReports([*self.results, *other.results], [*self.sizes, *other.sizes])
+        return StepReports([*self.results, *other.results], [*self.sizes, *other.sizes], [*self.errors, *other.errors])
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The scheduler's half: vLLM's hooks as calls of core's `OffloadScheduler`, and its answers in vLLM's words.
 
 Nothing is decided here. What vLLM says late or not at all is made up for: a preemption shows when the request asks for
-a match again, and a load that core calls failed after all is taken back from what the workers reported.
+a match again, and a load that core calls failed after all is taken back from what the workers reported. The calls go
+through `OffloadGuard`, which never raises; what may raise here is vLLM's own objects, and is reported to the guard.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from app.engines.vllm.requests import VllmRequest
 from app.engines.vllm.waking import IdleSteps
+from app.offload_guard import OffloadGuard
 from core.engine import BlockTables, StepProgress
 from core.groups import GroupKind
-from core.scheduler import Hit, Later, OffloadScheduler
+from core.scheduler import Hit, Later
 from core.transfers import TransferResult
+
+SLOW_STEP_S = 10.0
+"""A step that takes longer is reported by `/readyz`."""
 
 Match = tuple[int | None, bool]
 _NOTHING: Match = (0, False)
@@ -40,7 +45,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        core: OffloadScheduler,
+        offload: OffloadGuard,
         device: VllmDevice,
         layout: VllmLayout,
         adapters: Adapters,
@@ -53,7 +58,7 @@ class SchedulerSide:
     ) -> None:
         """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
         orders for the ranks while the pool's size changes; None where it does not. `steps` are wanted by others."""
-        self.core = core
+        self.offload = offload
         self._woken = woken
         self._extents = extents
         self._steps = steps
@@ -68,8 +73,10 @@ class SchedulerSide:
         self._requests: dict[str, VllmRequest] = {}
         self._tables: dict[str, BlockTables] = {}
         self._lost: list[str] = []
+        self._unread: list[TransferResult] = []
         self._open_stores: dict[int, int] = {}
         self._distrusted: set[int] = set()
+        self._step_since_s: float | None = None
         self.num_changes = 0
         """Raised with every step that started or ended a transfer, or that others wanted."""
 
@@ -79,41 +86,64 @@ class SchedulerSide:
         """A request was added. vLLM's object is kept until the request is over."""
         ours = VllmRequest(request, self._adapters)
         self._requests[ours.request_id] = ours
-        self.core.on_new_request(ours, self._clock())
+        self.offload.on_new_request(ours, self._clock())
 
     def match(self, request: Any, num_computed_tokens: int) -> Match:
         """How many tokens can be loaded (None: ask again), and whether the load runs beside the steps: always."""
         now_s = self._clock()
         self._note_preemption(request.request_id, now_s)
-        found = self.core.match(request.request_id, num_computed_tokens, now_s)
+        found = self.offload.match(request.request_id, num_computed_tokens, now_s)
         if isinstance(found, Hit):
             return found.num_tokens, True
         return _LATER if isinstance(found, Later) else _NOTHING
 
     def commit(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated, and loads so many tokens; 0 also where it only says so once more after a load."""
-        tables: BlockTables = blocks.get_block_ids()
-        self.core.commit(request.request_id, tables, num_external_tokens, self._clock())
+        request_id = request.request_id
+        try:
+            tables: BlockTables = blocks.get_block_ids()
+        except Exception as error:  # noqa: BLE001 - the request recomputes
+            self.offload.fail("update_state_after_alloc", error, self._clock())
+            tables = ()
+        self.offload.commit(request_id, tables, num_external_tokens, self._clock())
 
     def finish(self, request_id: str) -> None:
         """A request is over, in whatever state. Blocks that are still copied are held by themselves."""
         now_s = self._clock()
-        self._note_preemption(request_id, now_s)
+        try:
+            self._note_preemption(request_id, now_s)
+        except Exception as error:  # noqa: BLE001 - its tables may be out of date, so that nothing of it may be stored
+            self.offload.fail("request_finished", error, now_s)
         if self._requests.pop(request_id, None) is not None:
-            self.core.on_request_finished(request_id, now_s)
+            self.offload.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
+        if not self._requests:
+            self._step_since_s = None
         if self._events is not None:
             self._events.forget(request_id)
+
+    def reasons(self) -> list[str]:
+        """Why the engine should get no traffic: a step that hangs. Thread: any."""
+        since_s = self._step_since_s
+        elapsed_s = 0.0 if since_s is None else self._clock() - since_s
+        return [f"a step of the engine has taken {elapsed_s:.0f} s so far"] if elapsed_s > SLOW_STEP_S else []
 
     # --- the step ------------------------------------------------------------------------------------------------
 
     def plan(self, output: Any) -> StepOrders:
         """This step's jobs, given what vLLM has scheduled."""
         now_s = self._clock()
-        for request_id in output.preempted_req_ids or ():
-            self._note_preemption(request_id, now_s)
+        self._step_since_s = now_s if output.total_num_scheduled_tokens else None
+        self._take_unread(now_s)
+        try:
+            for request_id in output.preempted_req_ids or ():
+                self._note_preemption(request_id, now_s)
+            progress = list(self._progress(output))
+        except Exception as error:  # noqa: BLE001 - tables may be out of date, so that nothing of them may be stored
+            self.offload.fail("build_connector_meta", error, now_s)
+            progress = []
         self._take_lost(now_s)
-        plan = self.core.plan_step(list(self._progress(output)), now_s)
+        plan = self.offload.plan_step(progress, now_s)
         self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
         lost, self._lost = self._lost, []
         self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
@@ -133,8 +163,10 @@ class SchedulerSide:
             results = reports.results
             if self._extents is not None:
                 self._extents.report(reports.sizes)
+            for text in reports.errors:
+                self.offload.count_error(text)
         failed = output.failed_recving or ()
-        for outcome in self.core.on_transfers_finished(self._checked(results), self._clock()):
+        for outcome in self.offload.on_transfers_finished(self._checked(results), self._clock()):
             if outcome.ok or outcome.request_id in failed:
                 continue
             # The bytes came, but under a reset or beside a failure: vLLM must not take them for good.
@@ -143,22 +175,47 @@ class SchedulerSide:
             self._lost.append(outcome.request_id)
         self.num_changes += bool(results)
 
+    def commit_failed(self, request: Any, num_external_tokens: int, error: Exception) -> None:
+        """`commit` raised: the request recomputes, if it waits for a load."""
+        now_s = self._clock()
+        self.offload.fail("update_state_after_alloc", error, now_s)
+        # Unknown to core by now, so that this only records the load, as one that has failed.
+        self.offload.commit(request.request_id, (), num_external_tokens, now_s)
+
+    def plan_failed(self, error: Exception) -> StepOrders:
+        """`plan` raised: its jobs have failed. What requests have to recompute is still passed on."""
+        now_s = self._clock()
+        self.offload.fail("build_connector_meta", error, now_s)
+        self.offload.lose_plan(now_s)
+        self._take_lost(now_s)
+        lost, self._lost = self._lost, []
+        return StepOrders(lost=lost)
+
+    def reports_failed(self, output: Any, error: Exception) -> None:
+        """`take_reports` raised: what the workers reported is read again with the next plan."""
+        self.offload.record_error("update_connector_output", error)
+        reports = output.kv_connector_worker_meta
+        if isinstance(reports, StepReports):
+            self._unread += reports.results
+        if output.invalid_block_ids:
+            self.offload.fail("update_connector_output", error, self._clock())
+
     def has_open_work(self) -> bool:
         """Whether steps are needed although no request may be there."""
         is_waiting = self._extents is not None and self._extents.is_waiting
         is_wanted = self._steps is not None and self._steps.is_wanted
-        return bool(self._lost) or is_waiting or is_wanted or self.core.has_open_work()
+        return bool(self._lost or self._unread) or is_waiting or is_wanted or self.offload.has_open_work()
 
     def reset(self) -> None:
         """Forget all blocks. Transfers under way end, and publish nothing."""
-        self.core.resets.reset(self._clock())
+        self.offload.reset(self._clock())
         self.num_changes += 1
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _wait_for_tiers(self) -> None:
         """Requests may wait for a tier, and nothing else be under way: vLLM would only ask again, as fast as it can."""
-        if self._woken is not None and self._requests and not self.core.has_open_work():
+        if self._woken is not None and self._requests and not self.offload.has_open_work():
             self._woken.wait(IDLE_WAIT_S)
             self._woken.clear()
 
@@ -218,11 +275,17 @@ class SchedulerSide:
         if ours is not None and ours.num_preemptions != ours.request.num_preemptions:
             ours.num_preemptions = ours.request.num_preemptions
             self._tables.pop(request_id, None)
-            self.core.on_preempted(request_id, now_s)
+            self.offload.on_preempted(request_id, now_s)
+
+    def _take_unread(self, now_s: float) -> None:
+        """Results that were reported in a step that failed. vLLM has the requests' loads for done already."""
+        unread, self._unread = self._unread, []
+        if unread:
+            self.offload.on_transfers_finished(unread, now_s)
 
     def _take_lost(self, now_s: float) -> None:
         """Loads that vLLM has just agreed to and that cannot begin."""
-        self._lost += [outcome.request_id for outcome in self.core.on_transfers_finished((), now_s)]
+        self._lost += [outcome.request_id for outcome in self.offload.on_transfers_finished((), now_s)]
 
     def _checked(self, results: Sequence[TransferResult]) -> list[TransferResult]:
         """Results, those of stores that read bad bytes as failures."""
@@ -249,7 +312,7 @@ class SchedulerSide:
             if any(not invalid.isdisjoint(table) for table in tables)
         ]
         self._distrusted.update(self._open_stores)
-        self.core.on_step_failed(affected, self._clock())
+        self.offload.on_step_failed(affected, self._clock())
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, int, bool]]:

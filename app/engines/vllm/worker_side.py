@@ -5,16 +5,17 @@ Every job ends, and every load that ends is told to vLLM once: a request whose l
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.engines.vllm.copies import Copies
-from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
+from app.engines.vllm.metadata import IDLE_WAIT_S, SizeOrder, SizeReport, StepOrders, StepReports
+from app.offload_guard import ErrorLog, GuardedCopies
 from core.transfers import Direction, TransferJob, TransferResult
 
-_log = logging.getLogger(__name__)
+_MAX_ERRORS = 20
+"""Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
 
 class WorkerSide:
@@ -23,6 +24,10 @@ class WorkerSide:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._copies: Copies | None = None
+        self._guarded: GuardedCopies | None = None
+        self._errors = ErrorLog()
+        self._error_texts: list[str] = []
+        self._size_reports: list[SizeReport] = []
         self._ended = threading.Event()
         self._open: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -32,22 +37,38 @@ class WorkerSide:
     def attach(self, make_copies: Callable[[Callable[[], None]], Copies]) -> None:
         """Make the copy engine; it calls what it is given whenever a job has ended, or an order of another size."""
         self._copies = make_copies(self._ended.set)
+        self._guarded = GuardedCopies(self._copies, self.record_error, self._rank)
+
+    def record_error(self, where: str, error: Exception) -> None:
+        """Log an unexpected error, and have the scheduler count it."""
+        text = self._errors.record(where, error)
+        if len(self._error_texts) < _MAX_ERRORS:
+            self._error_texts.append(f"rank {self._rank}: {text}")
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
-        if self._copies is not None:
-            for order in orders.sizes:
-                self._copies.extents.submit(order)
         for request_id in orders.lost:
             self._received.add(request_id)
             self._failed.add(request_id)
         for job in orders.loads:
             self._submit(job)
+        for order in orders.sizes:
+            self._resize(order)
 
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores, after its compute was queued: copy engines read behind that."""
         for job in orders.stores:
             self._submit(job)
+
+    def jobs_failed(self, where: str, jobs: Sequence[TransferJob], error: Exception, lost: Sequence[str] = ()) -> None:
+        """Starting these jobs raised: those that were not submitted have failed, and the loads of `lost` requests."""
+        self.record_error(where, error)
+        self._received.update(lost)
+        self._failed.update(lost)
+        for job in jobs:
+            if job.job_id not in self._open:
+                self._open[job.job_id] = job
+                self._end(TransferResult(job.job_id, self._rank, f"not submitted: {error}"))
 
     def collect(self, orders: StepOrders) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended since the last call, and those among them whose load failed."""
@@ -62,11 +83,17 @@ class WorkerSide:
 
     def take_reports(self) -> StepReports | None:
         """What has ended since the last call."""
-        sizes = [] if self._copies is None else self._copies.extents.take_reports()
-        if not self._results and not sizes:
+        try:
+            sizes = [] if self._copies is None else self._copies.extents.take_reports()
+        except Exception as error:  # noqa: BLE001 - the results below must reach the scheduler all the same
+            self.record_error("reports of another pool size", error)
+            sizes = []
+        sizes += self._size_reports
+        if not (self._results or sizes or self._error_texts):
             return None
-        results, self._results = self._results, []
-        return StepReports(results, sizes)
+        reports = StepReports(self._results, sizes, self._error_texts)
+        self._results, self._size_reports, self._error_texts = [], [], []
+        return reports
 
     def close(self) -> None:
         """Stop copying."""
@@ -82,17 +109,23 @@ class WorkerSide:
 
     def _submit(self, job: TransferJob) -> None:
         self._open[job.job_id] = job
+        if self._guarded is None:
+            self._end(TransferResult(job.job_id, self._rank, "not submitted: the KV caches were never registered"))
+        else:
+            self._guarded.submit(job)
+
+    def _resize(self, order: SizeOrder) -> None:
+        if self._copies is None:
+            return
         try:
-            if self._copies is None:
-                raise RuntimeError("the KV caches were never registered")
-            self._copies.submit(job)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the job must end
-            _log.exception("the copy engine refused %s job %d", job.direction, job.job_id)
-            self._end(TransferResult(job.job_id, self._rank, f"not submitted: {error}"))
+            self._copies.extents.submit(order)
+        except Exception as error:  # noqa: BLE001 - the scheduler waits for an answer
+            self.record_error("order of another pool size", error)
+            self._size_reports.append(SizeReport(order.number, self._rank, f"rank {self._rank}: {error}"))
 
     def _poll(self) -> None:
-        if self._copies is not None:
-            for result in self._copies.poll():
+        if self._guarded is not None:
+            for result in self._guarded.poll():
                 self._end(result)
 
     def _end(self, result: TransferResult) -> None:

@@ -1,0 +1,204 @@
+"""Exceptions in kvferry's own code, in every hook and collaborator: requests are answered, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from app.engines.embedded.block_pool import BlockPool
+from app.engines.embedded.offload import Offload
+from app.offload_guard import MAX_ERRORS
+from core.admission import Admission
+from core.hits import PrefixHit
+from core.index import KeyIndex
+from core.inventory import Inventory
+from core.jobs import JobTable
+from core.lazy import LazySide
+from core.leaders import Leaders
+from core.leaving import Leaving
+from core.loads import LoadSide
+from core.lru import LruPolicy
+from core.manager import OffloadManager
+from core.missing import MissingKeys
+from core.pins import Pins
+from core.policy import PolicyBook
+from core.pool_index import PoolIndex
+from core.prefills import Prefills
+from core.prefixes import PrefixFinder
+from core.rates import LoadOrCompute
+from core.requests import RequestState, RequestTable
+from core.room import Room
+from core.scheduler import OffloadScheduler
+from core.slots import SlotTable
+from core.stores import StoreSide
+from cuda_ops.cpu_copy import CpuCopyEngine
+from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
+from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model, run, until
+from tests.faults import Faults
+
+MAX_TOKENS = 8
+SMALL = {"device_blocks": 32, "block_size": 4, "max_running": 8}
+HOOKS = sorted(name for name in vars(Offload) if not name.startswith("_"))
+SEED = int(os.environ.get("FAULT_SEED", "1"))
+NUM_FAULTS = int(os.environ.get("FAULTS", "60"))
+"""Random faults in one run; 1,000 take a few minutes."""
+
+CORE = (
+    Admission, Inventory, JobTable, KeyIndex, LazySide, Leaders, Leaving, LoadOrCompute, LoadSide, LruPolicy,
+    MissingKeys, OffloadManager, OffloadScheduler, Pins, PolicyBook, PoolIndex, PrefixFinder, PrefixHit, Prefills,
+    RequestState, RequestTable, Room, SlotTable, StoreSide,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    starts = random_prompts(31, 4, 60)
+    return starts + [starts[i % 4] + tail for i, tail in enumerate(random_prompts(32, 12, 24))]
+
+
+@pytest.fixture(scope="module")
+def answers(prompts: list[list[int]]) -> list[list[int]]:
+    module = reference_model("tiny")
+    return [reference_answer(module, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def assert_answered(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    got = ask_all(offloaded.engine, prompts, greedy(MAX_TOKENS))
+    assert [answer.token_ids for answer in got] == answers
+
+
+def assert_nothing_left(offloaded: Offloaded) -> None:
+    """Every transfer has ended, and no device block, pin or slot is lost."""
+    run(until(offloaded.settled, "all transfers have ended"))
+    stats = offloaded.stats
+    check_identities(stats)
+    assert (stats.requests.running, stats.requests.waiting_for_load, stats.open_jobs) == (0, 0, 0)
+    assert (stats.pool.storing, stats.pool.loading, stats.pool.pinned) == (0, 0, 0)
+    assert offloaded.engine.pool.num_held == 0
+    assert offloaded.engine.pool.num_free == offloaded.engine.config.device_blocks
+
+
+def assert_offloads(offloaded: Offloaded, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Blocks are stored and loaded again, with offloading switched on where it is off."""
+    offloaded.guard.reset(0.0)
+    before = offloaded.stats.prompt_tokens.host_hit
+    for _ in range(3):
+        assert_answered(offloaded, prompts, answers)
+    assert offloaded.guard.status.is_on
+    assert offloaded.stats.prompt_tokens.host_hit > before
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_requests_are_answered_when_a_hook_raises(
+    hook: str,
+    after: bool,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    plain = getattr(OffloadScheduler, hook)
+    calls = 0
+
+    def fail(self: OffloadScheduler, *args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls % 5 != 1 or calls > 5 * (MAX_ERRORS - 1):
+            return plain(self, *args)
+        if after:
+            plain(self, *args)
+        raise RuntimeError(f"{hook} failed, says the test")
+
+    monkeypatch.setattr(OffloadScheduler, hook, fail)
+    for _ in range(2):
+        assert_answered(offloaded, prompts, answers)
+    if hook not in ("on_step_failed", "on_preempted"):
+        run(until(lambda: offloaded.guard.status.num_errors > 0, "the hook has failed"))
+    assert offloaded.guard.status.is_on
+    assert offloaded.engine.last_error is None
+    monkeypatch.undo()
+    assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+def test_offloading_is_off_after_repeated_errors_until_a_reset(
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    calls = 0
+
+    def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("no offer, says the test")
+
+    monkeypatch.setattr(OffloadManager, "offer", fail)
+    assert_answered(offloaded, prompts, answers)
+    status = offloaded.guard.status
+    assert not status.is_on
+    assert calls == MAX_ERRORS
+    assert "no offer, says the test" in offloaded.guard.degraded()[0]
+    assert "POST /admin/v1/reset" in offloaded.guard.degraded()[0]
+    traces = [record for record in caplog.records if record.exc_info is not None]
+    assert len(traces) == 1, "the traceback is logged once"
+    assert_nothing_left(offloaded)
+    monkeypatch.undo()
+    assert_answered(offloaded, prompts, answers)
+    assert offloaded.stats.prompt_tokens.host_hit == 0
+    assert_offloads(offloaded, prompts, answers)
+    assert offloaded.guard.degraded() == []
+
+
+def test_a_state_that_cannot_be_discarded_is_off_until_a_reset(
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    assert_answered(offloaded, prompts, answers)
+
+    def fail(self: object, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("broken, says the test")
+
+    for method in ("abandon_all", "plan_step"):
+        monkeypatch.setattr(OffloadScheduler, method, fail)
+    assert_answered(offloaded, prompts, answers)
+    assert not offloaded.guard.status.is_on
+    monkeypatch.undo()
+    assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_requests_are_answered_when_anything_raises(
+    mode: str,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    make_offloaded: MakeOffloaded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults = Faults(monkeypatch, SEED, probability=0.003, most=NUM_FAULTS)
+    for cls in CORE:
+        faults.patch(cls)
+    faults.patch(CpuCopyEngine, ["submit", "poll", "wait", "_plan"])
+    # A hold or release that raises has changed nothing: the contract of `DeviceView`.
+    faults.patch(BlockPool, ["hold", "release", "free_blocks", "contents", "resident"], after=False)
+    offloaded = make_offloaded(120, **SMALL)
+    offloaded.set_store_mode(mode)
+    while faults.left:
+        with faults.on():
+            assert_answered(offloaded, prompts, answers)
+        offloaded.guard.reset(0.0)
+    print(f"seed {SEED}: {faults.raised.total()} faults in {len(faults.raised)} places")  # noqa: T201 - shown on failure
+    faults.enabled = False
+    assert_nothing_left(offloaded)
+    assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)

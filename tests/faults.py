@@ -1,0 +1,73 @@
+"""Raise exceptions in chosen methods of kvferry while it runs: at the start of a call, or after it took effect."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+class InjectedError(Exception):
+    """What the injector raises."""
+
+
+class Faults:
+    """Patches methods so that they raise at random calls, from one seeded generator, while `enabled`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, probability: float, most: int) -> None:
+        """At most `most` exceptions are raised, each call of a patched method raising with `probability`."""
+        self._monkeypatch = monkeypatch
+        self._rng = random.Random(seed)
+        self._probability = probability
+        self._lock = threading.Lock()
+        self.left = most
+        self.enabled = False
+        self.raised: Counter[str] = Counter()
+
+    def patch(self, cls: type, names: Collection[str] | None = None, *, after: bool = True) -> None:
+        """Patch these methods of a class, by default all that it defines. `after` allows raising after the call."""
+        for name, method in list(vars(cls).items()):
+            if not inspect.isfunction(method) or (name.startswith("__") if names is None else name not in names):
+                continue
+            if not inspect.isgeneratorfunction(method):
+                self._monkeypatch.setattr(cls, name, self._wrapped(f"{cls.__name__}.{name}", method, after=after))
+
+    def _wrapped(self, name: str, method: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            when = self._draw(name, after=after)
+            if when == "before":
+                raise InjectedError(f"{name}, before")
+            result = method(*args, **kwargs)
+            if when == "after":
+                raise InjectedError(f"{name}, after")
+            return result
+
+        return call
+
+    def _draw(self, name: str, *, after: bool) -> str | None:
+        if not self.enabled:
+            return None
+        with self._lock:
+            if not self.left or self._rng.random() >= self._probability:
+                return None
+            self.left -= 1
+            when = self._rng.choice(["before", "after"]) if after else "before"
+            self.raised[f"{name}, {when}"] += 1
+            return when
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Raise for as long as this lasts."""
+        self.enabled = True
+        try:
+            yield
+        finally:
+            self.enabled = False
