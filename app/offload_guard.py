@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 MAX_ERRORS = 10
 """Offloading is switched off after so many unexpected errors within `ERROR_WINDOW_S`."""
 ERROR_WINDOW_S = 60.0
+DISCARD_EVERY_S = 1.0
+"""How often a state that could not be discarded is tried again."""
 _MAX_PLACES = 200
 _MAX_TEXT = 300
 
@@ -114,7 +116,9 @@ class OffloadGuard:
         self._recent_s: deque[float] = deque(maxlen=MAX_ERRORS)
         self._off_reason: str | None = None
         self._must_discard = False
+        self._must_check_loads = False
         self._is_unusable = False
+        self._discarded_s = 0.0
 
     # --- the engine's hooks -------------------------------------------------------------------------------------
 
@@ -193,6 +197,8 @@ class OffloadGuard:
         if self._unread:
             self._lost += [load.request_id for load in ended if self._waiting.get(load.request_id) == load.waiter]
         outcomes = [one for one in outcomes if self._waiting.pop(one.request_id, None) is not None]
+        if self._must_check_loads:
+            self._check_loads()
         lost, self._lost = self._lost, []
         outcomes += [LoadOutcome(one, False, 0, 0) for one in lost if self._waiting.pop(one, None) is not None]
         return outcomes
@@ -294,7 +300,7 @@ class OffloadGuard:
 
     def _is_on(self, now_s: float) -> bool:
         """Whether the scheduler may be called. Discards its state first if that is due."""
-        if self._must_discard:
+        if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
             self._discard(now_s)
         return self._off_reason is None
 
@@ -314,6 +320,8 @@ class OffloadGuard:
 
     def _discard(self, now_s: float) -> None:
         self._must_discard = False
+        self._must_check_loads = True
+        self._discarded_s = now_s
         try:
             self._scheduler.abandon_all(now_s, self._last_sent)
             self._is_unusable = False
@@ -321,13 +329,23 @@ class OffloadGuard:
                 # Known to the scheduler still if the call failed; ignored there otherwise.
                 self._scheduler.on_request_finished(self._finished[-1], now_s)
                 self._finished.pop()
-        except Exception as error:  # noqa: BLE001 - offloading stays off until its state can be discarded
+        except Exception as error:  # noqa: BLE001 - the scheduler is not called until its state can be discarded
             self._is_unusable = True
             self._switch_off(f"its state could not be discarded: {self._errors.record('abandon_all', error)}")
-            # Tried again by `resume`, not at every hook.
+            # Tried again in a second, not at every hook: device blocks may be held until it succeeds.
             self._must_discard = False
             loading = {load.waiter for load in self._loads.values()}
             self._lost += [request_id for request_id, waiter in self._waiting.items() if waiter not in loading]
+
+    def _check_loads(self) -> None:
+        """Fail the loads that the scheduler does not know any more: an exception may have cost it their outcomes."""
+        if self._is_unusable:
+            return
+        try:
+            self._lost += [one for one in self._waiting if not self._scheduler.is_loading(one)]
+            self._must_check_loads = False
+        except Exception as error:  # noqa: BLE001 - checked again at the next call
+            self.record_error("is_loading", error)
 
     def _end_load(self, result: TransferResult) -> _Load | None:
         """Record a worker's report of a load; the load, if this was the last report."""

@@ -167,6 +167,7 @@ class DeviceHolds:
         return bool(self._orphans)
 
     def release_orphans(self) -> None:
-        """Release the queued blocks; each batch is tried once. Thread: engine."""
+        """Release the queued blocks. A batch whose release raises stays queued. Thread: engine."""
         while self._orphans:
-            self._device.release(self._orphans.pop())
+            self._device.release(self._orphans[-1])
+            self._orphans.pop()

@@ -286,7 +286,8 @@ def test_everything_at_once(prompts: list[list[int]], answers: list[list[int]], 
     copies.fail = copies.refuse = set()
     copies.open()
     settle(offloaded)
-    assert offloaded.stats.requests.finished == 120
+    # While offloading is off, after copies that were refused, requests are not announced.
+    assert offloaded.stats.requests.finished == offloaded.stats.requests.seen > 0
 
 
 def test_a_plan_that_was_never_submitted_ends_and_holds_nothing(

@@ -246,7 +246,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request is over; its blocks may be freed at once, since those under transfer are held."""
-        self._the_scheduler().finish(request.request_id)
+        side = self._the_scheduler()
+        try:
+            side.finish(request.request_id)
+        except Exception as error:  # noqa: BLE001 - its last blocks are not stored
+            side.finish_failed(request.request_id, error)
         return False, None
 
     def request_finished_all_groups(

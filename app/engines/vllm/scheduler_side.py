@@ -182,6 +182,14 @@ class SchedulerSide:
         # Unknown to core by now, so that this only records the load, as one that has failed.
         self.offload.commit(request.request_id, (), num_external_tokens, now_s)
 
+    def finish_failed(self, request_id: str, error: Exception) -> None:
+        """`finish` raised: the request is forgotten, and nothing more of it is stored."""
+        now_s = self._clock()
+        self._requests.pop(request_id, None)
+        self._tables.pop(request_id, None)
+        self.offload.fail("request_finished", error, now_s)
+        self.offload.on_request_finished(request_id, now_s)
+
     def plan_failed(self, error: Exception) -> StepOrders:
         """`plan` raised: its jobs have failed. What requests have to recompute is still passed on."""
         now_s = self._clock()

@@ -1,0 +1,110 @@
+"""Exceptions in kvferry's own code inside vLLM: EngineCore goes on, answers stay the same, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.engines.vllm.connector import KVFerryConnector
+from app.engines.vllm.device import VllmDevice
+from app.engines.vllm.engine_extents import EngineExtents
+from app.engines.vllm.requests import VllmRequest
+from app.engines.vllm.scheduler_side import SchedulerSide
+from app.engines.vllm.worker_side import WorkerSide
+from app.offload_guard import MAX_ERRORS
+from core.manager import OffloadManager
+from core.scheduler import OffloadScheduler
+from core.stores import StoreSide
+from cuda_ops.cpu_copy import CpuCopyEngine
+from tests.faults import Faults
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.test_in_process import assert_nothing_left
+from tests.vllm.workload import Answer, assert_same, shared_prefixes
+
+PROMPTS = shared_prefixes(60, seed=21)
+SEED = int(os.environ.get("FAULT_SEED", "1"))
+NUM_FAULTS = int(os.environ.get("FAULTS", "40"))
+ADAPTER = [
+    (SchedulerSide, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
+                                       "has_open_work", "_progress", "_note_preemption", "_checked")
+] + [(WorkerSide, name) for name in ("start_loads", "start_stores", "collect", "take_reports", "_poll", "_submit")] + [
+    (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_orders"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def truth(llama: Path) -> list[Answer]:
+    with in_process(llama) as engine:
+        return engine.generate(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path, truth: list[Answer]) -> Iterator[InProcess]:
+    # After `truth`: its engine must have ended before another starts in this process.
+    with in_process(llama, transfer_config(load_decision="always")) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: InProcess) -> Iterator[InProcess]:
+    """One engine for all tests here, which each leave it with offloading on and nothing held."""
+    yield shared
+    shared.side.reset()
+    assert shared.side.offload.status.is_on
+    assert_nothing_left(shared)
+
+
+@pytest.mark.parametrize(("cls", "name"), ADAPTER, ids=[f"{cls.__name__}.{name}" for cls, name in ADAPTER])
+def test_vllm_answers_the_same_when_its_adapter_raises(
+    cls: type, name: str, engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine.side.offload.status.num_errors
+    faults = Faults(monkeypatch, SEED, probability=0.2, most=MAX_ERRORS - 2)
+    faults.patch(cls, [name], after=cls is not CpuCopyEngine)
+    for _ in range(2):
+        with faults.on():
+            assert_same(engine.generate(PROMPTS), truth)
+        engine.forget_device()
+    assert faults.raised.total() > 0 or name == "_note_preemption"
+    engine.settle()
+    assert engine.side.offload.status.num_errors - before >= min(faults.raised.total(), 1)
+
+
+def test_offloading_is_off_after_repeated_errors_until_a_reset(
+    engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("no offer, says the test")
+
+    monkeypatch.setattr(OffloadManager, "offer", fail)
+    assert_same(engine.generate(PROMPTS), truth)
+    assert not engine.side.offload.status.is_on
+    monkeypatch.undo()
+    engine.forget_device()
+    before = engine.snapshot().load.blocks
+    assert_same(engine.generate(PROMPTS), truth)
+    assert engine.snapshot().load.blocks == before
+    assert engine.connector.reset_cache()
+    engine.generate(PROMPTS)
+    engine.forget_device()
+    assert_same(engine.generate(PROMPTS), truth)
+    assert engine.snapshot().load.blocks > before
+
+
+def test_vllm_answers_the_same_when_anything_raises(
+    engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, SEED, probability=0.01, most=NUM_FAULTS)
+    for cls in (SchedulerSide, WorkerSide, VllmRequest, OffloadManager, OffloadScheduler, StoreSide):
+        faults.patch(cls)
+    faults.patch(KVFerryConnector, ["_the_scheduler", "_the_worker"])
+    faults.patch(CpuCopyEngine, ["submit", "poll", "wait", "_plan"])
+    faults.patch(VllmDevice, ["hold", "release"], after=False)
+    while faults.left:
+        with faults.on():
+            assert_same(engine.generate(PROMPTS), truth)
+        engine.side.reset()
+        engine.forget_device()
