@@ -126,6 +126,11 @@ class SettingFields(BaseModel):
     max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
+    engine_api_key: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+        default=None,
+        description="API key that `replay` sends to the engine's URL; the service's tokens are sent to the service "
+        "only.",
+    )
     database_url: Annotated[SecretStr, _read(values.database_url)] = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
         description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
