@@ -36,7 +36,8 @@ class SettingFields(BaseModel):
 
     host: Annotated[str, _read(values.host)] = Field(
         default="127.0.0.1",
-        description="Where the admin API listens. Without a token only loopback addresses are accepted.",
+        description="Where the admin API listens. Without a token only loopback addresses are accepted; on others a "
+        "token has at least 16 characters.",
     )
     port: Annotated[int, _read(values.whole(0, 65535))] = Field(
         default=8787, description="Port of the admin API; 0 takes a free one."

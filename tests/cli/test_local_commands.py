@@ -42,7 +42,7 @@ def test_no_command_shows_what_there_is(words: tuple[str, ...], run: Run) -> Non
 
 def test_config_check_shows_every_setting_and_its_place(run: Run, clean_world: Path) -> None:
     (clean_world / ".env").write_text("KVFERRY_POOL_BYTES=8GiB\nPATH_TO_OTHERS=1\n")
-    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2", HOST="0.0.0.0")
+    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2!", HOST="0.0.0.0")
     assert done.code == 0
     assert "8GiB" in done.out
     assert "KVFERRY_POOL_BYTES (.env)" in done.out
@@ -61,7 +61,7 @@ def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run)
         "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
         "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
         "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
-        "set ADMIN_TOKEN, or HOST=127.0.0.1",
+        "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
     ]
 
 

@@ -89,12 +89,12 @@ def test_toml_takes_native_types(monkeypatch: pytest.MonkeyPatch, clean_world: P
 
 
 def test_secrets_come_from_files(monkeypatch: pytest.MonkeyPatch, clean_world: Path) -> None:
-    (clean_world / "admin").write_text("s3cret-admin\n")
+    (clean_world / "admin").write_text("s3cret-admin-token\n")
     (clean_world / "url").write_text("postgresql://u:pw@db/kv\n")
     monkeypatch.setenv("KVFERRY_ADMIN_TOKEN_FILE", str(clean_world / "admin"))
     settings = Settings(database_url_file=str(clean_world / "url"), host="0.0.0.0")
     assert settings.admin_token is not None
-    assert settings.admin_token.get_secret_value() == "s3cret-admin"
+    assert settings.admin_token.get_secret_value() == "s3cret-admin-token"
     assert settings.resolved_database_url() == "postgresql://u:pw@db/kv"
     assert settings.source("admin_token") is Source.ENV
     assert settings.source("database_url") is Source.CONNECTOR
