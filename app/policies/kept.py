@@ -154,6 +154,10 @@ def _record(rule: Rule) -> RuleRecord:
 
 
 def _override(record: OverrideRecord) -> Override | None:
+    # SQLite keeps a value of any type in a column of numbers.
+    if not isinstance(record.expires_s, (int, float)):
+        _log.warning("the override kept for request %r is left out, not valid: expires_at", record.request)
+        return None
     try:
         return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_s)
     except ValidationError as error:

@@ -7,6 +7,7 @@ psycopg, and reads there are on a snapshot too.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -31,6 +32,8 @@ _EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
 _CACHE_KIB = 16 * 1024
 _WAL_KEPT_BYTES = 64 << 20
 _READERS = 8
+NOT_JSON = "unreadable_chars"
+"""The only field of what is read from a JSON column that holds something else; no policy or rule has such a field."""
 _STATEMENT_TIMEOUT_S = 30
 """Whoever asked has given up by then, and the server should too."""
 _NETWORK_TIMEOUT_S = 10
@@ -117,7 +120,12 @@ def make_engine(
 
     size = _READERS if access is Access.READ else 1
     engine = create_engine(
-        "sqlite:///" + str(path), creator=connect, pool_size=size, max_overflow=0, pool_timeout=busy_timeout_s
+        "sqlite:///" + str(path),
+        creator=connect,
+        pool_size=size,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+        json_deserializer=_read_json,
     )
     # Python's lock changes hands at every statement. Row by row, a busy engine could stretch one batch, and with it the
     # database's lock, over seconds; so rows are sent many to a statement.
@@ -165,10 +173,20 @@ def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
     return engine
 
 
+def _read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON column. SQLite takes any text there: one that is not JSON must not fail its query."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {NOT_JSON: len(text)}
+
+
 def _set_pragmas(connection: sqlite3.Connection, access: Access, max_bytes: int | None) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
     if access is Access.READ:
         connection.execute("PRAGMA query_only=ON")
+        # Text that is not UTF-8 must not fail its query either.
+        connection.text_factory = lambda content: content.decode("utf-8", "replace")
         return
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
