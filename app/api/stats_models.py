@@ -78,7 +78,10 @@ class StoreStats(BaseModel):
     bytes: int
     failed: int
     in_flight: int
-    seconds: float
+    seconds: float = Field(
+        description="what the store jobs took that have ended; of a request, its share of each of its jobs by number "
+        "of blocks, so that all requests add up to the total"
+    )
     skipped: dict[str, int] = Field(examples=[{"prompt_only": 0, "token_cap": 0, "already_stored": 0, "in_flight": 0}])
 
 
