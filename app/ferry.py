@@ -23,7 +23,7 @@ from app.settings import Settings
 from app.settings.kinds import LogLevel
 from app.settings.live import LiveSettings
 from app.starting import StartRefused
-from app.store import Store, StoreUnavailable
+from app.store import NameClaim, Store, StoreUnavailable, claim_name
 from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
@@ -69,8 +69,8 @@ class EngineSide:
     `fingerprint` is whatever changes what bytes mean. In lazy mode so many blocks as `watermark_blocks` are looked at
     before they leave the device. The start began at `started_s`, in Unix time. `wake` is called when a tier has
     something that a request may wait for, `step` to have an idle engine take one; both on any thread, and neither
-    waits. `listen` may put itself before the sink of what the cache does. `reasons` says why this engine should get no
-    traffic.
+    waits. `claim` is that of `name`, where it had to be made before the pool. `listen` may put itself before the sink
+    of what the cache does. `reasons` says why this engine should get no traffic.
     """
 
     name: str
@@ -85,6 +85,7 @@ class EngineSide:
     step: Callable[[], None] = _nothing
     listen: Callable[[EventSink], EventSink] = _as_it_is
     reasons: Callable[[], list[str]] = _no_reasons
+    claim: NameClaim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,10 @@ class Ferry:
         engine, pool = self._engine, self._pool
         kept, plan = pool.kept, pool.plan
         self._note("opening the database")
+        claim = engine.claim
+        if claim is None:
+            claim = claim_name(settings.resolved_database_url(), engine.name)
+            undo.callback(claim.close)
         self.store = Store(
             settings.resolved_database_url(),
             engine.name,
@@ -220,6 +225,7 @@ class Ferry:
             history_limits(settings),
             num_kept_slots=plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
             on_replaced=lambda: self.policies.write_again(time.time()),
+            claim=claim,
         )
         undo.callback(self.store.close, CLOSE_S)
         tiers = self._open_tiers(settings)

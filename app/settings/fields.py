@@ -51,7 +51,8 @@ class SettingFields(BaseModel):
     engine_name: Annotated[str | None, _read(values.name)] = Field(
         default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
-        "By default made from the fingerprint of model and layout.",
+        "By default made from the fingerprint of model and layout, with a number appended where another process has "
+        "that name on the same database; a name set here that another process has refuses to start.",
     )
     engine: Annotated[Engine, _read(values.choice(Engine))] = Field(
         default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."

@@ -6,6 +6,7 @@ from app.store.errors import StoreError, StoreUnavailable
 from app.store.intents import Intents
 from app.store.journal import Journal, JournalStats
 from app.store.migrate import Upgrade
+from app.store.name_claim import NameClaim, claim_name
 from app.store.projection import DirtySource
 from app.store.queries import StoreReader
 from app.store.records import (
@@ -35,6 +36,7 @@ __all__ = [
     "Intents",
     "Journal",
     "JournalStats",
+    "NameClaim",
     "OverrideRecord",
     "Page",
     "RuleRecord",
@@ -44,6 +46,7 @@ __all__ = [
     "StoreReader",
     "StoreUnavailable",
     "Upgrade",
+    "claim_name",
     "downgrade",
     "upgrade",
 ]

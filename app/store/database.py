@@ -107,22 +107,8 @@ class Database:
         self._disconnect()
 
     def _connect(self, timeout_s: float) -> Upgrade:
-        try:
+        with store_error_on_trouble(self.name):
             return self._prepare(timeout_s)
-        except NoSuchModuleError as error:
-            raise StoreError(f"DATABASE_URL {self.name}: this kind of database is not known; use sqlite") from error
-        except ImportError as error:
-            raise StoreError(
-                f"DATABASE_URL {self.name}: its driver is not installed ({error.name}); "
-                "pip install 'kvferry[postgresql]' brings PostgreSQL's"
-            ) from error
-        except CommandError as error:
-            raise StoreError(
-                f"the database {self.name} cannot be migrated: {error}. It was probably written by a newer version: "
-                "install that, or set DATABASE_URL to another database"
-            ) from error
-        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            raise StoreError(_advice(error, self.name)) from error
 
     def _prepare(self, timeout_s: float) -> Upgrade:
         if self._watch is not None:
@@ -155,6 +141,27 @@ class Database:
         if engine is None:
             raise StoreUnavailable(f"the database {self.name} is not open")
         return engine
+
+
+@contextmanager
+def store_error_on_trouble(name: str) -> Iterator[None]:
+    """Turn what keeps a database from being opened or migrated into `StoreError`, with what to do about it."""
+    try:
+        yield
+    except NoSuchModuleError as error:
+        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite") from error
+    except ImportError as error:
+        raise StoreError(
+            f"KVFERRY_DATABASE_URL: {name}: its driver is not installed ({error.name}); "
+            "pip install 'kvferry[postgresql]' brings PostgreSQL's"
+        ) from error
+    except CommandError as error:
+        raise StoreError(
+            f"the database {name} cannot be migrated: {error}. It was probably written by a newer version: "
+            "install that, or set KVFERRY_DATABASE_URL to another database"
+        ) from error
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise StoreError(_advice(error, name)) from error
 
 
 def _advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:

@@ -142,7 +142,9 @@ def stream_until_death(served: Served, number: int) -> None:
 
 
 def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
-    with kept(tmp_path), pytest.raises(AssertionError, match="in use by another process"), kept(tmp_path):
+    other_database = {"database_url": f"sqlite:///{tmp_path}/other.db"}
+    refusal = pytest.raises(AssertionError, match="in use by another process")
+    with kept(tmp_path), refusal, kept(tmp_path, **other_database):
         pass
 
 
