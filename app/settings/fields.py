@@ -18,6 +18,7 @@ from core.policy import REQUEST_FIELDS_DEFAULT, Level
 from core.rates import LoadDecision
 
 APP_NAME = "kvferry"
+MAX_BLOCK_SIZE_TOKENS = 1024
 
 
 class _Mutable:
@@ -70,7 +71,9 @@ class SettingFields(BaseModel):
     device_blocks: Annotated[int, _read(values.whole(1))] = Field(
         default=512, description="Size of the device's KV cache in blocks."
     )
-    block_size: Annotated[int, _read(values.whole(1))] = Field(default=16, description="Tokens a block.")
+    block_size: Annotated[int, _read(values.whole(1, MAX_BLOCK_SIZE_TOKENS))] = Field(
+        default=16, description="Tokens a block."
+    )
     max_batched_tokens: Annotated[int, _read(values.whole(1))] = Field(
         default=2048, description="Token budget of one engine step."
     )

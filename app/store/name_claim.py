@@ -107,9 +107,15 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
     )
 
 
+def check_name(url: str, name: str) -> None:
+    """Raise `StoreError` for a name that another process has; create nothing."""
+    parsed = parse_url(url)
+    if sqlite_path(parsed) is None or _FileLock.path_of(parsed, name).exists():
+        claim_name(url, name).close()
+
+
 def _lock_of(url: URL, name: str) -> _Lock:
-    path = sqlite_path(url)
-    return _ServerLock(url, name) if path is None else _FileLock(path, name)
+    return _ServerLock(url, name) if sqlite_path(url) is None else _FileLock(url, name)
 
 
 def _this_process() -> str:
@@ -119,9 +125,15 @@ def _this_process() -> str:
 class _FileLock:
     """A lock on a file beside a SQLite database."""
 
-    def __init__(self, database: Path, name: str) -> None:
-        self._path = database.resolve().with_name(f"{database.name}.{name}.lock")
+    def __init__(self, url: URL, name: str) -> None:
+        self._path = self.path_of(url, name)
         self._file = -1
+
+    @staticmethod
+    def path_of(url: URL, name: str) -> Path:
+        """Where the lock's file is, whichever links lead to the database."""
+        database = Path(url.database or "").resolve()
+        return database.with_name(f"{database.name}.{name}.lock")
 
     def take(self) -> bool:
         self.close()

@@ -42,6 +42,14 @@ def open_tiers(
     return tiers
 
 
+def check_tiers(entries: Sequence[TierSettings]) -> None:
+    """Raise `TierRefused` for a tier that could not be opened, where its type can know without opening one."""
+    for entry in entries:
+        check = getattr(load_type(entry.type), "check", None)
+        if check is not None:
+            check(entry)
+
+
 def close_tiers(tiers: Mapping[str, Tier]) -> None:
     """Have every tier stop; one that cannot must not keep the others from it."""
     for name, tier in tiers.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.settings.fields import MAX_BLOCK_SIZE_TOKENS
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-MAX_BLOCK_SIZE_TOKENS = 1024
 
 
 class EngineStartError(ValueError):

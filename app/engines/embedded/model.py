@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from app.engines.embedded.attention import ATTENTION_NAME
 from app.engines.embedded.config import EngineStartError
 from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
+from app.engines.naming import is_missing_folder
 from app.engines.revision import revision_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class LoadedModel:
 
 def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served."""
-    where = _resolve_device(device)
+    where = resolve_device(device)
     module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
     torch.nn.Module.to(module, where)
     module.train(False)
@@ -76,7 +76,8 @@ def _num_embeddings(module: PreTrainedModel) -> int:
     return embeddings.num_embeddings
 
 
-def _resolve_device(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
+    """The device that KVFERRY_DEVICE names. Raises `EngineStartError` where there is none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -94,8 +95,7 @@ def _resolve_device(device: str) -> torch.device:
 
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     try:
-        if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-            # Else it would be taken for the id of a model on the hub.
+        if is_missing_folder(name):
             raise FileNotFoundError("there is no such folder")
         config = AutoConfig.from_pretrained(name)
         refuse_by_config(name, config)

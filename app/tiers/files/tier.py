@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from app.folders import check_writable
 from app.settings.tiers import ThreadedSettings
 from app.settings.values import folder
 from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
@@ -40,6 +41,14 @@ class FileTier(ThreadedTier):
     def __init__(self, settings: FileTierSettings, context: TierContext) -> None:
         """Open the folder and try it. Raises `TierRefused`."""
         super().__init__(_open(settings, context), settings, context)
+
+    @staticmethod
+    def check(settings: FileTierSettings) -> None:
+        """Raise `TierRefused` for a folder that could not be used; create nothing."""
+        try:
+            check_writable(f"TIERS: tier {settings.name}: path={settings.path}", settings.path)
+        except ValueError as error:
+            raise TierRefused(str(error)) from error
 
 
 def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
