@@ -146,7 +146,7 @@ class Ferry:
             kept = self.policies.load(time.time())
         except StoreUnavailable as error:
             raise StartRefused(
-                f"DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
+                f"KVFERRY_DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
             ) from error
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)

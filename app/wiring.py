@@ -195,7 +195,8 @@ class Process:
         plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
         if not plan.num_slots:
             raise NotEnoughMemory(
-                f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
+                f"KVFERRY_POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it "
+                "larger"
             )
         preparation = Preparation() if self._cuda is None else self._cuda.preparation()
         preparation = replace(preparation, progress=self._progress.note_pool)
@@ -225,7 +226,8 @@ class Process:
         )
         if pool_bytes < device_bytes:
             _log.warning(
-                "POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool mostly holds "
+                "KVFERRY_POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool "
+                "mostly holds "
                 "what the device still has, and brings little",
                 self._settings.pool_bytes,
                 device_bytes,

@@ -75,7 +75,7 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
         _print_settings(answer)
         for name, view in answer.items():
             if isinstance(view, Mapping) and view.get("shortfall"):
-                note(f"{name.upper()} is not what was asked for: {view['shortfall']}")
+                note(f"KVFERRY_{name.upper()} is not what was asked for: {view['shortfall']}")
     return 0
 
 

@@ -52,19 +52,21 @@ def parse_url(text: str) -> URL:
         # The path is taken as it is: it may come from a folder's name, which nobody has percent-encoded.
         database = text.removeprefix(_SQLITE)
         if not database or database == ":memory:" or "?" in database or "\0" in database:
-            raise StoreError(f"DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
+            raise StoreError(f"KVFERRY_DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
         return URL.create("sqlite", database=database)
     try:
         url = make_url(text)
         backend = url.get_backend_name()
     except (ArgumentError, ValueError):
         # The text may hold a password, so it is not repeated.
-        raise StoreError(f"DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
+        raise StoreError(f"KVFERRY_DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
     if backend == "sqlite":
-        raise StoreError(f"DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
+        raise StoreError(f"KVFERRY_DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
     if backend == "postgresql":
         if url.drivername not in ("postgresql", _POSTGRESQL):
-            raise StoreError(f"DATABASE_URL {shown(url)}: PostgreSQL is spoken to by psycopg; write postgresql://...")
+            raise StoreError(
+                f"KVFERRY_DATABASE_URL {shown(url)}: PostgreSQL is spoken to by psycopg; write postgresql://..."
+            )
         return url.set(drivername=_POSTGRESQL)
     return url
 

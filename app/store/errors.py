@@ -54,7 +54,7 @@ _STATES_DENIED = {"28000", "28P01", "3D000", "42501"}
 _STATES_UNREACHABLE = {"57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"}
 # What refuses a connection comes without its code.
 _DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permission denied|no password supplied")
-_MAKE_ROOM = "free disk space, raise the limit on its size, or lower EVICTION_HISTORY_ROWS"
+_MAKE_ROOM = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
 
 
 def diagnose(error: BaseException, database: str) -> Diagnosis:

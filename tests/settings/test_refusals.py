@@ -36,7 +36,7 @@ def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> Non
     assert sorted(refused(max_running=4096, pool_bites=1)) == sorted(
         [
             "KVFERRY_POL_BYTES=8GiB (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
-            "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number of 1 or more",
+            "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number from 1 to 1024",
             "KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
             "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
             "KVFERRY_POOL_KIND=disk (.env): must be pinned, shm or file",

@@ -152,3 +152,12 @@ def test_validating_a_mapping_reads_the_other_places_too(monkeypatch: pytest.Mon
     assert Settings.model_validate(settings) is settings
     with pytest.raises(BadSettings, match="did you mean port"):
         Settings.model_validate({"prt": 1})
+
+
+def test_message_when_the_engine_gave_a_setting_names_it_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_PATH", "/p")
+    settings = Settings(pool_kind="file", _env_file=None)
+    message = "KVFERRY_POOL_KIND=file: KVFERRY_POOL_PATH=/p is full; KVFERRY_POOL_BYTES, KVFERRY_POOL_KINDLY"
+    assert settings.as_written(message) == (
+        "pool_kind=file: KVFERRY_POOL_PATH=/p is full; KVFERRY_POOL_BYTES, KVFERRY_POOL_KINDLY"
+    )

@@ -83,12 +83,12 @@ def resolve_device(device: str) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
+        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
     if where.type not in ("cpu", "cuda"):
-        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]")
+        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise EngineStartError(
-            f"DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
+            f"KVFERRY_DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
         )
     return where
 
@@ -113,7 +113,7 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
             raise refusal(name, "its attention cannot be exchanged for a paged one") from error
         reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
         raise EngineStartError(
-            f"MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
+            f"KVFERRY_MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
         ) from error
 
 
@@ -137,7 +137,8 @@ def refuse_by_config(name: str, config: Any) -> None:
 def refusal(name: str, reason: str) -> EngineStartError:
     """The error for a model that loads, but that this engine does not serve."""
     return EngineStartError(
-        f"MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or sliding-window "
+        f"KVFERRY_MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or "
+        "sliding-window "
         "attention in every layer, such as Llama, Qwen and Mistral"
     )
 

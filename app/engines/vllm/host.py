@@ -99,7 +99,7 @@ class EngineCoreHost:
                 side = PoolSide(plan, self.extents, pool, kept)
                 self.ferry = Ferry(wanted.settings, engine, side, logs.set_level, stopping)
             except (ValueError, StoreError) as error:
-                raise ConnectorRefused(str(error)) from error
+                raise ConnectorRefused(wanted.settings.as_written(str(error))) from error
             undo.callback(self.ferry.close)
             self._undo = undo.pop_all()
 
