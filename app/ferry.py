@@ -195,7 +195,7 @@ class Ferry:
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.store.health()
+        return reasons
 
     def stop(self) -> None:
         """Begin nothing any more beside the engine, which is stopped next, and then its copies. May be called again."""
