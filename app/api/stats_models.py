@@ -160,7 +160,9 @@ class Stats(BaseModel):
 
     time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
     uptime_s: float
-    epoch: int
+    epoch: int = Field(
+        description="resets of the whole pool since it was made; a kept pool's goes on after a restart of its engine"
+    )
     engine: EngineStats
     pool: PoolStats
     requests: RequestStats

@@ -194,11 +194,14 @@ def test_what_a_reset_dropped_does_not_come_back_and_the_rest_does(tmp_path: Pat
         assert answer.json()["dropped_blocks"] > 0
     with kept(tmp_path) as served:
         assert hashes(served, "") == others
+        assert served.stats()["epoch"] == 0, "only a reset of the whole pool raises it"
         answer = served.http.post("/admin/v1/reset", json={})
         kill(served)
-        assert answer.json()["dropped_blocks"] == len(others)
+        assert (answer.json()["dropped_blocks"], answer.json()["epoch"]) == (len(others), 1)
     with kept(tmp_path) as served:
         assert hashes(served, "") == set()
+        assert served.stats()["epoch"] == 1, "it goes on"
+        assert served.http.post("/admin/v1/reset", json={}).json()["epoch"] == 2
 
 
 def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) -> None:
