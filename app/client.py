@@ -58,7 +58,8 @@ class KVFerryClient:
     """Talks to one kvferry service. Use it as a context manager, or close it.
 
     Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`), and raises
-    `BadSettings` where one of these will not do. Calls raise `Unreachable` or `Refused`.
+    `BadSettings` where one of these will not do. An empty `token` sends none. Redirects are not followed, so that the
+    token reaches no other address. Calls raise `Unreachable` or `Refused`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class KVFerryClient:
     ) -> None:
         found = find_connection(url, token, env_files=())
         self.url = found.url
-        self.token = found.token
+        self.token = None if token == "" else found.token
         self._http = httpx.Client(
             **http_options(self.url, self.token),
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
@@ -292,11 +293,14 @@ class KVFerryClient:
 
 
 def http_options(url: str, token: str | None) -> Json:
-    """What sync and async clients have in common. A proxy is never asked for this very machine."""
+    """What sync and async clients have in common. A proxy is never asked for this very machine.
+
+    Redirects are not followed: the token is for this address only.
+    """
     headers = {"Accept": "application/json", "User-Agent": "kvferry"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    return {"base_url": url, "headers": headers, "trust_env": not _is_local(url)}
+    return {"base_url": url, "headers": headers, "trust_env": not _is_local(url), "follow_redirects": False}
 
 
 def refusal(status: int, text: str) -> Refused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def announce_service(state_dir: Path, name: str, url: str) -> Announcement:
     process = psutil.Process()
     content = json.dumps({"name": name, "url": url, "pid": process.pid, "started_s": process.create_time()})
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(folder)
         # Renamed into place, so that nobody reads half of it.
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
         try:
@@ -64,14 +66,21 @@ def announce_service(state_dir: Path, name: str, url: str) -> Announcement:
             raise
     except OSError as error:
         _log.warning(
-            "state_dir=%s: clients will need --url, since the discovery file cannot be written: %s", state_dir, error
+            "KVFERRY_STATE_DIR=%s: clients will need --url, since the discovery file cannot be written: %s",
+            state_dir,
+            error,
         )
     return Announcement(path, content)
 
 
 def find_services(state_dir: Path) -> list[FoundService]:
-    """The services of this host that are alive, by name."""
+    """The services of this host that are alive, by name.
+
+    Clients send their token to what they find, so a folder that other users can write to is not read.
+    """
     found: list[FoundService] = []
+    if not _is_private(state_dir / _FOLDER):
+        return found
     for path in sorted((state_dir / _FOLDER).glob("*.json")):
         try:
             content = json.loads(path.read_text())
@@ -81,6 +90,24 @@ def find_services(state_dir: Path) -> list[FoundService]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return found
+
+
+def _make_private(folder: Path) -> None:
+    """Give a folder of this user's mode 0700. Raises `OSError` for one of another user."""
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise OSError(f"{folder} belongs to another user ({found.st_uid}); remove it, or set another KVFERRY_STATE_DIR")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user and root can write to a folder."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_alive(pid: int, started_s: float) -> bool:

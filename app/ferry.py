@@ -24,7 +24,7 @@ from app.settings import Settings
 from app.settings.kinds import LogLevel
 from app.settings.live import LiveSettings
 from app.starting import StartRefused
-from app.store import Store, StoreUnavailable
+from app.store import NameClaim, Store, StoreUnavailable, claim_name
 from app.tiers.news import TierNews
 from app.tiers.opening import close_tiers, open_tiers
 from app.tiers.pool_slots import PoolSlots
@@ -70,8 +70,8 @@ class EngineSide:
     `fingerprint` is whatever changes what bytes mean. In lazy mode so many blocks as `watermark_blocks` are looked at
     before they leave the device. The start began at `started_s`, in Unix time. `wake` is called when a tier has
     something that a request may wait for, `step` to have an idle engine take one; both on any thread, and neither
-    waits. `listen` may put itself before the sink of what the cache does. `reasons` says why this engine should get no
-    traffic.
+    waits. `claim` is that of `name`, where it had to be made before the pool. `listen` may put itself before the sink
+    of what the cache does. `reasons` says why this engine should get no traffic.
     """
 
     name: str
@@ -86,6 +86,7 @@ class EngineSide:
     step: Callable[[], None] = _nothing
     listen: Callable[[EventSink], EventSink] = _as_it_is
     reasons: Callable[[], list[str]] = _no_reasons
+    claim: NameClaim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Ferry:
             kept = self.policies.load(time.time())
         except StoreUnavailable as error:
             raise StartRefused(
-                f"DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
+                f"KVFERRY_DATABASE_URL: the overrides and rules that were kept cannot be read: {error}"
             ) from error
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
@@ -196,7 +197,7 @@ class Ferry:
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
-        return reasons + self.store.health()
+        return reasons
 
     def stop(self) -> None:
         """Begin nothing any more beside the engine, which is stopped next, and then its copies. May be called again."""
@@ -215,6 +216,10 @@ class Ferry:
         engine, pool = self._engine, self._pool
         kept, plan = pool.kept, pool.plan
         self._note("opening the database")
+        claim = engine.claim
+        if claim is None:
+            claim = claim_name(settings.resolved_database_url(), engine.name)
+            undo.callback(claim.close)
         self.store = Store(
             settings.resolved_database_url(),
             engine.name,
@@ -222,6 +227,7 @@ class Ferry:
             history_limits(settings),
             num_kept_slots=plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
             on_replaced=lambda: self.policies.write_again(time.time()),
+            claim=claim,
         )
         undo.callback(self.store.close, CLOSE_S)
         tiers = self._open_tiers(settings)

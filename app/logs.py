@@ -11,19 +11,17 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Iterable
 from copy import copy
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import IO, Self
 
+from app.masking import SecretMask
 from app.settings import Settings
 from app.settings.kinds import LogFormat, LogLevel
-from app.settings.problems import MASK, url_passwords
 
 QUEUE_RECORDS = 10_000
-MIN_SECRET_CHARS = 4
 OWN_LOGGERS = ("app", "core", "cuda_ops", "migrations")
 CHATTY_LOGGERS = ("alembic",)
 """Libraries whose every step is INFO to them; only their warnings are news to an operator."""
@@ -88,17 +86,14 @@ class BoundedQueueHandler(QueueHandler):
 class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
     """Writes records to a stream, known secrets masked, and says how many were dropped before them."""
 
-    def __init__(self, stream: IO[str], secrets: Iterable[str], source: BoundedQueueHandler) -> None:
+    def __init__(self, stream: IO[str], mask: SecretMask, source: BoundedQueueHandler) -> None:
         super().__init__(stream)
-        self._secrets = [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS]
+        self._mask = mask
         self._source = source
         self._told = 0
 
     def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        for secret in self._secrets:
-            line = line.replace(secret, MASK)
-        return line
+        return self._mask.apply(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         dropped = self._source.dropped
@@ -122,7 +117,7 @@ class LogPipe:
     def __init__(self, settings: Settings, *, stream: IO[str] | None = None, guest: bool = False) -> None:
         records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_RECORDS)
         self._entrance = BoundedQueueHandler(records)
-        writer = MaskingStreamHandler(stream or sys.stderr, _secrets(settings), self._entrance)
+        writer = MaskingStreamHandler(stream or sys.stderr, SecretMask.of(settings), self._entrance)
         writer.setFormatter(JsonFormatter() if settings.log_format is LogFormat.JSON else TextFormatter())
         self._listener = QueueListener(records, writer)
         names = [*OWN_LOGGERS, *UVICORN_LOGGERS] if guest else [None, *UVICORN_LOGGERS]
@@ -177,9 +172,3 @@ def start_logging(settings: Settings, *, stream: IO[str] | None = None, guest: b
     for notice in settings.notices:
         logging.getLogger(__name__).warning("%s", notice)
     return pipe
-
-
-def _secrets(settings: Settings) -> list[str]:
-    """Every secret value, longest first, so that one inside another does not leave a rest. Of a URL, the password."""
-    tokens = [token.get_secret_value() for token in (settings.admin_token, settings.read_token) if token is not None]
-    return sorted([*tokens, *url_passwords(settings.database_url.get_secret_value())], key=len, reverse=True)

@@ -6,9 +6,10 @@ import logging
 
 from app.discovery import Announcement, announce_service
 from app.logs import start_logging
+from app.preflight import start_problems
 from app.serving import listen, make_server, url_of
 from app.settings import Settings
-from app.starting import StartProgress, answering
+from app.starting import StartProgress, StartRefused, answering
 from app.wiring import Process
 
 _log = logging.getLogger(__name__)
@@ -19,6 +20,9 @@ def run(settings: Settings) -> int:
     with start_logging(settings) as logs:
         listener = listen(settings.host, settings.port)
         with listener:
+            problems = start_problems(settings)
+            if problems:
+                raise StartRefused("\n".join(problems))
             progress = StartProgress()
             process: Process | None = None
             announcement: Announcement | None = None

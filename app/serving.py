@@ -70,8 +70,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartRefused(
-            f"HOST={host} PORT={port} cannot be listened on: {error.strerror or error}; "
-            "stop what holds it, or set PORT to another (0 takes a free one)"
+            f"KVFERRY_HOST={host} KVFERRY_PORT={port} cannot be listened on: {error.strerror or error}; "
+            "stop what holds it, or set KVFERRY_PORT to another (0 takes a free one)"
         ) from error
     return listener
 

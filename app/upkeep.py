@@ -89,6 +89,7 @@ class Upkeep:
         return [
             *self._scheduler.tiers.health(),
             *self._pool_size.reasons(),
+            *self._store.health(),
             *self._store.degraded(),
             *self._settings.shortfalls.values(),
         ]

@@ -94,8 +94,10 @@ def open_kept_file(
         return None
     if fingerprint.get("revision", "none needed") is None:
         raise PoolRefused(
-            f"POOL_KIND={settings.pool_kind.value}: nothing says which weights the model {fingerprint.get('model')} "
-            "has, so a kept pool could serve another revision's blocks; set POOL_KIND=pinned, or the model to a local "
+            f"KVFERRY_POOL_KIND={settings.pool_kind.value}: nothing says which weights the model "
+            f"{fingerprint.get('model')} "
+            "has, so a kept pool could serve another revision's blocks; set KVFERRY_POOL_KIND=pinned, or the model "
+            "to a local "
             "folder"
         )
     shape = PoolShape(plan.num_slots, slot_bytes, num_ranks, plan.extent_slots, plan.max_slots)
@@ -105,8 +107,9 @@ def open_kept_file(
         if join and isinstance(error, FileNotFoundError):
             raise
         raise PoolRefused(
-            f"POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: {error.strerror or error}; make "
-            "its folder writable, or set POOL_PATH to another"
+            f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
+            f"{error.strerror or error}; make "
+            "its folder writable, or set KVFERRY_POOL_PATH to another"
         ) from error
 
 

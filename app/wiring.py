@@ -21,7 +21,7 @@ from app.offload_guard import GuardedCopies
 from app.settings import Settings
 from app.settings.kinds import Engine
 from app.starting import StartProgress, StartRefused
-from app.store import StoreError
+from app.store import StoreError, claim_name
 from app.warm_start import largest_pool_bytes, open_kept_file
 from core.engine import DeviceView
 from core.groups import GroupLayout, GroupSpec
@@ -116,7 +116,7 @@ class Process:
         settings = self._settings
         if settings.engine is Engine.EMBEDDED:
             self._load_engine(undo)
-        side, device_bytes = self._describe()
+        side, device_bytes = self._describe(undo)
         pool = self._map_pool(side, device_bytes, undo)
         self.ferry = Ferry(settings, side, pool, logs.set_level, self._stopping, self._progress.note)
         undo.callback(self.ferry.close)
@@ -146,7 +146,7 @@ class Process:
             self._cuda = CudaSide(engine.model.device)
             undo.callback(self._cuda.close)
 
-    def _describe(self) -> tuple[EngineSide, int]:
+    def _describe(self, undo: ExitStack) -> tuple[EngineSide, int]:
         """The engine as the ferry sees it, and the size of its own KV cache in bytes."""
         engine, settings = self.engine, self._settings
         device: DeviceView
@@ -172,8 +172,12 @@ class Process:
                 "hash_seed": HASH_SEED.hex(),
             }
             device, device_bytes = engine.pool, about.kv_bytes
+        name = settings.engine_name or name_of_engine(info.model, fingerprint)
+        # Before the pool, whose file has the same name.
+        claim = claim_name(settings.resolved_database_url(), name, is_default=settings.engine_name is None)
+        undo.callback(claim.close)
         side = EngineSide(
-            name=settings.engine_name or name_of_engine(info.model, fingerprint),
+            name=claim.name,
             info=info,
             layout=GroupLayout([group], settings.blocks_per_slot),
             fingerprint=fingerprint,
@@ -183,6 +187,7 @@ class Process:
             wake=self._wake,
             step=self._wake,
             reasons=self._reasons,
+            claim=claim,
         )
         return side, device_bytes
 
@@ -191,7 +196,8 @@ class Process:
         plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
         if not plan.num_slots:
             raise NotEnoughMemory(
-                f"POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it larger"
+                f"KVFERRY_POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it "
+                "larger"
             )
         preparation = Preparation() if self._cuda is None else self._cuda.preparation()
         preparation = replace(preparation, progress=self._progress.note_pool)
@@ -221,7 +227,8 @@ class Process:
         )
         if pool_bytes < device_bytes:
             _log.warning(
-                "POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool mostly holds "
+                "KVFERRY_POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool "
+                "mostly holds "
                 "what the device still has, and brings little",
                 self._settings.pool_bytes,
                 device_bytes,

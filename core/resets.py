@@ -22,6 +22,7 @@ from core.transfers import NO_SLOTS, Slots
 class ResetTicket:
     """What a reset did at once to the pool: `job_ids` are the transfers it disowned that still have to end.
 
+    `epoch` is the pool's from then on: a reset of the whole pool raises it, one by match or of tiers only does not.
     `tiers` are the numbers of the resets that it asked of tiers, which are among `job_ids` too.
     """
 
@@ -38,8 +39,6 @@ class Resets:
     def __init__(
         self, manager: OffloadManager, jobs: JobTable, stores: StoreSide, lazy: LazySide, tiers: TierSide
     ) -> None:
-        self.count = 0
-        """How many resets there were."""
         self._manager = manager
         self._jobs = jobs
         self._stores = stores
@@ -65,8 +64,6 @@ class Resets:
             job_ids = tiers.open_transfers()
             asked = tiers.reset(links, match, of_pool, now_s)
             job_ids += asked.values()
-            self.count += 1
-            epoch = self.count
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
                 dropped = manager.reset(self.filled_slots(), now_s)
@@ -74,6 +71,7 @@ class Resets:
                 self._lazy.look_again()
             elif of_pool and match is not None:
                 job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
+            epoch = manager.epoch
         if of_pool and match is not None:
             try:
                 next_slot: int | None = 0

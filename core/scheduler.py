@@ -318,7 +318,7 @@ class OffloadScheduler:
     def live(self) -> Snapshot:
         """The counters themselves, which go on counting: of one moment while the caller holds the manager's lock."""
         live = self._live
-        live.epoch = self.resets.count
+        live.epoch = self.manager.epoch
         live.pool = self.manager.inventory.live()
         live.requests.waiting_for_load = self._loads.num_waiting
         live.open_jobs = len(self._jobs)

@@ -305,9 +305,11 @@ class StoreSide:
         return [job]
 
     def end(self, ended: OpenJob, now_s: float) -> None:
-        """Publish what a job stored, or free it."""
+        """Publish what a job stored, or free it. Its seconds are shared among its requests by their blocks."""
+        num_blocks = sum(len(part.block_ids) for part in ended.parts)
         for part in ended.parts:
             self._end_part(part, bool(ended.errors), now_s)
+            part.request.store.seconds += ended.seconds * len(part.block_ids) / num_blocks
         self.counts.seconds += ended.seconds
 
     def fail_decided(self, states: Sequence[RequestState], now_s: float) -> None:

@@ -178,14 +178,16 @@ class HostPool:
         end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
         end_offset += _whole_pages(rest * self.row_bytes)
         missing_bytes = end_offset - max(self._backing.reserved_bytes(), table.end_offset)
-        check_fits("POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
+        check_fits("KVFERRY_POOL_BYTES", max(missing_bytes, 0), self._backing.limits())
         return end_offset
 
     def _reserve(self, num_bytes: int) -> bool:
         try:
             return self._backing.reserve(num_bytes)
         except OSError as error:
-            raise NotEnoughMemory(f"POOL_BYTES: taking {num_bytes:,} bytes for the pool failed: {error}") from error
+            raise NotEnoughMemory(
+                f"KVFERRY_POOL_BYTES: taking {num_bytes:,} bytes for the pool failed: {error}"
+            ) from error
 
     def _map(self, offset: int, count: int) -> _Extent:
         num_bytes = count * self.row_bytes
@@ -193,7 +195,7 @@ class HostPool:
             memory = self._backing.map(offset, _whole_pages(num_bytes))
         except OSError as error:
             raise NotEnoughMemory(
-                f"POOL_BYTES: mapping an extent of {num_bytes:,} bytes after {offset:,} failed: {error}"
+                f"KVFERRY_POOL_BYTES: mapping an extent of {num_bytes:,} bytes after {offset:,} failed: {error}"
             ) from error
         return _Extent(memory, memory[:num_bytes].reshape(count, self.row_bytes), offset)
 

@@ -126,7 +126,7 @@ class KeptFile:
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
             raise PoolRefused(
-                f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use POOL_KIND=pinned"
+                f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use KVFERRY_POOL_KIND=pinned"
             )
         self._lock = PoolLock(path, shared=join)
         try:
@@ -173,7 +173,8 @@ class KeptFile:
         old, new = self.num_slots, self.shape.slots_within(num_bytes)
         if new > self.shape.max_slots:
             raise NotEnoughMemory(
-                f"POOL_BYTES: {self.path} has room for the headers of {self.shape.max_slots:,} slots, and {new:,} are "
+                f"KVFERRY_POOL_BYTES: {self.path} has room for the headers of {self.shape.max_slots:,} slots, and "
+                f"{new:,} are "
                 "wanted; remove the file to start with a larger one"
             )
         if new > old:
@@ -254,8 +255,8 @@ class KeptFile:
         owner = os.fstat(self._shared.fileno()).st_uid
         if owner != os.geteuid():
             raise PoolRefused(
-                f"ENGINE_NAME: the pool {self.path} belongs to user {owner}, and this process runs as "
-                f"{os.geteuid()}; remove the file, or set ENGINE_NAME to another name"
+                f"KVFERRY_ENGINE_NAME: the pool {self.path} belongs to user {owner}, and this process runs as "
+                f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
             )
 
     def _look(self, fingerprint: dict[str, object]) -> FoundPool:
@@ -299,7 +300,7 @@ class KeptFile:
             os.ftruncate(file, self.shape.payload_offset)
             os.posix_fallocate(file, 0, POOL_HEADER_BYTES)
         except OSError as error:
-            raise NotEnoughMemory(f"POOL_BYTES: taking room for the pool's headers failed: {error}") from error
+            raise NotEnoughMemory(f"KVFERRY_POOL_BYTES: taking room for the pool's headers failed: {error}") from error
         header = pool_header(self.shape, fingerprint)
         header["boot_id"] = read_boot_id().encode()
         raw = header.tobytes()

@@ -52,8 +52,9 @@ class PoolLock:
         except BlockingIOError:
             owner = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise PoolRefused(
-                f"ENGINE_NAME: the pool {self._pool} is in use by another process (pid {owner}); stop it, or give this "
-                "one another ENGINE_NAME"
+                f"KVFERRY_ENGINE_NAME: the pool {self._pool} is in use by another process (pid {owner}); stop it, or "
+                "give this "
+                "one another KVFERRY_ENGINE_NAME"
             ) from None
 
 

@@ -134,7 +134,8 @@ def _touch(parts: Sequence[NDArray[np.uint8]], how: Preparation, threads: Thread
             except OSError as error:
                 why = "there is no room left" if error.errno == errno.EFAULT else str(error)
                 raise NotEnoughMemory(
-                    f"POOL_BYTES: taking {piece.nbytes:,} bytes of the pool failed, although the limits had room: {why}"
+                    f"KVFERRY_POOL_BYTES: taking {piece.nbytes:,} bytes of the pool failed, although the limits had "
+                    f"room: {why}"
                 ) from error
         else:
             # An older kernel: only writing takes a page, and what is there stays.
@@ -167,7 +168,8 @@ def _register(
     available = min(limit.available_bytes for limit in memory_limits())
     locked_bytes = locked_memory_bytes()
     _log.warning(
-        "POOL_KIND: the host pool is not pinned, and copies will be slower: registering extent %d of %d, %s bytes, "
+        "KVFERRY_POOL_KIND: the host pool is not pinned, and copies will be slower: registering extent %d of %d, %s "
+        "bytes, "
         "failed: %s (all extents together have %s bytes, memory available is %s bytes, RLIMIT_MEMLOCK is %s)",
         first + 1,
         len(parts),

@@ -30,6 +30,7 @@ from app.api.requests import requests_router
 from app.api.reset import reset_router
 from app.api.rules import rules_router
 from app.api.stats import stats_router
+from app.masking import SecretMask
 
 ADMIN_PREFIX = "/admin/v1"
 
@@ -46,7 +47,7 @@ def create_app(service: AdminContext) -> FastAPI:
         # The first sees a call first. What refuses a call stands before what reads its body.
         middleware=[
             Middleware(Envelope),
-            Middleware(Audit, trail=AuditTrail(service.store)),
+            Middleware(Audit, trail=AuditTrail(service.store, SecretMask.of(service.settings.current))),
             Middleware(Auth, tokens=service.tokens),
             Middleware(Bodies, closing=service.closing),
             Middleware(RawIds),

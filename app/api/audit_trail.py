@@ -24,7 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.auth import TokenName
 from app.api.offthread import StoreThreads
 from app.api.problems import Problem
+from app.masking import SecretMask
 from app.settings import Settings
+from app.settings.problems import MASK
 from app.store import AuditEntry, Store, StoreUnavailable
 from app.tenants import is_digest_glob
 
@@ -34,13 +36,13 @@ MAX_PATH_CHARS = 1000
 MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
-MASK = "***"
 
 _SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
 _SECRETS = (*Settings.names().secrets, "cache_salt")
 _LONGEST_NAME = 100
 _LIKENESS = 0.75
 """What is misspelled is as secret: so alike to a secret's name, by difflib's ratio."""
+NO_SECRETS = SecretMask(())
 _log = logging.getLogger(__name__)
 
 
@@ -53,22 +55,22 @@ class Record:
     row_id: int | None = None
     trouble: Exception | None = None
 
-    def entry(self) -> AuditEntry:
-        """What is known of the call so far."""
+    def entry(self, mask: SecretMask) -> AuditEntry:
+        """What is known of the call so far, with known secret values masked."""
         state = self.scope["state"]
         client = self.scope.get("client")
         return AuditEntry(
             time_s=self.started_s,
             token=str(state.get("token", TokenName.NONE)),
             client=client[0] if client else "",
-            request_id=state["request_id"],
-            method=self.scope["method"],
-            path=self.scope["path"][:MAX_PATH_CHARS],
-            what=describe_body(state.get("body", b"")),
+            request_id=mask.apply(state["request_id"]),
+            method=mask.apply(self.scope["method"]),
+            path=mask.apply(self.scope["path"])[:MAX_PATH_CHARS],
+            what=describe_body(state.get("body", b""), mask),
         )
 
 
-def describe_body(body: bytes) -> dict[str, Any] | None:
+def describe_body(body: bytes, mask: SecretMask = NO_SECRETS) -> dict[str, Any] | None:
     """What a call's body said, for people to read later: bounded, and without secrets. None without a body."""
     if not body:
         return None
@@ -79,7 +81,7 @@ def describe_body(body: bytes) -> dict[str, Any] | None:
         return {"unreadable_bytes": len(body)}
     if not isinstance(parsed, dict) or len(body) > MAX_WHAT_CHARS:
         return {"too_large_bytes" if isinstance(parsed, dict) else "unreadable_bytes": len(body)}
-    return {_text(name): _plain(name, value, depth=1) for name, value in parsed.items()}
+    return {_text(name, mask): _plain(name, value, mask, depth=1) for name, value in parsed.items()}
 
 
 @lru_cache(maxsize=256)
@@ -90,34 +92,37 @@ def _is_secret(name: str) -> bool:
     )
 
 
-def _plain(name: str, value: Any, depth: int) -> Any:
-    """A JSON value that every database takes, with secrets masked by the name they go under."""
+def _plain(name: str, value: Any, mask: SecretMask, depth: int) -> Any:
+    """A JSON value that every database takes, with secrets masked by the name they go under, and by value."""
     if _is_secret(name):
         return MASK
     if depth > MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
-        return {_text(inner): _plain(inner, item, depth + 1) for inner, item in value.items()}
+        return {_text(inner, mask): _plain(inner, item, mask, depth + 1) for inner, item in value.items()}
     if isinstance(value, list):
-        return [_plain(name, item, depth + 1) for item in value]
+        return [_plain(name, item, mask, depth + 1) for item in value]
     if isinstance(value, str):
         # A tenant is named by its digest; whatever else stands there may be the secret itself.
-        return MASK if name == "tenant" and not is_digest_glob(value) else _text(value)
-    # NaN and infinities, which Python's reader takes and no JSON column does, and numbers beyond all columns.
-    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) >= 2**63):
-        return repr(value)
+        return MASK if name == "tenant" and not is_digest_glob(value) else _text(value, mask)
+    if isinstance(value, (int, float)):
+        # NaN and infinities, which Python's reader takes and no JSON column does, and numbers beyond all columns.
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
+        text = mask.apply(repr(value))
+        return value if finite and text == repr(value) else text
     return value
 
 
-def _text(text: str) -> str:
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+def _text(text: str, mask: SecretMask) -> str:
+    return mask.apply(text).replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
 class AuditTrail:
     """Writes records. The database's own limits bound how long that takes, and so do ours."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, mask: SecretMask) -> None:
         self._intents = store.intents
+        self._mask = mask
         self._threads = StoreThreads(max_threads=4, timeout_s=5.0)
         self._minute = 0
         self._unknown_callers = 0
@@ -125,7 +130,7 @@ class AuditTrail:
     async def begin(self, record: Record) -> None:
         """Write down that a call is about to be applied. Raises `StoreUnavailable` or a 503 problem."""
         try:
-            record.row_id = await self._threads.run(self._intents.begin_audit, record.entry())
+            record.row_id = await self._threads.run(self._intents.begin_audit, record.entry(self._mask))
         except (StoreUnavailable, Problem) as exc:
             record.trouble = exc
             raise
@@ -137,16 +142,16 @@ class AuditTrail:
             return
         if record.trouble is not None:
             # The database kept its caller waiting once already.
-            _log_record(record, status, outcome, record.trouble)
+            _log_record(record.entry(self._mask), status, outcome, record.trouble)
             return
         try:
             if record.row_id is None or not await self._threads.run(
                 self._intents.end_audit, record.row_id, status, outcome
             ):
-                entry = replace(record.entry(), status=status, outcome=outcome)
+                entry = replace(record.entry(self._mask), status=status, outcome=outcome)
                 await self._threads.run(self._intents.begin_audit, entry)
         except (StoreUnavailable, Problem) as exc:
-            _log_record(record, status, outcome, exc)
+            _log_record(record.entry(self._mask), status, outcome, exc)
 
     def _wanted(self, record: Record) -> bool:
         """Whether a refused call is kept: strangers must not be able to fill the table."""
@@ -166,8 +171,7 @@ def outcome_of(status: int) -> str:
     return "refused" if status < 500 else "failed"
 
 
-def _log_record(record: Record, status: int, outcome: str, trouble: Exception) -> None:
-    entry = record.entry()
+def _log_record(entry: AuditEntry, status: int, outcome: str, trouble: Exception) -> None:
     _log.warning(
         "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
         trouble,

@@ -212,7 +212,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         dependencies=[EMERGENCY],
     )
     def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
-        """Pinning again moves the end. At most `MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
+        """Pinning again moves the end. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
         now_s = time.time()
         expires_s = now_s + (body or PinBody()).ttl_s
         outcome = manager.operator_pins.pin(_key_of(block_hash), expires_s, now_s)
@@ -226,7 +226,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
                 title="The block is leaving",
             )
         if outcome is PinOutcome.LIMIT:
-            share = f"{100 * manager.operator_pins.max_fraction:g}% of the pool (MAX_PINNED_FRACTION)"
+            share = f"{100 * manager.operator_pins.max_fraction:g}% of the pool (KVFERRY_MAX_PINNED_FRACTION)"
             detail = f"operators may pin {share}, and that is reached: unpin a block first"
             raise Problem(409, detail, slug="pin-limit", title="Too many pins")
         return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))

@@ -33,9 +33,9 @@ class Readiness(BaseModel):
     reasons: list[str] = Field(description="why it may not: empty while it may")
     degraded: list[str] = Field(
         default=[],
-        description="what does less than it should while requests are served all the same: a tier that is out of "
-        "order, a resize that waits for slots in use, a size of the pool that could not be had, or another process "
-        "that writes into the database under the same name",
+        description="what does less than it should while requests are served all the same: a database that "
+        "does not take writes, a tier that is out of order, a resize that waits for slots in use, a size of the pool "
+        "that could not be had, or another process that writes into the database under the same name",
         examples=[["tier disk: the disk is full"]],
     )
 
@@ -86,9 +86,10 @@ def health_router(context: AdminContext) -> APIRouter:
         responses={503: {"model": Readiness, "description": "Not ready, and why"}},
     )
     async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, database writable, threads alive, no overdue job.
+        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job.
 
-        Tiers are optional: one that is out of order is named under `degraded`, and does not keep traffic away.
+        Database and tiers are optional: requests are served without them, so that trouble with one is named under
+        `degraded`, and does not keep traffic away.
         """
         answer = await readiness.answer()
         return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)

@@ -59,7 +59,7 @@ class SnapshotCollector(Collector):
         yield InfoMetricFamily(PREFIX + "engine", "The engine that hosts the cache", value=info)
         yield _gauge("engine_block_size_tokens", "Tokens a block", engine.block_size)
         yield _gauge("engine_workers", "Ranks that move bytes", engine.workers)
-        yield _gauge("epoch", "Number of resets since the pool was made", now.epoch)
+        yield _gauge("epoch", "Resets of the whole pool since it was made, also by earlier processes", now.epoch)
         yield _gauge("open_jobs", "Transfer jobs under way", now.open_jobs)
         yield from _pool(now)
         yield from _requests(now)

@@ -67,7 +67,8 @@ def _build(app: FastAPI) -> dict[str, Any]:
         "token": {
             "type": "http",
             "scheme": "bearer",
-            "description": "`ADMIN_TOKEN` may do all, `READ_TOKEN` only GET. Not needed while neither is set.",
+            "description": "`KVFERRY_ADMIN_TOKEN` may do all, `KVFERRY_READ_TOKEN` only GET. Not needed while "
+            "neither is set.",
         }
     }
     for path, item in document["paths"].items():

@@ -64,7 +64,10 @@ class TierReset(BaseModel):
 class ResetAnswer(BaseModel):
     """What a reset dropped, and the jobs that it disowned."""
 
-    epoch: int
+    epoch: int = Field(
+        description="the pool's epoch from now on, as in stats: raised by each reset of the whole pool, and not by one "
+        "by `match` or of tiers only"
+    )
     dropped_blocks: int = Field(description="from the pool")
     dropped_bytes: int
     tiers: dict[str, TierReset] = Field(description="what each tier dropped that has carried the reset out by now")

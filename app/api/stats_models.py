@@ -78,7 +78,10 @@ class StoreStats(BaseModel):
     bytes: int
     failed: int
     in_flight: int
-    seconds: float
+    seconds: float = Field(
+        description="what the store jobs took that have ended; of a request, its share of each of its jobs by number "
+        "of blocks, so that all requests add up to the total"
+    )
     skipped: dict[str, int] = Field(examples=[{"prompt_only": 0, "token_cap": 0, "already_stored": 0, "in_flight": 0}])
 
 
@@ -157,7 +160,9 @@ class Stats(BaseModel):
 
     time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
     uptime_s: float
-    epoch: int
+    epoch: int = Field(
+        description="resets of the whole pool since it was made; a kept pool's goes on after a restart of its engine"
+    )
     engine: EngineStats
     pool: PoolStats
     requests: RequestStats

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from app.cli.console import new_table, note, out, print_json, words
+from app.cli.console import ExitCode, complain, new_table, note, out, print_json, words
 from app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
@@ -21,10 +21,27 @@ def _group() -> None:
 
 @app.command("check")
 def check(as_json: JsonOption = False) -> int:
-    """Check the settings that `kvferry serve` would find here, and show them. Starts nothing."""
+    """Check the settings that `kvferry serve` would find here, and show them. Starts nothing.
+
+    Also checks what they name: port, memory, folders, device, database and name; not how the model fits.
+    """
     from app.settings import Settings
 
     settings = Settings()
+    # Imported once the settings are known to be good, since these import much.
+    from app.preflight import start_problems
+    from app.serving import listen
+    from app.starting import StartRefused
+
+    problems = start_problems(settings)
+    try:
+        listen(settings.host, settings.port).close()
+    except StartRefused as error:
+        problems.insert(0, str(error))
+    if problems:
+        for problem in problems:
+            complain(problem)
+        return ExitCode.USAGE
     for notice in settings.notices:
         note(notice)
     views = {
@@ -58,7 +75,7 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
         _print_settings(answer)
         for name, view in answer.items():
             if isinstance(view, Mapping) and view.get("shortfall"):
-                note(f"{name.upper()} is not what was asked for: {view['shortfall']}")
+                note(f"KVFERRY_{name.upper()} is not what was asked for: {view['shortfall']}")
     return 0
 
 

@@ -28,3 +28,12 @@ def connect(url: str | None) -> KVFerryClient:
 
     found = find_connection(url)
     return KVFerryClient(found.url, found.token)
+
+
+def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:
+    """A client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the service's token stays at its own address."""
+    from app.client import KVFerryClient
+    from app.settings.connection import Connection, find_engine
+
+    found = find_engine(engine_url, Connection(service.url, service.token))
+    return KVFerryClient(found.url, found.token or "")

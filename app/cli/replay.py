@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from app.cli.console import ExitCode, complain, count, duration, err, new_table, note, out, print_json, share, size
-from app.cli.remote import JsonOption, UrlOption, connect
+from app.cli.remote import JsonOption, UrlOption, connect, connect_engine
 
 if TYPE_CHECKING:
     from app.client import KVFerryClient
@@ -41,7 +41,11 @@ def replay(
     ] = 1.0,
     engine_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where /v1/completions is, if not with the admin API.", show_default="--url"),
+        typer.Option(
+            metavar="URL",
+            help="Where /v1/completions is, if not with the admin API. It gets KVFERRY_ENGINE_API_KEY, if that is set.",
+            show_default="--url",
+        ),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -50,7 +54,6 @@ def replay(
 
     A hash id of the trace stands for the same tokens wherever it occurs, so that the trace's shared prefixes are kept.
     """
-    from app.client import KVFerryClient
     from app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
 
     try:
@@ -58,7 +61,7 @@ def replay(
     except BadTrace as error:
         complain(str(error))
         return ExitCode.USAGE
-    with connect(url) as admin, KVFerryClient(engine_url or admin.url, admin.token) as engine:
+    with connect(url) as admin, connect_engine(engine_url, admin) as engine:
         model, context_tokens = _served(engine)
         mapping = Mapping(tokens_per_hash, max_output, seed, context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]

@@ -21,5 +21,6 @@ def serve() -> int:
     try:
         return run(settings)
     except StartRefused as error:
-        complain(str(error))
+        for problem in str(error).splitlines():
+            complain(problem)
         return ExitCode.USAGE

@@ -119,13 +119,14 @@ def _pool_rows(grid: Table, pool: Json) -> None:
 def _flows(snapshot: Json) -> Table:
     pool, store, load = (snapshot.get(name, {}) for name in ("pool", "store", "load"))
     evictions, requests, journal = (snapshot.get(name, {}) for name in ("evictions", "requests", "journal"))
+    slot_bytes, used_slots = pool.get("slot_bytes", 0), pool.get("slots", 0) - pool.get("free", 0)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", min_width=16)
     grid.add_column()
     grid.add_row(
         "pool",
         f"{pool.get('kind', '?')}, {pool.get('eviction_policy', '?')}, "
-        f"{size(pool.get('slot_bytes', 0))} a slot, {size(pool.get('bytes', 0))} in use",
+        f"{size(slot_bytes)} a slot, {size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use",
     )
     grid.add_row("store", _listed(store, "offered", "stored", "failed", "in_flight") + _rate(store))
     skipped = {name: number for name, number in store.get("skipped", {}).items() if number}

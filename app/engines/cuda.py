@@ -28,7 +28,7 @@ class CudaSide:
         driver: CudaDriver | None = None,
         current_stream: Callable[[], int] | None = None,
         *,
-        instead: str = "set DEVICE=cpu",
+        instead: str = "set KVFERRY_DEVICE=cpu",
     ) -> None:
         """Raises `CudaUnavailable`, which ends with what can be done `instead`. `driver` is this machine's by default,
         and `current_stream`, the stream that the calling thread computes on, torch's."""

@@ -154,6 +154,10 @@ def _record(rule: Rule) -> RuleRecord:
 
 
 def _override(record: OverrideRecord) -> Override | None:
+    # SQLite keeps a value of any type in a column of numbers.
+    if not _is_number(record.expires_s):
+        _log.warning("the override kept for request %r is left out, not valid: expires_at", record.request)
+        return None
     try:
         return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_s)
     except ValidationError as error:
@@ -168,6 +172,10 @@ def _rule(record: RuleRecord) -> Rule | None:
     except ValidationError as error:
         _log.warning("the rule %r that was kept is left out, not valid: %s", record.name, _fields(error))
         return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _fields(error: ValidationError) -> str:

@@ -50,6 +50,27 @@ def find_connection(
     )
 
 
+def find_engine(url: str | None, service: Connection, *, env_files: Iterable[Path] = (Path(".env"),)) -> Connection:
+    """Return where the engine's own API is (`url`, or the service's), and KVFERRY_ENGINE_API_KEY to send to it.
+
+    Without a key, the service's token is sent only if `url` has the service's scheme, host and port.
+
+    Raises `BadSettings` for a URL or key that cannot be one.
+    """
+    argument: Layer = {URL: Given(url, ARGUMENT, "--engine-url")} if url else {}
+    engine_url = _first([argument], URL, _read_url) or service.url
+    key = _first(read_layers(Settings.names(), {}, env_files), "engine_api_key", _read_token)
+    if key is None and _origin(engine_url) == _origin(service.url):
+        key = service.token
+    return Connection(engine_url, key)
+
+
+def _origin(url: str) -> tuple[str, str | None, int]:
+    """Scheme, host and port of a URL."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _found_url(layers: Iterable[Layer]) -> str | None:
     """Where the one service is that this host's engines have announced."""
     given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)

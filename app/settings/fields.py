@@ -18,6 +18,7 @@ from core.policy import REQUEST_FIELDS_DEFAULT, Level
 from core.rates import LoadDecision
 
 APP_NAME = "kvferry"
+MAX_BLOCK_SIZE_TOKENS = 1024
 
 
 class _Mutable:
@@ -36,7 +37,8 @@ class SettingFields(BaseModel):
 
     host: Annotated[str, _read(values.host)] = Field(
         default="127.0.0.1",
-        description="Where the admin API listens. Without a token only loopback addresses are accepted.",
+        description="Where the admin API listens. Without a token only loopback addresses are accepted; on others a "
+        "token has at least 16 characters.",
     )
     port: Annotated[int, _read(values.whole(0, 65535))] = Field(
         default=8787, description="Port of the admin API; 0 takes a free one."
@@ -50,7 +52,8 @@ class SettingFields(BaseModel):
     engine_name: Annotated[str | None, _read(values.name)] = Field(
         default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
-        "By default made from the fingerprint of model and layout.",
+        "By default made from the fingerprint of model and layout, with a number appended where another process has "
+        "that name on the same database; a name set here that another process has refuses to start.",
     )
     engine: Annotated[Engine, _read(values.choice(Engine))] = Field(
         default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
@@ -68,7 +71,9 @@ class SettingFields(BaseModel):
     device_blocks: Annotated[int, _read(values.whole(1))] = Field(
         default=512, description="Size of the device's KV cache in blocks."
     )
-    block_size: Annotated[int, _read(values.whole(1))] = Field(default=16, description="Tokens a block.")
+    block_size: Annotated[int, _read(values.whole(1, MAX_BLOCK_SIZE_TOKENS))] = Field(
+        default=16, description="Tokens a block."
+    )
     max_batched_tokens: Annotated[int, _read(values.whole(1))] = Field(
         default=2048, description="Token budget of one engine step."
     )
@@ -125,6 +130,11 @@ class SettingFields(BaseModel):
     )
     max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
+    )
+    engine_api_key: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+        default=None,
+        description="API key that `replay` sends to the engine's URL; the service's tokens are sent to the service "
+        "only.",
     )
     database_url: Annotated[SecretStr, _read(values.database_url)] = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,7 +19,7 @@ from pydantic_settings import (
 from app.settings import review
 from app.settings.fields import MUTABLE, SettingFields
 from app.settings.layers import Layer, LayerSource, Names, read_layers
-from app.settings.origin import DEFAULT, RUNTIME, Given, Place, Source
+from app.settings.origin import DEFAULT, PREFIX, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
 from app.settings.view import SettingView, place_words, plain
 from core.policy import RequestPolicy
@@ -129,6 +130,16 @@ class Settings(BaseSettings, SettingFields):
             )
             for name, field in type(self).model_fields.items()
         ]
+
+    def as_written(self, message: str) -> str:
+        """A message in which settings that the engine gave are named the way they stand there, without prefix."""
+
+        def spell(found: re.Match[str]) -> str:
+            name = found[1].lower()
+            return self._given[name].spelled if self.source(name) is Source.CONNECTOR else found[0]
+
+        longest_first = "|".join(sorted((name.upper() for name in self.names().settings), key=len, reverse=True))
+        return re.sub(rf"{PREFIX}({longest_first})\b", spell, message)
 
     def change(self, patch: Mapping[str, object], mutable: Sequence[str] | None = None) -> Self:
         """These settings with some changed while running, all that may change or those of them that are `mutable`.

@@ -25,10 +25,10 @@ Each setting is an environment variable with the prefix `KVFERRY_`. In the order
 what `kvferry serve` would find, and starts nothing.
 
 An unknown name in any of these places, or a value that does not validate, refuses to start with exit code 2; every such
-setting is named at once. A secret can be read from a file: `KVFERRY_ADMIN_TOKEN_FILE`, `KVFERRY_READ_TOKEN_FILE` and
-`KVFERRY_DATABASE_URL_FILE` name it. Sizes are whole numbers of bytes, or such as `8GiB`, `512MiB` (powers of 1024) and
-`1.5GB` (powers of 1000). `KVFERRY_URL` is where the command line finds the service; without it, the one that runs on
-this host with the same `STATE_DIR` is taken.
+setting is named at once. A secret can be read from a file: `KVFERRY_ADMIN_TOKEN_FILE`, `KVFERRY_READ_TOKEN_FILE`,
+`KVFERRY_ENGINE_API_KEY_FILE` and `KVFERRY_DATABASE_URL_FILE` name it. Sizes are whole numbers of bytes, or such as
+`8GiB`, `512MiB` (powers of 1024) and `1.5GB` (powers of 1000). `KVFERRY_URL` is where the command line finds the
+service; without it, the one that runs on this host with the same `STATE_DIR` is taken.
 
 What Kubernetes injects for a service called kvferry (`KVFERRY_SERVICE_HOST`, `KVFERRY_PORT=tcp://...` and the like) is
 ignored with one warning; `enableServiceLinks: false` in the pod is rid of it.

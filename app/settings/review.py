@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.settings.checks import broken_rules
+from app.settings.checks import Spell, broken_rules
 from app.settings.fields import SettingFields
 from app.settings.layers import CONFIG, URL, Names
 from app.settings.offered import not_offered
@@ -51,13 +51,18 @@ class Report:
             refused = not_offered(name, getattr(settings, name)) if name not in self.problems else None
             if refused is not None:
                 self._blame(settings, name, refused)
-        for name, advice in broken_rules(settings, set(self.problems)):
+        for name, advice in broken_rules(settings, set(self.problems), self._speller):
             self._blame(settings, name, advice)
 
     def raise_if_bad(self) -> None:
         """Refuse, naming everything."""
         if self.problems:
             raise BadSettings(self.problems.values())
+
+    def _speller(self, blamed: str) -> Spell:
+        """How other settings are named in a message about `blamed`: as they were given, else as `blamed` was."""
+        place = self.known[blamed].place if blamed in self.known else DEFAULT
+        return lambda name: self.known[name].spelled if name in self.known else place.spell(name)
 
     def _blame(self, settings: SettingFields, name: str, advice: str) -> None:
         value = plain(name, getattr(settings, name))

@@ -96,13 +96,13 @@ def load_type(name: str) -> TierType:
     if missing:
         raise ValueError(
             f"the type {name} ({where}) has no method {' or '.join(missing)}, without which kvferry cannot use a tier: "
-            "install a version of it that has (docs/tiers.md says what each is for), or take it out of TIERS"
+            "install a version of it that has (docs/tiers.md says what each is for), or take it out of KVFERRY_TIERS"
         )
     settings = getattr(found, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
         raise ValueError(
             f"the type {name} ({where}) has no Settings made from app.settings.tiers.TierSettings: "
-            "install a version of it that has, or take it out of TIERS"
+            "install a version of it that has, or take it out of KVFERRY_TIERS"
         )
     kind: TierType = found
     return kind

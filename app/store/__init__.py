@@ -1,11 +1,12 @@
 """The metadata store: slots, history and what operators want, in SQLite, written behind the engine."""
 
 from app.store.cursors import Page
-from app.store.database import Database, downgrade, upgrade
+from app.store.database import Database, check_database, downgrade, upgrade
 from app.store.errors import StoreError, StoreUnavailable
 from app.store.intents import Intents
 from app.store.journal import Journal, JournalStats
 from app.store.migrate import Upgrade
+from app.store.name_claim import NameClaim, check_name, claim_name
 from app.store.projection import DirtySource
 from app.store.queries import StoreReader
 from app.store.records import (
@@ -35,6 +36,7 @@ __all__ = [
     "Intents",
     "Journal",
     "JournalStats",
+    "NameClaim",
     "OverrideRecord",
     "Page",
     "RuleRecord",
@@ -44,6 +46,9 @@ __all__ = [
     "StoreReader",
     "StoreUnavailable",
     "Upgrade",
+    "check_database",
+    "check_name",
+    "claim_name",
     "downgrade",
     "upgrade",
 ]

@@ -7,6 +7,7 @@ psycopg, and reads there are on a snapshot too.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -31,6 +32,8 @@ _EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
 _CACHE_KIB = 16 * 1024
 _WAL_KEPT_BYTES = 64 << 20
 _READERS = 8
+NOT_JSON = "unreadable_chars"
+"""The only field of what is read from a JSON column that holds something else; no policy or rule has such a field."""
 _STATEMENT_TIMEOUT_S = 30
 """Whoever asked has given up by then, and the server should too."""
 _NETWORK_TIMEOUT_S = 10
@@ -49,19 +52,21 @@ def parse_url(text: str) -> URL:
         # The path is taken as it is: it may come from a folder's name, which nobody has percent-encoded.
         database = text.removeprefix(_SQLITE)
         if not database or database == ":memory:" or "?" in database or "\0" in database:
-            raise StoreError(f"DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
+            raise StoreError(f"KVFERRY_DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
         return URL.create("sqlite", database=database)
     try:
         url = make_url(text)
         backend = url.get_backend_name()
     except (ArgumentError, ValueError):
         # The text may hold a password, so it is not repeated.
-        raise StoreError(f"DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
+        raise StoreError(f"KVFERRY_DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
     if backend == "sqlite":
-        raise StoreError(f"DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
+        raise StoreError(f"KVFERRY_DATABASE_URL {shown(url)} does not name a file; {_EXAMPLE}")
     if backend == "postgresql":
         if url.drivername not in ("postgresql", _POSTGRESQL):
-            raise StoreError(f"DATABASE_URL {shown(url)}: PostgreSQL is spoken to by psycopg; write postgresql://...")
+            raise StoreError(
+                f"KVFERRY_DATABASE_URL {shown(url)}: PostgreSQL is spoken to by psycopg; write postgresql://..."
+            )
         return url.set(drivername=_POSTGRESQL)
     return url
 
@@ -117,7 +122,12 @@ def make_engine(
 
     size = _READERS if access is Access.READ else 1
     engine = create_engine(
-        "sqlite:///" + str(path), creator=connect, pool_size=size, max_overflow=0, pool_timeout=busy_timeout_s
+        "sqlite:///" + str(path),
+        creator=connect,
+        pool_size=size,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+        json_deserializer=_read_json,
     )
     # Python's lock changes hands at every statement. Row by row, a busy engine could stretch one batch, and with it the
     # database's lock, over seconds; so rows are sent many to a statement.
@@ -165,10 +175,20 @@ def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
     return engine
 
 
+def _read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON column. SQLite takes any text there: one that is not JSON must not fail its query."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {NOT_JSON: len(text)}
+
+
 def _set_pragmas(connection: sqlite3.Connection, access: Access, max_bytes: int | None) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
     if access is Access.READ:
         connection.execute("PRAGMA query_only=ON")
+        # Text that is not UTF-8 must not fail its query either.
+        connection.text_factory = lambda content: content.decode("utf-8", "replace")
         return
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -11,10 +13,11 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
+from app.folders import nearest_folder
 from app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
-from app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, diagnose, unavailable_on_trouble
+from app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, Trouble, diagnose, unavailable_on_trouble
 from app.store.file_watch import FileWatch
-from app.store.migrate import Upgrade, migrate, unmigrate
+from app.store.migrate import Upgrade, check_revision, migrate, unmigrate
 from app.store.turns import WriteTurns
 
 BUSY_TIMEOUT_S = 1.0
@@ -107,22 +110,8 @@ class Database:
         self._disconnect()
 
     def _connect(self, timeout_s: float) -> Upgrade:
-        try:
+        with store_error_on_trouble(self.name):
             return self._prepare(timeout_s)
-        except NoSuchModuleError as error:
-            raise StoreError(f"DATABASE_URL {self.name}: this kind of database is not known; use sqlite") from error
-        except ImportError as error:
-            raise StoreError(
-                f"DATABASE_URL {self.name}: its driver is not installed ({error.name}); "
-                "pip install 'kvferry[postgresql]' brings PostgreSQL's"
-            ) from error
-        except CommandError as error:
-            raise StoreError(
-                f"the database {self.name} cannot be migrated: {error}. It was probably written by a newer version: "
-                "install that, or set DATABASE_URL to another database"
-            ) from error
-        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            raise StoreError(_advice(error, self.name)) from error
 
     def _prepare(self, timeout_s: float) -> Upgrade:
         if self._watch is not None:
@@ -157,14 +146,69 @@ class Database:
         return engine
 
 
+@contextmanager
+def store_error_on_trouble(name: str) -> Iterator[None]:
+    """Turn what keeps a database from being opened or migrated into `StoreError`, with what to do about it."""
+    try:
+        yield
+    except NoSuchModuleError as error:
+        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite") from error
+    except ImportError as error:
+        raise StoreError(
+            f"KVFERRY_DATABASE_URL: {name}: its driver is not installed ({error.name}); "
+            "pip install 'kvferry[postgresql]' brings PostgreSQL's"
+        ) from error
+    except CommandError as error:
+        raise StoreError(
+            f"the database {name} cannot be migrated: {error}. It was probably written by a newer version: "
+            "install that, or set KVFERRY_DATABASE_URL to another database"
+        ) from error
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise StoreError(_advice(error, name)) from error
+
+
+_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
+_ADVICE = {
+    Trouble.LOCKED: "end what holds it, or set KVFERRY_DATABASE_URL to another database",
+    Trouble.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
+    Trouble.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
+    Trouble.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
+}
+_ADVICE_OF_CODE = {
+    sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
+    sqlite3.SQLITE_READONLY: f"make it writable, or {_PLACE}",
+    sqlite3.SQLITE_CANTOPEN: _PLACE,
+}
+
+
 def _advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
+    """What is wrong with a database, and what to do about that cause."""
     if isinstance(error, OSError):
         reason = f"the database {name} cannot be opened: {error.strerror or error} ({error.filename})"
-        return f"{reason}. Set STATE_DIR or DATABASE_URL to a place that can be written"
-    reason = diagnose(error, name).text
-    if getattr(getattr(error, "orig", error), "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB:
-        return f"{reason}. Move the file away, or set DATABASE_URL to another path"
-    return f"{reason}. End what holds it, or set DATABASE_URL to another database"
+        return f"{reason}; {_PLACE}"
+    found = diagnose(error, name)
+    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0
+    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.trouble)
+    return found.text if advice is None else f"{found.text}; {advice}"
+
+
+def check_database(url: str) -> None:
+    """Raise `StoreError` for a database that could not be opened; create and change nothing."""
+    parsed = parse_url(url)
+    path = sqlite_path(parsed)
+    with store_error_on_trouble(shown(parsed)):
+        if path is not None:
+            found = nearest_folder(path)
+            if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
+            if found != path:
+                return
+        engine = make_engine(parsed, Access.READ, OPEN_TIMEOUT_S, None, lambda: None)
+        try:
+            with engine.connect() as connection:
+                check_revision(connection)
+        finally:
+            engine.dispose()
 
 
 def upgrade(url: str) -> Upgrade:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 
@@ -30,6 +31,8 @@ class Trouble(StrEnum):
     LOCKED = "locked"
     FULL = "full"
     REPLACED = "replaced"
+    UNREACHABLE = "unreachable"
+    DENIED = "denied"
     BROKEN = "broken"
     INTERNAL = "internal"
 
@@ -46,7 +49,12 @@ _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 # Codes of PostgreSQL: lock not available, statement timeout, serialization failure, deadlock; then disk full.
 _STATES_LOCKED = {"55P03", "57014", "40001", "40P01"}
 _STATES_FULL = {"53100"}
-_MAKE_ROOM = "free disk space, raise the limit on its size, or lower EVICTION_HISTORY_ROWS"
+# Then authorization, password, unknown database, privilege; last shutdown, crash, starting up, too many connections.
+_STATES_DENIED = {"28000", "28P01", "3D000", "42501"}
+_STATES_UNREACHABLE = {"57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"}
+# What refuses a connection comes without its code.
+_DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permission denied|no password supplied")
+_MAKE_ROOM = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
 
 
 def diagnose(error: BaseException, database: str) -> Diagnosis:
@@ -86,6 +94,11 @@ def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Trouble,
         return Trouble.LOCKED, f"is locked by another connection, or too slow ({state})"
     if state in _STATES_FULL:
         return Trouble.FULL, f"is full ({state}): {_MAKE_ROOM}"
+    if state in _STATES_DENIED or (state is None and _DENIED.search(str(cause))):
+        return Trouble.DENIED, f"does not let kvferry in: {_first_line(cause)}"
+    if state in _STATES_UNREACHABLE or (state is None and name is None and isinstance(error, OperationalError)):
+        # Without a code there was no answer of a server.
+        return Trouble.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
     name = name or state
     return Trouble.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
 

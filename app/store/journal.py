@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import select
-
 from app.seldom import SeldomLogger
 from app.store.database import Database
 from app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
 from app.store.history import HistoryWriter
 from app.store.models import EngineRow
+from app.store.name_claim import NameClaim
 from app.store.projection import DirtySource, SlotProjection
 from app.store.queue import HistoryItem, HistoryQueue, Regrets
 from app.store.trim import HistoryLimits, HistoryTrimmer
@@ -73,8 +72,11 @@ class Journal(NullSink):
         max_queued_rows: int = MAX_QUEUED_ROWS,
         clock: Callable[[], float] = time.time,
         on_replaced: Callable[[], None] | None = None,
+        claim: NameClaim | None = None,
     ) -> None:
-        """`engine` names the rows. Of a pool that outlived its process, `num_kept_slots` are the slots there are.
+        """`engine` names the rows, and `claim` is this process's claim of that name.
+
+        Of a pool that outlived its process, `num_kept_slots` are the slots there are.
 
         `on_replaced` is called on the journal's thread once another database was opened, to write again what memory
         knows besides slots: overrides and rules. What it raises has it called again.
@@ -85,6 +87,7 @@ class Journal(NullSink):
         self._limits = limits or HistoryLimits()
         self._clock = clock
         self._on_replaced = on_replaced
+        self._claim = claim
         self._queue = HistoryQueue(max_queued_rows)
         self._history = HistoryWriter(engine, self._queue)
         self._projection = SlotProjection(engine, num_kept_slots)
@@ -96,8 +99,8 @@ class Journal(NullSink):
         self._clean_rounds = 0
         self._started_at_s = 0.0
         self._seen_s = float("-inf")
-        self._registered_at_s: float | None = None
-        self._has_rival = False
+        self._claimed_s = float("-inf")
+        self._rival: str | None = None
         self._beat_s = 0.0
         self._lost = False
         self._restoring = False
@@ -204,14 +207,8 @@ class Journal(NullSink):
 
     def degraded(self) -> list[str]:
         """What is amiss though all is written. Reads memory only."""
-        return [self._rival] if self._has_rival else []
-
-    @property
-    def _rival(self) -> str:
-        return (
-            f"another process writes into {self._database.name} under the name {self._engine}, too, so that slots, "
-            "history, overrides and rules of both are mixed there: give one of them another ENGINE_NAME"
-        )
+        rival = self._rival
+        return [] if rival is None else [rival]
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -235,6 +232,7 @@ class Journal(NullSink):
         self._beat_s = time.monotonic()
         steps: tuple[tuple[str, Callable[[], bool]], ...] = (
             ("connection", lambda: self._reconnect(source)),
+            ("engine name", self._keep_name),
             ("registration", self._register),
             ("history", lambda: self._history.step(self._database)),
             ("slots", lambda: self._projection.step(self._database, source)),
@@ -272,7 +270,6 @@ class Journal(NullSink):
             self._lost = False
         if self._restoring:
             self._projection.start_over(source)
-            self._registered_at_s = None
             self._seen_s = float("-inf")
             if self._on_replaced is not None:
                 self._on_replaced()
@@ -294,18 +291,26 @@ class Journal(NullSink):
             "eviction_days": self._limits.eviction_days,
         }
         with self._database.write() as connection:
-            found_s = connection.scalar(select(EngineRow.started_at).where(EngineRow.name == self._engine))
             upsert(connection, EngineRow, [row])
-        self._note_rival(self._registered_at_s is not None and found_s not in (None, self._registered_at_s))
-        self._registered_at_s = self._started_at_s
         self._seen_s = time.monotonic()
         return False
 
-    def _note_rival(self, has_rival: bool) -> None:
-        """Whether somebody has written over what this process wrote when it registered last."""
-        if has_rival and not self._has_rival:
-            _log.warning("%s", self._rival)
-        self._has_rival = has_rival
+    def _keep_name(self) -> bool:
+        """Look after the claim of the engine's name, which may be lost with the database and taken by another."""
+        if self._claim is None or time.monotonic() - self._claimed_s < PROBE_INTERVAL_S:
+            return False
+        rival: str | None = None
+        if not self._claim.keep():
+            rival = (
+                f"another process ({self._claim.holder()}) writes into {self._database.name} under the name "
+                f"{self._engine}, too, so that slots, history, overrides and rules of both are mixed there: give one "
+                "of them another KVFERRY_ENGINE_NAME"
+            )
+            if self._rival is None:
+                _log.warning("%s", rival)
+        self._rival = rival
+        self._claimed_s = time.monotonic()
+        return False
 
     def _trim(self) -> bool:
         return self._trimmer.step(self._database, self._clock(), self._history.written_rows)

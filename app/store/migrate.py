@@ -40,6 +40,13 @@ def migrate(engine: Engine) -> Upgrade:
         return Upgrade(before, _revision(connection))
 
 
+def check_revision(connection: Connection) -> None:
+    """Raise `CommandError` for a schema newer than this version's; change nothing."""
+    revision = _revision(connection)
+    if revision is not None:
+        ScriptDirectory.from_config(_config(connection)).get_revision(revision)
+
+
 def unmigrate(engine: Engine, revision: str) -> Upgrade:
     """Undo migrations down to `revision`, in one transaction; `base` undoes them all, and the data with them."""
     with _one_at_a_time, engine.begin() as connection:

@@ -198,7 +198,7 @@ def _audit(row: Row[Any]) -> AuditRecord:
         request_id=row.request_id,
         method=row.method,
         path=row.path,
-        what=row.what,
+        what=row.what if isinstance(row.what, dict) else None,
         status=row.status,
         outcome=row.outcome,
     )

@@ -9,6 +9,7 @@ from app.store.database import Database
 from app.store.intents import Intents
 from app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
 from app.store.kept_rows import KeptRows, read_kept_rows
+from app.store.name_claim import NameClaim
 from app.store.projection import DirtySource
 from app.store.queries import StoreReader
 from app.store.trim import HistoryLimits
@@ -31,13 +32,15 @@ class Store:
         max_queued_rows: int = MAX_QUEUED_ROWS,
         num_kept_slots: int = 0,
         on_replaced: Callable[[], None] | None = None,
+        claim: NameClaim | None = None,
     ) -> None:
         """Open and migrate the database at `url`; `StoreError` if that fails.
 
         `num_kept_slots` are the slots of a pool that outlived its process; rows of other slots are deleted.
 
-        `engine` is the setting ENGINE_NAME and `pool_kind` POOL_KIND. `on_replaced` is called on the journal's thread
-        once another database had to be opened, to put overrides and rules into it again.
+        `engine` names the rows, and `claim` is the process's claim of that name, which the caller closes. `pool_kind`
+        is the setting KVFERRY_POOL_KIND. `on_replaced` is called on the journal's thread once another database had to
+        be opened, to put overrides and rules into it again.
         """
         self.engine = engine
         self.database = Database(url)
@@ -52,6 +55,7 @@ class Store:
             max_queued_rows=max_queued_rows,
             num_kept_slots=num_kept_slots,
             on_replaced=on_replaced,
+            claim=claim,
         )
         self.intents = Intents(self.database, engine)
         self.reader = StoreReader(self.database, engine)

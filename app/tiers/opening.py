@@ -27,8 +27,9 @@ def open_tiers(
     """The tiers by name, in the order of the setting. Raises `TierRefused`; what was opened before is closed then."""
     if entries and fingerprint.get("revision", "none needed") is None:
         raise TierRefused(
-            "TIERS: nothing says which weights the model has, so a tier could bring another revision's blocks; leave "
-            "TIERS out, or set the model to a local folder"
+            "KVFERRY_TIERS: nothing says which weights the model has, so a tier could bring another revision's "
+            "blocks; leave "
+            "KVFERRY_TIERS out, or set the model to a local folder"
         )
     tiers: dict[str, Tier] = {}
     try:
@@ -40,6 +41,14 @@ def open_tiers(
             tier.close(CLOSE_S)
         raise
     return tiers
+
+
+def check_tiers(entries: Sequence[TierSettings]) -> None:
+    """Raise `TierRefused` for a tier that could not be opened, where its type can know without opening one."""
+    for entry in entries:
+        check = getattr(load_type(entry.type), "check", None)
+        if check is not None:
+            check(entry)
 
 
 def close_tiers(tiers: Mapping[str, Tier]) -> None:
@@ -74,7 +83,8 @@ def _open_within(entry: TierSettings, context: TierContext) -> Tier:
     except queue.Empty:
         if decided.acquire(blocking=False):
             raise TierRefused(
-                f"TIERS: tier {entry.name} did not open within timeout_s={entry.timeout_s:g} s: see whether its disk "
+                f"KVFERRY_TIERS: tier {entry.name} did not open within timeout_s={entry.timeout_s:g} s: see whether "
+                "its disk "
                 "or server answers, or give it more time"
             ) from None
         answer = answers.get(timeout=CLOSE_S)
@@ -82,6 +92,7 @@ def _open_within(entry: TierSettings, context: TierContext) -> Tier:
         raise answer
     if isinstance(answer, Exception):
         raise TierRefused(
-            f"TIERS: tier {entry.name} cannot be opened: {type(answer).__name__}: {answer}; see its documentation"
+            f"KVFERRY_TIERS: tier {entry.name} cannot be opened: {type(answer).__name__}: {answer}; see its "
+            "documentation"
         ) from answer
     return answer

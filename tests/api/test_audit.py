@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -140,6 +142,26 @@ def test_secrets_are_never_recorded(tmp_path: Path) -> None:
     for name in ("kvferry.db", "kvferry.db-wal"):
         file = tmp_path / name
         assert not file.exists() or secret.encode() not in file.read_bytes()
+
+
+def test_known_secrets_when_sent_anywhere_are_masked(tmp_path: Path) -> None:
+    with start_service(tmp_path, admin_token=ADMIN, read_token=READ) as running, running.client(ADMIN) as client:
+        url_of_secret = quote(f"/admin/v1/rules/{READ}") + "x" * 1000
+        basic = base64.b64encode(f"user:{ADMIN}".encode()).decode()
+        client.delete(url_of_secret, headers={"X-Request-ID": f"id of {ADMIN}"})
+        client.delete("/admin/v1/requests/" + "x" * 970 + ADMIN + "/policy")
+        client.post("/admin/v1/reset", json={"reason": f"pasted {READ}, Basic {basic}"})
+        client.post("/admin/v1/rules", json={"note": [{f"about {ADMIN}": READ}], "match": {"lora": ADMIN}})
+        items = client.get(AUDIT).json()["items"]
+    text = json.dumps(items)
+    assert len(items) == 4
+    for secret in (ADMIN, READ, ADMIN[:12], basic[8:20]):
+        assert secret not in text
+    rule, reset, _, deleted = items
+    assert deleted["request_id"] == "id of ***"
+    assert deleted["path"].startswith("/admin/v1/rules/***x")
+    assert reset["what"] == {"reason": f"pasted ***, Basic {basic[:7]}***"}
+    assert rule["what"] == {"note": [{"about ***": "***"}], "match": {"lora": "***"}}
 
 
 def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

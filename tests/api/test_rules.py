@@ -395,6 +395,36 @@ def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, ca
     assert len(told) == 3
 
 
+def test_rows_when_they_are_not_json_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    requests = ("fine", "torn", "listed", "timeless", "bytes")
+    with start_service(tmp_path) as running, running.client() as client:
+        for name in ("good", "torn", "listed", "unordered"):
+            put(client, name, policy={"store": False})
+        for name in requests:
+            client.put(f"/admin/v1/requests/{name}/policy", json={"store": False})
+    with closing(sqlite3.connect(tmp_path / "kvferry.db", isolation_level=None)) as connection:
+        connection.execute("""UPDATE rules SET match = '{"lora":' WHERE name = 'torn'""")
+        connection.execute("UPDATE rules SET policy = '[1]' WHERE name = 'listed'")
+        connection.execute("UPDATE rules SET rule_order = 'first' WHERE name = 'unordered'")
+        connection.execute("""UPDATE overrides SET policy = '{"store": fals' WHERE request = 'torn'""")
+        connection.execute("UPDATE overrides SET policy = ? WHERE request = 'listed'", ("[" * 100_000,))
+        connection.execute("UPDATE overrides SET expires_at = 'never' WHERE request = 'timeless'")
+        connection.execute("UPDATE overrides SET policy = CAST(X'7BFF7D' AS TEXT) WHERE request = 'bytes'")
+        connection.execute("UPDATE audit SET what = '{' WHERE path LIKE '%/rules/good'")
+        connection.execute("UPDATE audit SET what = '[1]' WHERE path LIKE '%/rules/torn'")
+    caplog.clear()
+    with start_service(tmp_path) as running, running.client() as client:
+        assert names(client) == ["good"]
+        found = {name: client.get(f"/admin/v1/requests/{name}/policy").status_code for name in requests}
+        assert found == {"fine": 200, "torn": 404, "listed": 404, "timeless": 404, "bytes": 404}
+        assert len(client.get("/admin/v1/audit").json()["items"]) == 9
+    told = " ".join(record.getMessage() for record in caplog.records if record.name == "app.policies.kept")
+    for name in ("rule 'torn'", "rule 'listed'", "rule 'unordered'", "request 'torn'", "request 'listed'"):
+        assert name in told
+    assert "request 'timeless'" in told
+    assert "request 'bytes'" in told
+
+
 def test_another_database_in_place_is_made_to_say_what_holds(fresh: Service, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     with fresh.client() as client:

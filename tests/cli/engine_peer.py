@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 OUTPUT_TOKEN = 65
@@ -22,6 +22,7 @@ class EnginePeer:
         self.context_tokens = context_tokens
         self.bodies: list[dict[str, Any]] = []
         self.request_ids: list[str] = []
+        self.authorizations: dict[str, set[str | None]] = {}
         self.fail_every: int | None = None
         self.break_every: int | None = None
         self.stats_calls = 0
@@ -33,10 +34,13 @@ class EnginePeer:
         self._started_s = time.monotonic()
         self._lock = threading.Lock()
         self._together = asyncio.Event()
-        self.app = FastAPI()
+        self.app = FastAPI(dependencies=[Depends(self._note_authorization)])
         self.app.get("/v1/models")(self._models)
         self.app.post("/v1/completions")(self._complete)
         self.app.get("/admin/v1/stats")(self._stats)
+
+    async def _note_authorization(self, request: Request) -> None:
+        self.authorizations.setdefault(request.url.path, set()).add(request.headers.get("Authorization"))
 
     async def _models(self) -> dict[str, Any]:
         card: dict[str, Any] = {"id": "peer", "object": "model"}

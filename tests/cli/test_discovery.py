@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +44,35 @@ def test_a_state_folder_that_cannot_be_written_is_told_and_costs_nothing_else(
 ) -> None:
     (tmp_path / "services").write_text("in the way")
     announce_service(tmp_path, "one", "http://127.0.0.1:1").withdraw()
-    assert f"state_dir={tmp_path}: clients will need --url" in caplog.text
+    assert f"KVFERRY_STATE_DIR={tmp_path}: clients will need --url" in caplog.text
     assert find_services(tmp_path) == []
+
+
+@pytest.mark.parametrize("before", [None, 0o755, 0o777])
+def test_discovery_folder_when_announcing_is_for_the_owner_only(state: Path, before: int | None) -> None:
+    folder = state / "services"
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+    announce_service(state, "one", "http://127.0.0.1:1")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "one.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_discovery_folder_when_others_can_write_is_not_read(state: Path) -> None:
+    announce_service(state, "one", "http://127.0.0.1:1")
+    (state / "services").chmod(0o722)
+    assert find_services(state) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_discovery_folder_when_another_users_is_not_used(state: Path, caplog: pytest.LogCaptureFixture) -> None:
+    announce_service(state, "one", "http://127.0.0.1:1")
+    os.chown(state / "services", 12345, -1)
+    assert find_services(state) == []
+    announce_service(state, "two", "http://127.0.0.1:2")
+    assert "belongs to another user (12345)" in caplog.text
+    assert not (state / "services" / "two.json").exists()
 
 
 def test_a_discovery_file_that_cannot_be_put_in_its_place_leaves_nothing(state: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from app.store import claim_name, upgrade
 
 from .conftest import ROOT, Run, command_environment
 
@@ -41,14 +46,14 @@ def test_no_command_shows_what_there_is(words: tuple[str, ...], run: Run) -> Non
 
 
 def test_config_check_shows_every_setting_and_its_place(run: Run, clean_world: Path) -> None:
-    (clean_world / ".env").write_text("KVFERRY_POOL_BYTES=8GiB\nPATH_TO_OTHERS=1\n")
-    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2", HOST="0.0.0.0")
+    (clean_world / ".env").write_text("KVFERRY_POOL_BYTES=8MiB\nPATH_TO_OTHERS=1\n")
+    done = run("config", "check", ADMIN_TOKEN="hunter2-hunter2!", HOST="0.0.0.0", PORT="0")
     assert done.code == 0
-    assert "8GiB" in done.out
+    assert "8MiB" in done.out
     assert "KVFERRY_POOL_BYTES (.env)" in done.out
     assert "hunter2" not in done.out + done.err
-    views = run("config", "check", "--json", ADMIN_TOKEN="hunter2-hunter2").json
-    assert views["pool_bytes"]["value"] == 8 << 30
+    views = run("config", "check", "--json", ADMIN_TOKEN="hunter2-hunter2", PORT="0").json
+    assert views["pool_bytes"]["value"] == 8 << 20
     assert views["pool_bytes"]["source"] == "file"
     assert views["admin_token"] == views["admin_token"] | {"value": "***", "source": "env", "secret": True}
 
@@ -61,12 +66,66 @@ def test_bad_settings_refuse_with_every_reason(words: tuple[str, ...], run: Run)
         "kvferry: KVFERRY_POL_BYTES=1 (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
         "kvferry: KVFERRY_PORT=http (environment variable): must be a whole number from 0 to 65535",
         "kvferry: KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
-        "set ADMIN_TOKEN, or HOST=127.0.0.1",
+        "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
     ]
 
 
+def test_config_check_when_serve_would_refuse_names_every_reason(run: Run, clean_world: Path) -> None:
+    (clean_world / "file").write_text("not a folder")
+    tier = {"type": "fs", "path": str(clean_world / "file" / "tier"), "max_bytes": "1MiB"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {
+            "PORT": str(taken.getsockname()[1]),
+            "MODEL": "/nowhere/at/all",
+            "POOL_KIND": "file",
+            "POOL_PATH": str(clean_world / "file" / "pool"),
+            "DATABASE_URL": f"sqlite:///{clean_world}/file/kvferry.db",
+            "TIERS": json.dumps([tier]),
+        }
+        checked, served = run("config", "check", **given), run("serve", **given)
+    assert (checked.code, checked.out) == (2, "")
+    for words in ("KVFERRY_PORT=", "KVFERRY_MODEL=", "KVFERRY_POOL_PATH=", "kvferry.db", "tier fs"):
+        assert words in checked.err
+    assert served.code == 2
+    assert served.err.strip().splitlines()[-1] in checked.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"POOL_BYTES": "900TiB"}, "KVFERRY_POOL_BYTES asks for"),
+        ({"BLOCK_SIZE": "1025"}, "KVFERRY_BLOCK_SIZE=1025"),
+        ({"DATABASE_URL": "postgresql://kvferry@127.0.0.1:1/none"}, "KVFERRY_DATABASE_URL"),
+    ],
+)
+def test_config_check_when_a_value_does_not_fit_here_refuses(
+    run: Run, clean_world: Path, settings: dict[str, str], words: str
+) -> None:
+    done = run("config", "check", STATE_DIR=str(clean_world / "state"), PORT="0", **settings)
+    assert done.code == 2
+    assert words in done.err
+    assert not (clean_world / "state").exists()
+
+
+def test_config_check_when_the_schema_or_the_name_is_not_ours_refuses(run: Run, clean_world: Path) -> None:
+    url = f"sqlite:///{clean_world}/kvferry.db"
+    upgrade(url)
+    given = {"STATE_DIR": str(clean_world), "PORT": "0", "ENGINE_NAME": "mine"}
+    claim = claim_name(url, "mine")
+    taken = run("config", "check", **given)
+    claim.close()
+    assert taken.code == 2
+    assert "another process (pid " in taken.err
+    assert run("config", "check", **given).code == 0
+    with closing(sqlite3.connect(clean_world / "kvferry.db", isolation_level=None)) as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    newer = run("config", "check", **given)
+    assert newer.code == 2
+    assert "written by a newer version" in newer.err
+
+
 def test_config_check_warns_of_kubernetes_once(run: Run) -> None:
-    done = run("config", "check", SERVICE_HOST="10.0.0.1", PORT="tcp://10.0.0.1:8787", PORT_8787_TCP_PORT="8787")
+    done = run("config", "check", SERVICE_HOST="10.0.0.1", WEB_PORT="tcp://10.0.0.1:8787", PORT_8787_TCP_PORT="8787")
     assert done.code == 0
     assert done.err.count("enableServiceLinks: false") == 1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import uvicorn
@@ -99,6 +101,21 @@ def test_secrets_are_masked_wherever_they_come_from() -> None:
         assert secret not in text
     assert "Bearer ***" in text
     assert "-read" not in text
+
+
+@pytest.mark.parametrize("before", ["", "u", "u:"])
+def test_secrets_when_encoded_are_masked_too(before: str) -> None:
+    secret = 'to"ken/with=odd+chars'
+    stream = io.StringIO()
+    encoded = base64.b64encode(f"{before}{secret}!".encode()).decode()
+    with start_logging(Settings(admin_token=secret, engine_api_key="key-of-engine"), stream=stream):
+        logging.getLogger("app").warning("%s %s", encoded, encoded.replace("+", "-").replace("/", "_"))
+        logging.getLogger("app").warning("%s %s", quote(secret, safe=""), quote(secret, safe="").lower())
+        logging.getLogger("app").warning("%s key-of-engine", json.dumps(secret))
+    text = stream.getvalue()
+    for part in ("key-of", "ken/with", "ken%2Fwith", "ken%2fwith", base64.b64encode(secret.encode()).decode()[8:20]):
+        assert part not in text
+    assert encoded[8:20] not in text
 
 
 class StuckStream(io.StringIO):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -11,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from app.cli.stats import render
 from core.keys import tenant_digest
 from tests.api.service import ADMIN, READ, Service
 
@@ -29,6 +32,14 @@ def test_stats(ask: Run, service: Service) -> None:
     total = answer.json["prompt_tokens"]["total"]
     assert total >= 4 * 128
     assert re.search(rf"^prompt tokens +{total:,} *$", shown.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("free", "used"), [(4, "0 B"), (3, "256.0 MiB"), (0, "1.0 GiB")])
+def test_stats_when_slots_are_free_says_how_much_is_in_use(free: int, used: str) -> None:
+    pool = {"slots": 4, "free": free, "slot_bytes": 1 << 28, "bytes": 1 << 30}
+    console = Console(width=120, file=io.StringIO())
+    console.print(render({"pool": pool}))
+    assert f"{used} of 1.0 GiB in use" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def heeds_sigint() -> None:

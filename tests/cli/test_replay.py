@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse
 
 from app.replay import BadTrace, read_trace
 from tests.api.serving import Running, serve
@@ -204,3 +206,55 @@ def test_nobody_there(run: Run, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1])), "--url", "http://127.0.0.1:1")
     assert done.code == 3
     assert done.err.count("\n") == 1
+
+
+ADMIN_TOKEN = "admin-token-of-the-service"
+ENGINE_KEY = "key-of-the-engine"
+
+
+def test_replay_when_the_engine_is_elsewhere_sends_it_no_token(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    admin_peer = EnginePeer()
+    with serve(admin_peer.app) as admin:
+        words = ("replay", write(clean_world, line(512, [1])), "--url", admin.url, "--engine-url", engine.url)
+        assert run(*words, ADMIN_TOKEN=ADMIN_TOKEN).code == 0
+        assert peer.authorizations == {"/v1/models": {None}, "/v1/completions": {None}}
+        (clean_world / "key").write_text(ENGINE_KEY + "\n")
+        assert run(*words, ADMIN_TOKEN=ADMIN_TOKEN, ENGINE_API_KEY_FILE="key").code == 0
+    key = f"Bearer {ENGINE_KEY}"
+    assert peer.authorizations == {"/v1/models": {None, key}, "/v1/completions": {None, key}}
+    assert admin_peer.authorizations == {"/admin/v1/stats": {f"Bearer {ADMIN_TOKEN}"}}
+
+
+def test_replay_when_the_engine_is_the_service_sends_the_token(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    words = ("replay", write(clean_world, line(512, [1])), "--url", engine.url)
+    assert run(*words, ADMIN_TOKEN=ADMIN_TOKEN).code == 0
+    assert run(*words, "--engine-url", f"{engine.url}/", ADMIN_TOKEN=ADMIN_TOKEN).code == 0
+    assert set.union(*peer.authorizations.values()) == {f"Bearer {ADMIN_TOKEN}"}
+    assert run(*words, ADMIN_TOKEN=ADMIN_TOKEN, ENGINE_API_KEY=ENGINE_KEY).code == 0
+    assert peer.authorizations["/v1/completions"] == {f"Bearer {ADMIN_TOKEN}", f"Bearer {ENGINE_KEY}"}
+    assert peer.authorizations["/admin/v1/stats"] == {f"Bearer {ADMIN_TOKEN}"}
+
+
+def test_replay_when_the_engine_redirects_does_not_follow(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
+    redirecting = FastAPI()
+    redirecting.get("/v1/models")(lambda: {"data": [{"id": "peer"}]})
+    redirecting.post("/v1/completions")(lambda: RedirectResponse(f"{engine.url}/v1/completions"))
+    with serve(redirecting) as first:
+        words = ("replay", write(clean_world, line(512, [1])), "--url", engine.url, "--engine-url", first.url)
+        done = run(*words, ADMIN_TOKEN=ADMIN_TOKEN, ENGINE_API_KEY=ENGINE_KEY)
+    assert done.code == 1
+    assert set(peer.authorizations) == {"/admin/v1/stats"}
+
+
+@pytest.mark.parametrize("bad", ["http://user:pw@127.0.0.1:1", "engine"])
+def test_replay_when_the_engine_url_is_bad_names_the_option(run: Run, clean_world: Path, bad: str) -> None:
+    done = run("replay", write(clean_world, line(512, [1])), "--engine-url", bad, URL="http://127.0.0.1:9")
+    assert done.code == 2
+    assert done.err.startswith("kvferry: --engine-url=")
+    assert "must be a URL such as" in done.err

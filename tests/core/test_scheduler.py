@@ -16,7 +16,8 @@ from core.policy import Override, RequestPolicy
 from core.rates import MIN_SAMPLES
 from core.reasons import EvictionReason
 from core.scheduler import Hit, Later, Miss
-from core.transfers import TransferResult
+from core.tiers import HOST
+from core.transfers import NO_SLOTS, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
 
 
@@ -843,3 +844,12 @@ def test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed
     (outcome,) = engine.offload.on_transfers_finished([], engine.now_s)
     assert (outcome.ok, outcome.first_token, outcome.num_tokens) == (False, 0, wanted)
     assert not engine.offload.plan_step([], engine.now_s)
+
+
+def test_epoch_when_reset_is_the_pools_and_only_a_whole_one_raises_it(engine: ToyEngine) -> None:
+    offload = engine.offload
+    assert offload.resets.reset(1.0, OriginMatch(request="r")).epoch == offload.snapshot().epoch == 0
+    assert offload.resets.reset(2.0).epoch == offload.snapshot().epoch == engine.manager.epoch == 1
+    engine.manager.reset(NO_SLOTS, 3.0)
+    assert offload.snapshot().epoch == engine.manager.epoch == 2
+    assert offload.resets.reset(4.0, places=[HOST]).epoch == 3

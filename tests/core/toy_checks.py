@@ -61,6 +61,7 @@ def _check_sums(engine: ToyEngine, snapshot: Snapshot) -> None:
     assert requests.waiting_for_load == sum(r.state == "loading" for r in engine.requests.values())
     if ledger.may_sum_up():
         total, prompt = ledger.sum_up()
+        assert abs(total.seconds - snapshot.store.seconds) < 1e-6, "each request has its share of a store's time"
         total.seconds = snapshot.store.seconds
         assert total == snapshot.store, f"requests sum up to {total}, in total it is {snapshot.store}"
         assert prompt == snapshot.prompt_tokens, f"requests sum up to {prompt}, in total it is {snapshot.prompt_tokens}"

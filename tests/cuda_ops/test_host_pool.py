@@ -127,7 +127,7 @@ def test_memory_that_cannot_be_had_after_all_leaves_the_file_as_it_was(
         "except Exception as error:\n    print(type(error).__name__, error, pool.num_slots)\n"
     )
     run = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("NotEnoughMemory POOL_BYTES: taking 4,456,448 bytes for the pool failed"), run
+    assert run.stdout.startswith("NotEnoughMemory KVFERRY_POOL_BYTES: taking 4,456,448 bytes for the pool failed"), run
     assert run.stdout.endswith(" 4\n")
     assert path.stat().st_size == 4 * 65536
 

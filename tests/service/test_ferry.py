@@ -116,6 +116,20 @@ def test_a_ferry_closes_all_that_it_opened(
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
+def test_readiness_when_the_database_is_gone_is_degraded_only(tmp_path: Path, pool: HostPool) -> None:
+    ferry = make_ferry(tmp_path, pool, threading.Event())
+    ferry.start()
+    degraded = ferry.context(lambda: False).degraded
+    database = tmp_path / "state" / "kvferry.db"
+    away = database.rename(database.with_name("away.db"))
+    wait_until(lambda: degraded() != [], "the loss shows", 10.0)
+    assert "kvferry.db" in degraded()[0]
+    assert ferry.readiness() == []
+    away.rename(database)
+    wait_until(lambda: degraded() == [], "its return shows", 10.0)
+    ferry.close()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_tiers_and_history_end_though_what_is_beside_them_does_not(
     tmp_path: Path,

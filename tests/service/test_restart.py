@@ -142,7 +142,9 @@ def stream_until_death(served: Served, number: int) -> None:
 
 
 def test_a_second_service_on_the_same_pool_is_refused(tmp_path: Path) -> None:
-    with kept(tmp_path), pytest.raises(AssertionError, match="in use by another process"), kept(tmp_path):
+    other_database = {"database_url": f"sqlite:///{tmp_path}/other.db"}
+    refusal = pytest.raises(AssertionError, match="in use by another process")
+    with kept(tmp_path), refusal, kept(tmp_path, **other_database):
         pass
 
 
@@ -192,11 +194,14 @@ def test_what_a_reset_dropped_does_not_come_back_and_the_rest_does(tmp_path: Pat
         assert answer.json()["dropped_blocks"] > 0
     with kept(tmp_path) as served:
         assert hashes(served, "") == others
+        assert served.stats()["epoch"] == 0, "only a reset of the whole pool raises it"
         answer = served.http.post("/admin/v1/reset", json={})
         kill(served)
-        assert answer.json()["dropped_blocks"] == len(others)
+        assert (answer.json()["dropped_blocks"], answer.json()["epoch"]) == (len(others), 1)
     with kept(tmp_path) as served:
         assert hashes(served, "") == set()
+        assert served.stats()["epoch"] == 1, "it goes on"
+        assert served.http.post("/admin/v1/reset", json={}).json()["epoch"] == 2
 
 
 def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) -> None:

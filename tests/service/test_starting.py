@@ -19,7 +19,7 @@ import pytest
 
 from app.logs import start_logging
 from app.settings import Settings
-from app.starting import StartProgress
+from app.starting import StartProgress, StartRefused
 from app.store import upgrade
 from app.wiring import Process
 from cuda_ops.backing import SHARED_MEMORY
@@ -56,6 +56,24 @@ def test_a_service_is_up_from_before_its_model_was_loaded(tmp_path: Path) -> Non
         process.close()
     assert noted.first_s is not None
     assert context.started_s <= noted.first_s
+
+
+def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) -> None:
+    shared = {"state_dir": tmp_path, "engine": "none", "pool_bytes": 1 << 20, "pool_kind": "file"}
+    settings = Settings(_env_file=None, pool_path=tmp_path / "pool", **shared)
+    with start_logging(settings) as logs:
+        first, second = Process(settings, logs), Process(settings, logs)
+        first.start()
+        assert second.name == f"{first.name}-2"
+        with pytest.raises(StartRefused, match=rf"^KVFERRY_ENGINE_NAME={first.name}: another process .*another name$"):
+            Process(Settings(_env_file=None, pool_path=tmp_path / "pool", engine_name=first.name, **shared), logs)
+        first.close()
+        again = Process(settings, logs)
+        assert again.name == first.name
+        again.start()
+        assert again.ferry.warm_start is not None, "its pool is found again"
+        again.close()
+        second.close()
 
 
 def refused(folder: Path, **settings: object) -> str:

@@ -88,4 +88,5 @@ def test_describe_has_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         "KVFERRY_POOL_BYTES",
     )
     assert pool.place == "KVFERRY_POOL_BYTES (environment variable)"
-    assert {view.name for view in views if view.secret} == {"admin_token", "read_token", "database_url"}
+    secrets = {"admin_token", "read_token", "engine_api_key", "database_url"}
+    assert {view.name for view in views if view.secret} == secrets

@@ -38,6 +38,7 @@ CONTRACT = {
     "LOAD_DECISION": "`auto`",
     "STORE_THRESHOLD": "`1`",
     "MAX_PINNED_FRACTION": "`0.25`",
+    "ENGINE_API_KEY": "none",
     "DATABASE_URL": "`sqlite:///{STATE_DIR}/kvferry.db`",
     "STATE_DIR": "the platform's state folder",
     "EVICTION_HISTORY_ROWS": "`1000000`",

@@ -36,16 +36,16 @@ def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> Non
     assert sorted(refused(max_running=4096, pool_bites=1)) == sorted(
         [
             "KVFERRY_POL_BYTES=8GiB (environment variable): no such setting; did you mean KVFERRY_POOL_BYTES?",
-            "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number of 1 or more",
+            "KVFERRY_BLOCK_SIZE=0 (environment variable): must be a whole number from 1 to 1024",
             "KVFERRY_HOST=0.0.0.0 (environment variable): without a token the service listens on loopback only; "
-            "set ADMIN_TOKEN, or HOST=127.0.0.1",
+            "set KVFERRY_ADMIN_TOKEN, or KVFERRY_HOST=127.0.0.1",
             "KVFERRY_POOL_KIND=disk (.env): must be pinned, shm or file",
             "KVFERRY_LOG_LEVEL=loud (.env): must be debug, info, warning, error or critical",
             "dtype=float8 (c.toml): must be auto, float16, bfloat16, float32 or float64",
             "port_=1 (c.toml): no such setting; did you mean port?",
             "pool_bites=1 (given by the engine): no such setting; did you mean pool_bytes?",
             "KVFERRY_MAX_BATCHED_TOKENS=2048 (default): a step of 2048 tokens is too small for "
-            "MAX_RUNNING=4096 requests",
+            "max_running=4096 requests",
         ]
     )
 
@@ -123,21 +123,35 @@ def test_what_this_version_does_not_offer_refuses_to_start(name: str, value: Any
 def test_cross_checks_name_both_numbers() -> None:
     (problem,) = refused(max_batched_tokens=8, max_running=4)
     assert problem == (
-        "max_batched_tokens=8 (given by the engine): a step of 8 tokens is less than a block of BLOCK_SIZE=16 tokens"
+        "max_batched_tokens=8 (given by the engine): a step of 8 tokens is less than a block of block_size=16 tokens"
     )
     (problem,) = refused(pool_path="/tmp/pool")
-    assert "POOL_KIND is pinned" in problem
+    assert "pool_kind is pinned" in problem
     (problem,) = refused(pool_kind="file")
-    assert "POOL_PATH" in problem
+    assert "pool_path" in problem
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "kvferry.internal", "::ffff:10.0.0.1"])
 def test_other_hosts_than_loopback_need_a_token(host: str) -> None:
     (problem,) = refused(host=host)
     assert problem.startswith(f"host={host} ")
-    assert "ADMIN_TOKEN" in problem
-    assert Settings(host=host, admin_token="t").host == host
-    assert Settings(host=host, read_token="t").host == host
+    assert "set admin_token, or host=127.0.0.1" in problem
+    assert Settings(host=host, admin_token="t" * 16).host == host
+    assert Settings(host=host, read_token="t" * 16).host == host
+
+
+@pytest.mark.parametrize("name", ["admin_token", "read_token"])
+def test_short_tokens_when_others_can_reach_them_are_refused(name: str, setenv: Setenv) -> None:
+    assert Settings(**{name: "t"}).host == "127.0.0.1"
+    setenv("HOST", "0.0.0.0")
+    setenv(name.upper(), "t" * 15)
+    (problem,) = refused()
+    assert problem == (
+        f"KVFERRY_{name.upper()}=*** (environment variable): has 15 characters, and KVFERRY_HOST=0.0.0.0 can be "
+        "reached from other machines; use at least 16, such as those that `openssl rand -hex 32` prints"
+    )
+    (problem,) = refused(**{name: "t" * 15}, host="::")
+    assert problem.startswith(f"{name}=*** (given by the engine): has 15 characters, and host=:: can be reached")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "::ffff:127.0.0.1"])

@@ -89,12 +89,12 @@ def test_toml_takes_native_types(monkeypatch: pytest.MonkeyPatch, clean_world: P
 
 
 def test_secrets_come_from_files(monkeypatch: pytest.MonkeyPatch, clean_world: Path) -> None:
-    (clean_world / "admin").write_text("s3cret-admin\n")
+    (clean_world / "admin").write_text("s3cret-admin-token\n")
     (clean_world / "url").write_text("postgresql://u:pw@db/kv\n")
     monkeypatch.setenv("KVFERRY_ADMIN_TOKEN_FILE", str(clean_world / "admin"))
     settings = Settings(database_url_file=str(clean_world / "url"), host="0.0.0.0")
     assert settings.admin_token is not None
-    assert settings.admin_token.get_secret_value() == "s3cret-admin"
+    assert settings.admin_token.get_secret_value() == "s3cret-admin-token"
     assert settings.resolved_database_url() == "postgresql://u:pw@db/kv"
     assert settings.source("admin_token") is Source.ENV
     assert settings.source("database_url") is Source.CONNECTOR
@@ -152,3 +152,12 @@ def test_validating_a_mapping_reads_the_other_places_too(monkeypatch: pytest.Mon
     assert Settings.model_validate(settings) is settings
     with pytest.raises(BadSettings, match="did you mean port"):
         Settings.model_validate({"prt": 1})
+
+
+def test_message_when_the_engine_gave_a_setting_names_it_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_POOL_PATH", "/p")
+    settings = Settings(pool_kind="file", _env_file=None)
+    message = "KVFERRY_POOL_KIND=file: KVFERRY_POOL_PATH=/p is full; KVFERRY_POOL_BYTES, KVFERRY_POOL_KINDLY"
+    assert settings.as_written(message) == (
+        "pool_kind=file: KVFERRY_POOL_PATH=/p is full; KVFERRY_POOL_BYTES, KVFERRY_POOL_KINDLY"
+    )

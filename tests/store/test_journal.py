@@ -142,32 +142,6 @@ def test_engines_that_share_a_database_do_not_see_each_other(where: Where) -> No
         assert {row[0] for row in shell(where, "SELECT name FROM engines")} == {"one", "two"}
 
 
-def test_processes_that_write_under_one_name_are_told_and_a_restart_is_none(
-    where: Where, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two services on one state folder, with the default name: each lists what the other has evicted as its own."""
-    monkeypatch.setattr("app.store.journal.SEEN_INTERVAL_S", 0.0)
-    with running(where) as (first, _):
-        assert first.journal.flush(DEADLINE_S)
-        assert first.degraded() == []
-    with running(where) as (second, manager), running(where, engine="other") as (other, _):
-        for _ in range(3):
-            assert second.journal.flush(DEADLINE_S)
-            assert other.journal.flush(DEADLINE_S)
-        assert second.journal.close(DEADLINE_S)
-        second.start(manager.inventory)
-        assert second.journal.flush(DEADLINE_S)
-        assert second.degraded() == other.degraded() == []
-        with running(where) as (third, _):
-            wait_until(lambda: second.degraded() and third.degraded(), "both are told")
-            (told,) = second.degraded()
-            assert "ENGINE_NAME" in told
-            assert other.degraded() == []
-            assert second.health() == third.health() == []
-        wait_until(lambda: second.degraded() == [], "the other is gone")
-    assert sum("ENGINE_NAME" in record.message for record in caplog.records) >= 2
-
-
 def test_close_writes_what_is_left(where: Where) -> None:
     store, manager = open_store(where, 64)
     store.start(manager.inventory)

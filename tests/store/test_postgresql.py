@@ -58,10 +58,14 @@ def test_a_table_that_others_lock_is_waited_for_no_longer_than_told(server: Serv
         assert [item.key for item in store.reader.evictions().items] == [key_of(1).hex()]
 
 
-def test_a_server_that_cannot_be_reached_refuses_to_start(server: Server) -> None:
+def test_upgrade_when_the_server_refuses_says_what_to_do_about_the_cause(server: Server) -> None:
     server.stop()
-    with pytest.raises(StoreError, match="DATABASE_URL"):
+    with pytest.raises(StoreError, match=r"cannot be reached: .*; start its server, or correct host and port in KVF"):
         upgrade(server.url)
     server.start()
-    with pytest.raises(StoreError, match="DATABASE_URL"):
+    with pytest.raises(StoreError, match=r"does not let kvferry in: .*; correct user, password and database in KVF"):
         upgrade(server.url.replace("/postgres", "/nowhere"))
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute("CREATE ROLE reader LOGIN")
+    with pytest.raises(StoreError, match=r"does not let kvferry in: .*permission denied"):
+        upgrade(server.url.replace("kvferry@", "reader@"))

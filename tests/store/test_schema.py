@@ -199,16 +199,16 @@ def test_a_url_that_cannot_work_refuses_to_start_and_shows_no_password(tmp_path:
 
 def test_a_place_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="STATE_DIR or DATABASE_URL"):
+    with pytest.raises(StoreError, match="KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL"):
         upgrade(url_of(tmp_path / "file" / "kvferry.db"))
-    with pytest.raises(StoreError, match="STATE_DIR or DATABASE_URL"):
+    with pytest.raises(StoreError, match="KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL"):
         upgrade(url_of(tmp_path))
 
 
 def test_a_file_that_is_no_database_refuses_to_start_and_is_left_alone(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"precious notes " * 500)
-    with pytest.raises(StoreError, match="Move the file away"):
+    with pytest.raises(StoreError, match="move the file away"):
         upgrade(url_of(path))
     assert path.read_bytes() == b"precious notes " * 500
 

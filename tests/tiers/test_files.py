@@ -418,7 +418,7 @@ def test_a_limit_below_one_block_refuses_to_start(path: Path, max_bytes: int, wo
 def test_a_path_that_cannot_be_a_folder_refuses_to_start(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / ("sub" if kind == "below a file" else "")
-    with pytest.raises(TierRefused, match=r"TIERS: tier disk: path=.*cannot be used: .*; name a folder that"):
+    with pytest.raises(TierRefused, match=r"KVFERRY_TIERS: tier disk: path=.*cannot be used: .*; name a folder that"):
         file_rig(path)
 
 

@@ -120,7 +120,7 @@ class Good(ReferenceTier):
     def __init__(self, settings, context):
         super().__init__(context.slots, lambda: 0.0)
         if settings.name == "refused":
-            raise TierRefused(f"TIERS: tier {settings.name}: no, thank you")
+            raise TierRefused(f"KVFERRY_TIERS: tier {settings.name}: no, thank you")
         if settings.name == "failing":
             raise ConnectionError("nobody listens")
         Good.opened.append(self)
@@ -199,8 +199,11 @@ def test_a_type_that_lacks_something_is_refused_with_its_name_and_what_to_do(acm
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("refused", "TIERS: tier refused: no, thank you"),
-        ("failing", "TIERS: tier failing cannot be opened: ConnectionError: nobody listens; see its documentation"),
+        ("refused", "KVFERRY_TIERS: tier refused: no, thank you"),
+        (
+            "failing",
+            "KVFERRY_TIERS: tier failing cannot be opened: ConnectionError: nobody listens; see its documentation",
+        ),
     ],
 )
 def test_a_tier_that_cannot_be_opened_refuses_and_closes_the_ones_before(acme: Any, name: str, words: str) -> None:

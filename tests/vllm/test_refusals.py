@@ -177,5 +177,5 @@ def test_an_engine_does_not_start_on_it_and_our_own_line_says_why(
 def test_a_port_that_is_taken_refuses_and_says_so(llama: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        start_in_vain(llama, f"PORT={port} cannot be listened on", port=port)
+        start_in_vain(llama, f"port={port} cannot be listened on", port=port)
     assert not list(Path(os.environ["KVFERRY_STATE_DIR"]).glob("services/*.json"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.settings.fields import MAX_BLOCK_SIZE_TOKENS
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-MAX_BLOCK_SIZE_TOKENS = 1024
 
 
 class EngineStartError(ValueError):
@@ -30,11 +31,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise EngineStartError(f"DTYPE={self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise EngineStartError(f"KVFERRY_DTYPE={self.dtype!r} is not one of {', '.join(DTYPES)}")
         if not self.model:
-            raise EngineStartError("MODEL is empty: name `tiny`, a local folder or a hub id")
+            raise EngineStartError("KVFERRY_MODEL is empty: name `tiny`, a local folder or a hub id")
         for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
             if getattr(self, name) < 1:
-                raise EngineStartError(f"{name.upper()}={getattr(self, name)} must be at least 1")
+                raise EngineStartError(f"KVFERRY_{name.upper()}={getattr(self, name)} must be at least 1")
         if self.block_size > MAX_BLOCK_SIZE_TOKENS:
-            raise EngineStartError(f"BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")
+            raise EngineStartError(f"KVFERRY_BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")

@@ -199,7 +199,7 @@ class EmbeddedEngine:
         pool_tokens = self.config.device_blocks * self.config.block_size
         for limit_tokens, what in (
             (self.model.context_tokens, "the model's context"),
-            (pool_tokens, f"the device's KV cache (DEVICE_BLOCKS={self.config.device_blocks})"),
+            (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.config.device_blocks})"),
         ):
             if len(prompt) >= limit_tokens:
                 raise InvalidRequestError(

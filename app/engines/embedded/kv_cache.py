@@ -69,7 +69,8 @@ def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.d
     if needed_bytes > tightest.available_bytes:
         most = tightest.available_bytes // shape.block_bytes(block_size)
         raise EngineStartError(
-            f"DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} bytes, and "
-            f"{tightest.name} is {tightest.available_bytes:,}: set DEVICE_BLOCKS to {most} or less"
+            f"KVFERRY_DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} "
+            "bytes, and "
+            f"{tightest.name} is {tightest.available_bytes:,}: set KVFERRY_DEVICE_BLOCKS to {most} or less"
         )
     return needed_bytes

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from app.engines.embedded.attention import ATTENTION_NAME
 from app.engines.embedded.config import EngineStartError
 from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
+from app.engines.naming import is_missing_folder
 from app.engines.revision import revision_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class LoadedModel:
 
 def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served."""
-    where = _resolve_device(device)
+    where = resolve_device(device)
     module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
     torch.nn.Module.to(module, where)
     module.train(False)
@@ -76,26 +76,26 @@ def _num_embeddings(module: PreTrainedModel) -> int:
     return embeddings.num_embeddings
 
 
-def _resolve_device(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
+    """The device that KVFERRY_DEVICE names. Raises `EngineStartError` where there is none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
+        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
     if where.type not in ("cpu", "cuda"):
-        raise EngineStartError(f"DEVICE={device!r} is not auto, cpu or cuda[:index]")
+        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise EngineStartError(
-            f"DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
+            f"KVFERRY_DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
         )
     return where
 
 
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     try:
-        if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-            # Else it would be taken for the id of a model on the hub.
+        if is_missing_folder(name):
             raise FileNotFoundError("there is no such folder")
         config = AutoConfig.from_pretrained(name)
         refuse_by_config(name, config)
@@ -113,7 +113,7 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
             raise refusal(name, "its attention cannot be exchanged for a paged one") from error
         reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
         raise EngineStartError(
-            f"MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
+            f"KVFERRY_MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
         ) from error
 
 
@@ -137,7 +137,8 @@ def refuse_by_config(name: str, config: Any) -> None:
 def refusal(name: str, reason: str) -> EngineStartError:
     """The error for a model that loads, but that this engine does not serve."""
     return EngineStartError(
-        f"MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or sliding-window "
+        f"KVFERRY_MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or "
+        "sliding-window "
         "attention in every layer, such as Llama, Qwen and Mistral"
     )
 

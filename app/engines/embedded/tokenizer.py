@@ -136,7 +136,9 @@ def load_tokenizer(model: str) -> Tokenizer:
     try:
         return CheckpointTokenizer(AutoTokenizer.from_pretrained(model))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        log.warning("MODEL=%s has no tokenizer that loads (%s): prompts must be token ids", model, _first_line(error))
+        log.warning(
+            "KVFERRY_MODEL=%s has no tokenizer that loads (%s): prompts must be token ids", model, _first_line(error)
+        )
         return NoTokenizer()
 
 

@@ -26,7 +26,7 @@ class AdminServer:
         try:
             self._listener = listen(settings.host, port)
         except StartRefused as error:
-            raise ConnectorRefused(str(error)) from error
+            raise ConnectorRefused(settings.as_written(str(error))) from error
         self.url = url_of(self._listener)
         self._host = host
         self._server: Server | None = None

@@ -69,7 +69,7 @@ class EngineExtents:
             self._mapped.check_room(num_slots)
         elif num_slots > self.num_slots:
             limits = shared_memory_limits(SHARED_MEMORY) if self._others else memory_limits()
-            check_fits("POOL_BYTES", (num_slots - self.num_slots) * self.row_bytes, limits)
+            check_fits("KVFERRY_POOL_BYTES", (num_slots - self.num_slots) * self.row_bytes, limits)
 
     def add_slots(self, num_slots: int) -> None:
         """Have so many more on every rank; on failure nothing has changed. Raises `NotEnoughMemory`, `EngineStops`."""

@@ -23,7 +23,7 @@ from app.engines.vllm.pool import EnginePool, MappedPool, map_for_scheduler
 from app.engines.vllm.refusal import ConnectorRefused
 from app.ferry import EngineSide, Ferry, PoolSide
 from app.starting import StartRefused
-from app.store import StoreError
+from app.store import StoreError, claim_name
 from core.events import EventSink
 from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.kept_slots import DropReason
@@ -84,6 +84,11 @@ class EngineCoreHost:
         )
         with ExitStack() as undo:
             try:
+                settings = wanted.settings
+                is_default = settings.engine_name is None
+                claim = claim_name(settings.resolved_database_url(), wanted.name, is_default=is_default)
+                undo.callback(claim.close)
+                engine = replace(engine, name=claim.name, claim=claim)
                 mapped = map_for_scheduler(wanted)
                 if mapped is not None:
                     undo.callback(mapped.pool.close)
@@ -97,7 +102,7 @@ class EngineCoreHost:
                 side = PoolSide(plan, self.extents, pool, kept)
                 self.ferry = Ferry(wanted.settings, engine, side, logs.set_level, stopping)
             except (ValueError, StoreError) as error:
-                raise ConnectorRefused(str(error)) from error
+                raise ConnectorRefused(wanted.settings.as_written(str(error))) from error
             undo.callback(self.ferry.close)
             self._undo = undo.pop_all()
 

@@ -107,7 +107,7 @@ def map_for_rank(wanted: EnginePool, rank: int, preparation: Preparation | None 
     if mapped is None or problems:
         if mapped is not None:
             mapped.pool.close()
-        raise ConnectorRefused("; ".join(problems))
+        raise ConnectorRefused(wanted.settings.as_written("; ".join(problems)))
     if mapped.passing is not None and not wanted.is_for_scheduler:
         mapped.passing.unlink()
     return mapped
@@ -133,7 +133,7 @@ def map_for_scheduler(wanted: EnginePool) -> MappedPool | None:
             "the engine's own process on one host, in one container; leave tiers out, and set pool_kind=pinned"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConnectorRefused(str(error)) from error
+        raise ConnectorRefused(wanted.settings.as_written(str(error))) from error
     if mapped.passing is not None:
         mapped.passing.unlink()
     return mapped

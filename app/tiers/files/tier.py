@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from app.folders import check_writable
 from app.settings.tiers import ThreadedSettings
 from app.settings.values import folder
 from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
@@ -41,10 +42,18 @@ class FileTier(ThreadedTier):
         """Open the folder and try it. Raises `TierRefused`."""
         super().__init__(_open(settings, context), settings, context)
 
+    @staticmethod
+    def check(settings: FileTierSettings) -> None:
+        """Raise `TierRefused` for a folder that could not be used; create nothing."""
+        try:
+            check_writable(f"KVFERRY_TIERS: tier {settings.name}: path={settings.path}", settings.path)
+        except ValueError as error:
+            raise TierRefused(str(error)) from error
+
 
 def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
     def refused(advice: str) -> TierRefused:
-        return TierRefused(f"TIERS: tier {context.name}: path={path} {advice}")
+        return TierRefused(f"KVFERRY_TIERS: tier {context.name}: path={path} {advice}")
 
     path = Path(str(settings.path).replace(_ENGINE, context.engine))
     try:
@@ -53,7 +62,7 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
         own = settings.path if path != settings.path else settings.path / _ENGINE
         raise refused(
             "is used by another process: stop that one, or give each engine a folder of its own, as "
-            f"path={own} does for engines of different ENGINE_NAME or data-parallel rank"
+            f"path={own} does for engines of different KVFERRY_ENGINE_NAME or data-parallel rank"
         ) from error
     except OSError as error:
         raise refused(f"cannot be used: {error.strerror or error}; name a folder that kvferry may write to") from error
@@ -61,7 +70,8 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
         smallest = opened.size_on_disk(context.slot_bytes)
         if settings.max_bytes < smallest:
             raise TierRefused(
-                f"TIERS: tier {context.name}: max_bytes={settings.max_bytes} holds no block: a file of one takes up to "
+                f"KVFERRY_TIERS: tier {context.name}: max_bytes={settings.max_bytes} holds no block: a file of one "
+                "takes up to "
                 f"{smallest:,} bytes; make it larger"
             )
         store = FileStore(

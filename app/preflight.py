@@ -1,0 +1,80 @@
+"""Checks of settings against this machine before anything is loaded: `kvferry serve` and `kvferry config check` share
+them.
+
+They create nothing. What depends on the model's layout is found only by the start itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from app.engines.naming import is_missing_folder
+from app.folders import check_writable, nearest_folder
+from app.settings import Settings
+from app.settings.kinds import Engine, PoolKind
+from app.store import StoreError, check_database, check_name
+from app.tiers.opening import check_tiers
+from cuda_ops.backing import SHARED_MEMORY
+from cuda_ops.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
+
+
+def start_problems(settings: Settings) -> list[str]:
+    """Why a service with these settings cannot start, each with what to do; empty where nothing was found."""
+    problems: list[str] = []
+    for check in _CHECKS:
+        try:
+            check(settings)
+        except (ValueError, StoreError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def _check_engine(settings: Settings) -> None:
+    if settings.engine is not Engine.EMBEDDED:
+        return
+    if is_missing_folder(settings.model):
+        raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")
+    if settings.device.startswith("cuda"):
+        # Imported late: torch takes seconds to import, and other devices need no look at the driver.
+        from app.engines.embedded.model import resolve_device
+
+        resolve_device(settings.device)
+
+
+def _check_pool(settings: Settings) -> None:
+    folder: Path | None = None
+    limits: Callable[[], list[MemoryLimit]] = memory_limits
+    if settings.pool_kind is PoolKind.SHM:
+        folder, limits = SHARED_MEMORY, lambda: shared_memory_limits(SHARED_MEMORY)
+    elif settings.pool_kind is PoolKind.FILE and settings.pool_path is not None:
+        folder = settings.pool_path
+        check_writable(f"KVFERRY_POOL_PATH={folder}", folder)
+        existing = nearest_folder(folder)
+        limits = lambda: file_limits(existing)  # noqa: E731
+    if folder is not None and folder.is_dir() and any(folder.glob("*.pool")):
+        # A pool that is kept there may be this engine's, and has its room already.
+        return
+    check_fits("KVFERRY_POOL_BYTES", settings.pool_bytes, limits())
+
+
+def _check_database(settings: Settings) -> None:
+    check_database(settings.resolved_database_url())
+
+
+def _check_name(settings: Settings) -> None:
+    if settings.engine_name is not None:
+        check_name(settings.resolved_database_url(), settings.engine_name)
+
+
+def _check_tiers(settings: Settings) -> None:
+    check_tiers(settings.tiers)
+
+
+_CHECKS: tuple[Callable[[Settings], None], ...] = (
+    _check_engine,
+    _check_pool,
+    _check_database,
+    _check_name,
+    _check_tiers,
+)

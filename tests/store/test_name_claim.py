@@ -1,0 +1,140 @@
+"""Claims of names: one process at a time writes under a name, and a killed one has none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.store import NameClaim, StoreError, claim_name
+
+from .helpers import DEADLINE_S, Where, open_store, url_of, wait_until
+from .postgres import new_database, own_server
+
+ROOT = Path(__file__).parents[2]
+CLAIMING = """
+import sys
+from app.store import claim_name
+claim = claim_name(sys.argv[1], "e")
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_process(where: Where) -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed the name e."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIMING, url_of(where)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "claimed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_claim_when_another_process_has_the_name_is_refused(where: Where) -> None:
+    with other_process(where) as other:
+        refusal = rf"^KVFERRY_ENGINE_NAME=e: another process \(pid {other.pid} on .+\) has this name on the database "
+        with pytest.raises(StoreError, match=refusal):
+            claim_name(url_of(where), "e")
+        claim_name(url_of(where), "f").close()
+        other.kill()
+        other.wait()
+        claim_name(url_of(where), "e").close()
+
+
+def test_claim_when_a_default_name_is_taken_appends_a_number(where: Where, caplog: pytest.LogCaptureFixture) -> None:
+    url = url_of(where)
+    claims = [claim_name(url, "model-1a2b", is_default=True) for _ in range(3)]
+    assert [claim.name for claim in claims] == ["model-1a2b", "model-1a2b-2", "model-1a2b-3"]
+    assert caplog.text.count("KVFERRY_ENGINE_NAME is not set") == 2
+    claims[0].close()
+    claims.append(claim_name(url, "model-1a2b", is_default=True))
+    assert claims[-1].name == "model-1a2b", "a restart finds its name again"
+    for claim in claims:
+        claim.close()
+        claim.close()
+
+
+def test_claim_when_its_file_is_deleted_is_made_again(path: Path) -> None:
+    first = claim_name(url_of(path), "e")
+    (lock,) = path.parent.iterdir()
+    assert lock.stat().st_mode & 0o777 == 0o600
+    lock.unlink()
+    assert first.keep()
+    with pytest.raises(StoreError):
+        claim_name(url_of(path), "e")
+    lock.unlink()
+    second = claim_name(url_of(path), "e")
+    assert not first.keep()
+    second.close()
+    assert first.keep()
+    first.close()
+
+
+def test_store_when_its_name_was_taken_is_degraded(path: Path) -> None:
+    claim = claim_name(url_of(path), "e")
+    store, manager = open_store(path, claim=claim)
+    (lock,) = path.parent.glob("*.lock")
+    lock.unlink()
+    with other_process(path) as other:
+        store.start(manager.inventory)
+        wait_until(lambda: store.degraded() != [], "the other process shows")
+        (told,) = store.degraded()
+        assert f"pid {other.pid} on" in told
+        assert "KVFERRY_ENGINE_NAME" in told
+        assert store.health() == []
+    wait_until(lambda: store.degraded() == [], "the name is this store's again")
+    store.close(DEADLINE_S)
+    claim.close()
+
+
+def test_claim_when_the_server_was_gone_is_made_again() -> None:
+    with own_server() as server, new_database(server.url) as url:
+        claim = claim_name(url, "e")
+        server.stop()
+        with pytest.raises(SQLAlchemyError):
+            claim.keep()
+        server.start()
+        assert claim.keep()
+        assert refuses(url)
+        server.stop()
+        server.start()
+        with claimed(url):
+            wait_until(lambda: keeps(claim) is False, "another process has it")
+        assert claim.keep()
+        claim.close()
+
+
+def keeps(claim: NameClaim) -> bool | None:
+    try:
+        return claim.keep()
+    except SQLAlchemyError:
+        return None
+
+
+@contextmanager
+def claimed(url: str) -> Iterator[None]:
+    claim = claim_name(url, "e")
+    yield
+    claim.close()
+
+
+def refuses(url: str) -> bool:
+    try:
+        claim_name(url, "e").close()
+    except StoreError:
+        return True
+    return False
