@@ -82,36 +82,42 @@ class CheckpointTokenizer:
 
     def stream(self) -> TextStream:
         """A decoder that looks back at the piece before."""
-        return _ContextStream(self)
+        return ContextStream(self)
 
 
-class _ContextStream:
+class ContextStream:
     """Decodes a piece behind the one before it, since spaces and joined characters depend on what precedes them.
 
-    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take.
+    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take. Tokens
+    without text are dropped after as many, so that a push costs the same however long the answer is.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0
-        self._told = 0
+        self._context: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
+        """Return the text that this token completes, often empty."""
+        self._pending.append(token_id)
         before, text = self._decode()
-        broken = text.endswith(REPLACEMENT) and len(self._ids) - self._told < MAX_TOKENS_A_CHARACTER
-        return "" if broken or len(text) <= len(before) else self._tell(before, text)
+        is_due = len(self._pending) >= MAX_TOKENS_A_CHARACTER
+        if len(text) > len(before) and (is_due or not text.endswith(REPLACEMENT)):
+            return self._emit(before, text)
+        if is_due:
+            self._pending.clear()
+        return ""
 
     def flush(self) -> str:
-        return self._tell(*self._decode())
+        """Return what is still held back, once no token follows."""
+        return self._emit(*self._decode())
 
     def _decode(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
-        return decode(self._ids[self._context : self._told]), decode(self._ids[self._context :])
+        return decode(self._context), decode([*self._context, *self._pending])
 
-    def _tell(self, before: str, text: str) -> str:
-        self._context, self._told = self._told, len(self._ids)
+    def _emit(self, before: str, text: str) -> str:
+        self._context, self._pending = self._pending, []
         return text[len(before) :]
 
 
@@ -128,7 +134,7 @@ class NoTokenizer:
 
     def stream(self) -> TextStream:
         """Nothing to say, piece by piece."""
-        return _ContextStream(self)
+        return ContextStream(self)
 
 
 def load_tokenizer(model: str) -> Tokenizer:
