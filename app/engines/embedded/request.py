@@ -64,7 +64,10 @@ class OutputDelta:
 
 
 class Request:
-    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone."""
+    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone.
+
+    Making one takes time in proportion to the prompt. `sink` takes what each step adds, from the submission on.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,6 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         text: TextStream,
-        sink: Callable[[OutputDelta], None],
         block_size: int,
         *,
         aliases: Sequence[str] = (),
@@ -101,8 +103,13 @@ class Request:
         self._cached_tokens: int | None = None
         self._prefilled = False
         self._text = StopScanner(text, sampling.stop)
-        self._sink = sink
+        self.sink: Callable[[OutputDelta], None] | None = None
         self._extend_hashes()
+
+    def rename(self, request_id: str) -> None:
+        """Take another id, before the submission; the one before stays an alias."""
+        self.aliases = (self.request_id, *self.aliases)
+        self.request_id = request_id
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +160,8 @@ class Request:
 
     def tell(self, delta: OutputDelta) -> None:
         """Hand this to the client."""
-        self._sink(delta)
+        if self.sink is not None:
+            self.sink(delta)
 
     def _delta(
         self, token_ids: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
