@@ -225,7 +225,12 @@ class EmbeddedEngine:
 
     def has_room(self) -> bool:
         """Whether another request would be taken now. Thread: any."""
-        return len(self._live) < self.config.max_running + self.config.max_waiting
+        return self.num_live < self.config.max_running + self.config.max_waiting
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were accepted and have not ended. Thread: any."""
+        return len(self._live)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request wherever it is; an unknown or ended one is no error. Any thread."""

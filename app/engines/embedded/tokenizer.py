@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -29,7 +30,12 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take."""
+    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take.
+
+    `max_token_chars` is the most characters that a token stands for.
+    """
+
+    max_token_chars: int
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -38,6 +44,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """ByT5's ids: 0 pad, 1 end, 2 unknown, byte b is b + 3."""
+
+    max_token_chars = 1
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes, without an end token."""
@@ -71,6 +79,7 @@ class CheckpointTokenizer:
         # Settles lazy state before threads share it, and finds the empty one that is made up for a folder without any.
         if not self.encode("A probe."):
             raise ValueError("its vocabulary is empty")
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """Ids with the special tokens that the model expects at the start."""
@@ -123,6 +132,8 @@ class ContextStream:
 
 class NoTokenizer:
     """For a folder without a tokenizer: prompts are token ids, and so are answers."""
+
+    max_token_chars = sys.maxsize
 
     def encode(self, text: str) -> list[int]:
         """Refuses text."""
