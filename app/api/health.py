@@ -86,7 +86,7 @@ def health_router(context: AdminContext) -> APIRouter:
         responses={503: {"model": Readiness, "description": "Not ready, and why"}},
     )
     async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, database writable, threads alive, no overdue job.
+        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s.
 
         Tiers are optional: one that is out of order is named under `degraded`, and does not keep traffic away.
         """

@@ -35,7 +35,7 @@ MAX_LARGE_BODIES = 8
 """Large bodies that are parsed or wait for it; each may be 16 MiB, and takes a multiple of that once parsed."""
 MAX_STRUCTURES = 10_000
 """Arrays, objects and fields of a body: objects are what makes parsing slow, 16 MiB of `[[],[],...` take seconds."""
-MAX_VALUES = 2_000_000
+MAX_VALUES = 1 << 20
 """Values of a body, such as token ids; the parser holds the interpreter lock until it has read them all."""
 
 
