@@ -138,6 +138,7 @@ class Process:
                 block_size=settings.block_size,
                 max_batched_tokens=settings.max_batched_tokens,
                 max_running=settings.max_running,
+                max_waiting=settings.max_waiting,
             )
         )
         if engine.model.device.type == "cuda":
@@ -267,9 +268,7 @@ class Process:
 
     def _reasons(self) -> list[str]:
         """Why the engine should get no traffic."""
-        reasons: list[str] = []
-        if self.engine is not None and not self.engine.is_alive():
-            reasons.append(f"the engine's thread does not run; its last error: {self.engine.last_error}")
+        reasons = [] if self.engine is None else self.engine.reasons()
         if self.copies is not None and not self.copies.is_alive():
             reasons.append("the copy engine does not run; its log says why")
         return reasons

@@ -19,6 +19,10 @@ from core.rules import Rule, RuleSubject
 MAX_OVERRIDES = 100_000
 _EXPIRE_AT_ONCE = 100
 _SHOWN_CHARS = 80
+_SHOWN_ITEMS = 4
+_SHOWN_BITS = 192
+MAX_REQUEST_TIERS = 64
+MAX_TIER_NAME_CHARS = 256
 
 UNLIMITED = "unlimited"
 """How a lifted cap is written outside `core`; inside, it is None."""
@@ -92,7 +96,10 @@ def _is_cap(value: object) -> bool:
 
 
 def _is_name_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    """Whether a value is a list of names; bounded, since it is checked on the engine thread."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_REQUEST_TIERS:
+        return False
+    return all(isinstance(item, str) and len(item) <= MAX_TIER_NAME_CHARS for item in value)
 
 
 def parse_request_fields(
@@ -113,7 +120,7 @@ def parse_request_fields(
             continue
         parsed = _parse_field(name, value)
         if parsed is _INVALID:
-            ignored.append(IgnoredField(name, _shown(value)))
+            ignored.append(IgnoredField(name, bounded_repr(value)))
         else:
             patch[name] = parsed
     return patch, ignored
@@ -122,12 +129,27 @@ def parse_request_fields(
 _INVALID = object()
 
 
-def _shown(value: object) -> str:
-    """A value as it is logged. Python refuses to print integers of several thousand digits."""
-    try:
-        return repr(value)[:_SHOWN_CHARS]
-    except ValueError:
-        return f"(a value that cannot be printed, {type(value).__name__})"
+def bounded_repr(value: object) -> str:
+    """Return a client's value as messages show it: at most 80 characters, at a cost that does not grow with the value.
+
+    Longer strings are cut; containers of many or nested items, and integers of many digits, are described.
+    """
+    return _describe(value, depth=0)[:_SHOWN_CHARS]
+
+
+def _describe(value: object, depth: int) -> str:
+    if isinstance(value, str):
+        return repr(value[:_SHOWN_CHARS])
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"(an integer of {value.bit_length()} bits)"
+    if isinstance(value, (list, tuple, Mapping)):
+        if len(value) > _SHOWN_ITEMS or depth > 1:
+            return f"({type(value).__name__} of {len(value)} items)"
+        if isinstance(value, Mapping):
+            items = (f"{_describe(key, depth + 1)}: {_describe(item, depth + 1)}" for key, item in value.items())
+            return "{" + ", ".join(items) + "}"
+        return "[" + ", ".join(_describe(item, depth + 1) for item in value) + "]"
+    return repr(value)
 
 
 def _parse_field(name: str, value: object) -> Any:

@@ -15,10 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.headers import values_of
 from app.api.pages import sign_in_page
-from app.api.problems import Problem
+from app.api.problems import ENGINE_PREFIX, Problem
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-ENGINE_PREFIX = "/v1/"
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.auth import ENGINE_PREFIX
 from app.api.headers import values_of
-from app.api.problems import Problem
+from app.api.problems import ENGINE_PREFIX, RETRY_AFTER_S, Problem
 
 MAX_ADMIN_BODY_BYTES = 1 << 20
 MAX_ENGINE_BODY_BYTES = 16 << 20
+SMALL_BODY_BYTES = 64 << 10
+MAX_LARGE_BODY_BYTES = 256 << 20
+"""Memory for bodies that are larger than small while they arrive and until a route takes them."""
 BODY_TIMEOUT_S = 30.0
 LOOK_S = 0.25
 """Whoever waits for a body looks at least so often whether it is worth it."""
@@ -26,13 +28,15 @@ class ClientGoneError(Exception):
 class Bodies:
     """ASGI middleware that reads a body whole, refuses what is no JSON (415) or too large (413), and replays it.
 
-    The body is kept in `scope["state"]["body"]` for the audit trail.
+    The body is kept in `scope["state"]["body"]` for the audit trail, but not a body for the engine. Large bodies that
+    arrive at once are bounded together (429), so that they cannot take all memory.
     """
 
     def __init__(self, app: ASGIApp, closing: Callable[[], bool]) -> None:
         """Bodies that have not arrived once `closing` is true are waited for no more (503)."""
         self._app = app
         self._closing = closing
+        self._large_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,14 +46,20 @@ class Bodies:
         if lengths in ([], ["0"]) and not values_of(scope, b"transfer-encoding"):
             await self._app(scope, receive, send)
             return
+        body = bytearray()
         try:
-            body = await self._read(scope, receive, lengths)
+            await self._serve(scope, receive, send, lengths, body)
         except Problem as problem:
             await problem.response(scope)(scope, receive, send)
-            return
         except ClientGoneError:
             return
-        scope["state"]["body"] = body
+        finally:
+            self._release(body)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, lengths: list[str], body: bytearray) -> None:
+        await self._read(scope, receive, lengths, body)
+        if not scope["path"].startswith(ENGINE_PREFIX):
+            scope["state"]["body"] = bytes(body)
         replayed = False
 
         async def replay() -> Message:
@@ -57,11 +67,25 @@ class Bodies:
             if replayed:
                 return await receive()
             replayed = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            whole = bytes(body)
+            self._release(body)
+            return {"type": "http.request", "body": whole, "more_body": False}
 
         await self._app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive, lengths: list[str]) -> bytes:
+    def _release(self, body: bytearray) -> None:
+        """Free the memory of a body, which an answer under way may outlive by minutes."""
+        if len(body) > SMALL_BODY_BYTES:
+            self._large_bytes -= len(body)
+        body.clear()
+
+    def _append(self, body: bytearray, piece: bytes) -> None:
+        """Add what arrived to a body, and count it if the body is large."""
+        counted = len(body) if len(body) > SMALL_BODY_BYTES else 0
+        body += piece
+        self._large_bytes += (len(body) if len(body) > SMALL_BODY_BYTES else 0) - counted
+
+    async def _read(self, scope: Scope, receive: Receive, lengths: list[str], body: bytearray) -> None:
         limit_bytes = MAX_ENGINE_BODY_BYTES if scope["path"].startswith(ENGINE_PREFIX) else MAX_ADMIN_BODY_BYTES
         too_large = Problem(413, f"the body is larger than {limit_bytes} bytes")
         # The server has checked the length's form; what it cannot be is larger than anything sensible.
@@ -70,7 +94,6 @@ class Bodies:
         if "".join(values_of(scope, b"content-type")[:1]).split(";")[0].strip().lower() != "application/json":
             raise Problem(415, "bodies must be sent as Content-Type: application/json")
         deadline_s = time.monotonic() + BODY_TIMEOUT_S
-        body = bytearray()
         more = True
         while more:
             try:
@@ -81,13 +104,15 @@ class Bodies:
                 continue
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            body += message.get("body", b"")
+            self._append(body, message.get("body", b""))
             if len(body) > limit_bytes:
                 raise too_large
+            if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
+                detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"
+                raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
             more = message.get("more_body", False)
             if more:
                 self._check(deadline_s)
-        return bytes(body)
 
     def _check(self, deadline_s: float) -> None:
         """Whether the rest of a body is still worth waiting for."""

@@ -86,7 +86,7 @@ def health_router(context: AdminContext) -> APIRouter:
         responses={503: {"model": Readiness, "description": "Not ready, and why"}},
     )
     async def readyz() -> Response:
-        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job.
+        """Engine attached, pool mapped, recovery finished, threads alive, no overdue job, no step above 10 s.
 
         Database and tiers are optional: requests are served without them, so that trouble with one is named under
         `degraded`, and does not keep traffic away.

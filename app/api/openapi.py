@@ -13,10 +13,10 @@ from app.api.problems import PROBLEM_JSON, ProblemModel
 DESCRIPTION = """\
 Watch and steer a KV-cache offloading service while its engine serves.
 
-Errors are RFC 9457 problem documents. Lists are paged with `limit` and `cursor`. Times are RFC 3339 UTC, sizes bytes,
-durations seconds. With tokens set, every call but the health checks needs one: the admin token may do all, the read
-token only GET (and `/v1`). `X-Request-ID` is taken over, if it has 1 to 512 printable ASCII characters, or made up, and
-returned.
+Errors are RFC 9457 problem documents; under `/v1` they have OpenAI's form. Lists are paged with `limit` and `cursor`.
+Times are RFC 3339 UTC, sizes bytes, durations seconds. With tokens set, every call but the health checks needs one: the
+admin token may do all, the read token only GET (and `/v1`). `X-Request-ID` is taken over, if it has 1 to 512 printable
+ASCII characters, or made up, and returned.
 """
 _METHODS = ("get", "put", "post", "delete", "patch")
 _TAGS = [
@@ -89,6 +89,9 @@ def _describe_operation(path: str, method: str, operation: dict[str, Any]) -> No
         missing |= _WITH_BODY
     if method != "get" and path.startswith("/admin/"):
         missing["503"] = "The metadata store is gone"
+    if path.startswith("/v1/"):
+        # The engine's router describes all of its answers, in OpenAI's form.
+        missing = {}
     for status, description in missing.items():
         responses.setdefault(status, {"description": description})
     if path.startswith("/v1/"):

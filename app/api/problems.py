@@ -19,7 +19,10 @@ from app.store.errors import StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
+ENGINE_PREFIX = "/v1/"
+RETRY_AFTER_S = 1
 _URN = "urn:kvferry:problem:"
+_OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 class ProblemModel(BaseModel):
@@ -64,7 +67,10 @@ class Problem(Exception):
         self.extras = dict(extras or {})
 
     def response(self, scope: Scope) -> Response:
-        """The document, for the request of this ASGI scope."""
+        """The document, for the request of this ASGI scope; under `/v1/` an error of OpenAI's form."""
+        if scope.get("path", "").startswith(ENGINE_PREFIX):
+            content = json.dumps(openai_error(self.status, self.detail)).encode("ascii")
+            return Response(content, self.status, self.headers, "application/json")
         document: dict[str, Any] = {
             "type": _URN + self.slug if self.slug else "about:blank",
             "title": self.title,
@@ -80,6 +86,13 @@ class Problem(Exception):
         # ASCII, since a client's own field names (lone surrogates and all) may be quoted in it.
         content = json.dumps(document, ensure_ascii=True).encode("ascii")
         return Response(content, self.status, self.headers, PROBLEM_JSON)
+
+
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error as OpenAI's API has it."""
+    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    code = _OPENAI_CODES.get(status) if code is None else code
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def invalid_fields(errors: Sequence[FieldError]) -> Problem:

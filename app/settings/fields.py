@@ -78,6 +78,11 @@ class SettingFields(BaseModel):
         default=2048, description="Token budget of one engine step."
     )
     max_running: Annotated[int, _read(values.whole(1))] = Field(default=8, description="Requests that run at once.")
+    max_waiting: Annotated[int, _read(values.whole(0))] = Field(
+        default=2048,
+        description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
+        "429 and `Retry-After`; its prompts are accepted all or none.",
+    )
     pool_bytes: Annotated[int, _read(values.size), MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "

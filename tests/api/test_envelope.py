@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 
 import httpx
 import pytest
+
+from app.api.bodies import MAX_LARGE_BODY_BYTES
 
 from .service import ADMIN, Service
 
@@ -21,9 +24,20 @@ def problem_of(answer: httpx.Response, status: int) -> dict[str, object]:
     return document
 
 
+def openai_error_of(answer: httpx.Response, status: int) -> dict[str, object]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["Content-Type"] == "application/json"
+    error: dict[str, object] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "Traceback" not in answer.text
+    return error
+
+
 def test_unknown_routes_and_methods_are_problems(api: httpx.Client) -> None:
-    for path in ("/nowhere", "/admin/v1/nothing", "/admin/v2/stats", "/v1/nothing", "/admin/v1/stats/"):
+    for path in ("/nowhere", "/admin/v1/nothing", "/admin/v2/stats", "/admin/v1/stats/"):
         problem_of(api.get(path), 404)
+    openai_error_of(api.get("/v1/nothing"), 404)
+    openai_error_of(api.delete("/v1/echo"), 405)
     answer = api.delete("/admin/v1/stats")
     problem_of(answer, 405)
     assert answer.headers["Allow"] == "GET"
@@ -55,8 +69,9 @@ def test_bodies_must_be_json(api: httpx.Client) -> None:
         "multipart/form-data",
     ):
         headers = {} if content_type is None else {"Content-Type": content_type}
-        for method, path in (("POST", "/admin/v1/reset"), ("PATCH", "/admin/v1/policy"), ("POST", "/v1/echo")):
+        for method, path in (("POST", "/admin/v1/reset"), ("PATCH", "/admin/v1/policy")):
             problem_of(api.request(method, path, content=b"{}", headers=headers), 415)
+        openai_error_of(api.post("/v1/echo", content=b"{}", headers=headers), 415)
     assert (
         api.patch(
             "/admin/v1/policy", content=b"{}", headers={"Content-Type": "Application/JSON; charset=utf-8"}
@@ -77,6 +92,30 @@ def test_bodies_are_bounded_however_they_are_sent(api: httpx.Client) -> None:
     problem_of(api.post("/admin/v1/reset", content=pieces(), headers=headers), 413)
     echoed = api.post("/v1/echo", content=json.dumps({"prompt": "x" * (2 << 20)}), headers=headers)
     assert echoed.status_code == 200
+    too_large = api.post("/v1/echo", content=b'"' + b"x" * (16 << 20) + b'"', headers=headers)
+    assert "16777216" in str(openai_error_of(too_large, 413)["message"])
+
+
+def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service) -> None:
+    head = (
+        b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 16000000\r\n\r\n"
+    )
+    num_fitting = MAX_LARGE_BODY_BYTES // 15_000_000
+    with contextlib.ExitStack() as stack, fresh.client() as client:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", fresh.port), timeout=60))
+            for _ in range(num_fitting + 1)
+        ]
+        for connection in connections[:-1]:
+            connection.sendall(head + b"1" * 15_000_000)
+        with contextlib.suppress(ConnectionError):
+            connections[-1].sendall(head + b"1" * 15_000_000)
+        answer = connections[-1].recv(4096).lower()
+        assert answer.startswith(b"http/1.1 429")
+        assert b"retry-after: 1" in answer
+        assert b"rate_limit_exceeded" in answer
+        assert client.post("/v1/echo", json={"say": "hello"}).status_code == 200, "small bodies are not affected"
 
 
 def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) -> None:
@@ -141,8 +180,8 @@ def test_the_engine_behind_us_sees_the_id_that_is_answered(api: httpx.Client) ->
 
 def test_an_unexpected_error_is_a_500_logged_once(api: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        document = problem_of(api.get("/v1/fail", headers={"X-Request-ID": "broken-1"}), 500)
-    assert "a secret in a message" not in json.dumps(document)
+        error = openai_error_of(api.get("/v1/fail", headers={"X-Request-ID": "broken-1"}), 500)
+    assert "a secret in a message" not in json.dumps(error)
     logged = [record for record in caplog.records if "broken-1" in record.getMessage()]
     assert len(logged) == 1
     assert logged[0].exc_info is not None

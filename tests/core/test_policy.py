@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from threading import RLock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from core.policy import (
     PolicyBook,
     Priority,
     RequestPolicy,
+    bounded_repr,
     parse_request_fields,
 )
 from core.rules import Rule, RuleMatch, RuleSubject
@@ -103,6 +105,38 @@ def test_more_fields_can_be_allowed_and_are_checked_alike() -> None:
     patch, ignored = parse_request_fields(sent, POLICY_FIELDS)
     assert patch == {"level": Level.REQUEST, "tiers": ("disk",)}
     assert {field.name for field in ignored} == {"priority", "store"}
+
+
+class WholeReprs:
+    """Counts calls of `__repr__`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __repr__(self) -> str:
+        self.count += 1
+        return "x"
+
+
+@pytest.mark.parametrize("make", [lambda item: [item] * 10_000, lambda item: dict.fromkeys(range(10_000), item)])
+def test_a_large_value_when_of_the_wrong_type_is_not_printed_whole(make) -> None:
+    item = WholeReprs()
+    _, ignored = parse_request_fields({"store": make(item), "max_offload_tokens": [make(item)]}, POLICY_FIELDS)
+    assert {field.name for field in ignored} == {"store", "max_offload_tokens"}
+    assert item.count == 0
+    assert "10000" in ignored[-1].value
+
+
+@pytest.mark.parametrize("value", ["x" * 2_000_000, 10**4000, ["x" * 2_000_000], {"x" * 2_000_000: 1}])
+def test_a_shown_value_when_long_is_cut(value: object) -> None:
+    assert len(bounded_repr(value)) <= 80
+
+
+@pytest.mark.parametrize("names", [["disk"] * 1000, ["d" * 1000]])
+def test_tiers_when_too_many_or_too_long_are_ignored(names: list[str]) -> None:
+    patch, ignored = parse_request_fields({"tiers": names}, POLICY_FIELDS)
+    assert patch == {}
+    assert [field.name for field in ignored] == ["tiers"]
 
 
 def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -17,10 +18,13 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from app.engines.embedded import EmbeddedEngine, EngineConfig
+from app.engines.embedded import EmbeddedEngine, EngineConfig, completions
 from app.engines.embedded.completions import completions_router
+from app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
 from app.engines.embedded.offload import NoCopies, NoOffload
+from app.engines.embedded.tokenizer import ByteTokenizer
 from core.engine import EngineRequest
+from core.scheduler import Hit, Later, Miss
 from tests.engine.serving import greedy, run, until
 
 
@@ -208,7 +212,25 @@ def test_a_body_that_cannot_be_read_is_told_in_the_same_shape(service: Service, 
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "seed": 1 << 64}, "seed"),
         ({"prompt": "a", "stop": ["a", ""]}, "stop"),
-        ({"prompt": "a", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "stop"),
+        ({"prompt": "a", "stop": "s" * 1025}, "stop"),
+        ({"prompt": "a", "stop": ["s" * 2_000_000]}, "stop"),
+        ({"prompt": "a", "stop": [5] * 100_000}, "stop"),
+        ({"prompt": ["a"] * 2049}, "prompt"),
+        ({"prompt": [[5]] * 2049}, "prompt"),
+        ({"prompt": ["a"] * 1_000_000}, "prompt"),
+        ({"prompt": [5] * 1_000_000}, "prompt"),
+        ({"prompt": [5.5] * 1_000_000}, "prompt"),
+        ({"prompt": "a" * 8193}, "prompt"),
+        ({"prompt": [10**4000]}, "prompt"),
+        ({"prompt": [[5]] * 11_000}, None),
+        ({"prompt": "a", "user": [5] * 2_100_000}, None),
+        ({"prompt": "a", "max_tokens": -(10**4000)}, "max_tokens"),
+        ({"prompt": "a", "suffix": "x" * 1_000_000}, "suffix"),
+        ({"prompt": "a", "logit_bias": {str(i): "x" for i in range(5000)}}, "logit_bias"),
+        ({"prompt": "a", "cache_salt": "x" * 5000}, "cache_salt"),
+        ({"prompt": "a", "kv_transfer_params": {"store": [5] * 2000}}, "kv_transfer_params"),
+        ({"prompt": "a", "kv_transfer_params": {"tiers": "x" * 20_000}}, "kv_transfer_params"),
         ({"prompt": "a", "n": 2}, "n"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True}, "echo"),
@@ -220,7 +242,7 @@ def test_a_body_that_cannot_be_read_is_told_in_the_same_shape(service: Service, 
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: str, service: Service) -> None:
+def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: str | None, service: Service) -> None:
     before = len(service.seen.requests)
     answer = httpx.post(
         f"{service.url}/completions",
@@ -232,7 +254,7 @@ def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: s
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert error["message"]
+    assert 0 < len(error["message"]) < 300
     assert len(service.seen.requests) == before
 
 
@@ -242,6 +264,104 @@ def test_what_is_no_json_and_another_model(service: Service, client: openai.Open
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
     with pytest.raises(openai.NotFoundError, match="gpt-5"):
         client.completions.create(model="gpt-5", prompt="a")
+    assert len(service.post(model="m" * 1_000_000, prompt="a").text) < 300
+
+
+@pytest.mark.parametrize("prompt", ["[{:,}] " * 5000, '"[' * 20_000, "\\[" * 20_000, '\\"[' * 20_000])
+def test_text_when_it_is_full_of_brackets_is_read(prompt: str) -> None:
+    assert read_completion(json.dumps({"prompt": prompt}).encode()).prompt == prompt
+
+
+def test_policy_when_sent_with_fields_of_others_is_all_that_is_kept(service: Service) -> None:
+    sent = {"store": False, "remote_block_ids": list(range(5000))}
+    assert service.post(prompt="a", max_tokens=1, kv_transfer_params=sent).status_code == 200
+    assert service.seen.requests[-1].kv_transfer_params == {"store": False}
+
+
+def test_large_answers_when_encoded_elsewhere_are_the_same(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"prompt": [[5], [6]], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answers = [service.post(**asked).json()]
+    monkeypatch.setattr(completions, "SMALL_ANSWER_TOKENS", 10)
+    answers.append(service.post(**asked).json())
+    assert [len(choice["token_ids"]) for choice in answers[0]["choices"]] == [8, 8]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"] == answers[1]["usage"]
+
+
+class WaitingRequests(NoOffload):
+    """Keeps every request waiting until `may_start` is set."""
+
+    def __init__(self) -> None:
+        self.may_start = threading.Event()
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        return Miss() if self.may_start.is_set() else Later()
+
+
+def test_a_call_when_too_many_wait_is_429_and_says_when(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, waiting = make_engine(dtype="float32", max_running=1, max_waiting=2), WaitingRequests()
+    engine.attach(waiting, NoCopies())
+    engine.start()
+    with serve(engine) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+
+        async def scenario() -> None:
+            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+
+                async def send(prompt: object) -> httpx.Response:
+                    return await http.post(url, json={"prompt": prompt, "max_tokens": 1})
+
+                first = asyncio.create_task(send(["a", "b"]))
+                await until(lambda: engine.num_live == 2, "two are accepted")
+                refused = await send(["a", "b"])
+                assert (await send(["a"] * 4)).status_code == 400, "more than are ever accepted"
+                last = asyncio.create_task(send("c"))
+                await until(lambda: not engine.has_room(), "three are accepted")
+                for answer in (refused, await send("d")):
+                    assert answer.status_code == 429
+                    assert answer.headers["Retry-After"] == "1"
+                    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+                waiting.may_start.set()
+                assert [(await task).status_code for task in (first, last)] == [200, 200]
+                assert (await send("e")).status_code == 200
+
+        run(scenario())
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Tokenizes long text only once it may."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.num_slow = 0
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > 1000:
+            self.num_slow += 1
+            self.may_go_on.wait(60.0)
+        return super().encode(text)
+
+
+def test_others_when_large_bodies_are_read_are_served(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, slow = make_engine(dtype="float32", device_blocks=600), SlowTokenizer()
+    engine.model = dataclasses.replace(engine.model, tokenizer=slow)
+    engine.start()
+    with serve(engine) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+
+        async def scenario() -> None:
+            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
+                large = {"prompt": "x" * 1001, "max_tokens": 1, "user": "x" * 70_000}
+                sent = [asyncio.create_task(http.post(url, json=large)) for _ in range(MAX_LARGE_BODIES + 2)]
+                await until(lambda: sum(task.done() for task in sent) == 2, "those beyond the limit are refused")
+                assert {task.result().status_code for task in sent if task.done()} == {429}
+                small = await http.post(url, json={"prompt": "short", "max_tokens": 1})
+                assert small.status_code == 200
+                assert slow.num_slow == 1
+                slow.may_go_on.set()
+                assert sorted([(await task).status_code for task in sent]) == [200] * MAX_LARGE_BODIES + [429] * 2
+
+        run(scenario())
 
 
 def hang_up(port: int, body: dict[str, object], after: Callable[[], bool]) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from app.engines.embedded.hashing import HASH_BYTES, chain_root, extend_chain
 from app.engines.embedded.request import StopScanner
-from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, ByteTokenizer, CheckpointTokenizer, NoTokenizer, Tokenizer
+from app.engines.embedded.tokenizer import (
+    BYTE_VOCAB_SIZE,
+    EOS_ID,
+    ByteTokenizer,
+    CheckpointTokenizer,
+    ContextStream,
+    NoTokenizer,
+    Tokenizer,
+)
 from tests.engine.checkpoints import byte_tokenizer
 
 
@@ -98,3 +111,55 @@ def test_text_ends_before_its_first_stop_string(text: str, stops: list[str]) -> 
         assert until_stop(text, stops) == text[: first - longest]
     else:
         assert until_stop(text, stops) == text
+
+
+def num_lines_run(work: Callable[[], object]) -> int:
+    """Number of lines of Python that `work` executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_stop_matching_when_stop_strings_grow_costs_the_same() -> None:
+    def cost(stop_chars: int) -> int:
+        scanner = StopScanner(ByteTokenizer().stream(), ["a" * stop_chars + "b"])
+        ids = ByteTokenizer().encode("a" * (stop_chars // 2))
+        for token_id in ids:
+            scanner.push(token_id)
+        return num_lines_run(lambda: [scanner.push(token_id) for token_id in ids[:10]])
+
+    assert cost(4000) == cost(40)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the token ids that it decodes; special tokens decode to nothing."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids)
+
+
+def test_detokenizing_when_tokens_have_no_text_is_linear() -> None:
+    def cost(num_tokens: int) -> int:
+        tokenizer = CountingTokenizer()
+        stream = ContextStream(tokenizer)
+        for token_id in [5, *[EOS_ID] * num_tokens]:
+            assert stream.push(token_id) in ("", "\x02")
+        assert stream.push(70) == "C"
+        return tokenizer.num_decoded
+
+    assert cost(4000) < 12 * cost(400)

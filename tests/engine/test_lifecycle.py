@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from app.engines.embedded import EmbeddedEngine, EngineStoppedError, FinishReason, InvalidRequestError, Sampling
+from app.engines.embedded import (
+    EmbeddedEngine,
+    EngineBusyError,
+    EngineConfig,
+    EngineStoppedError,
+    FinishReason,
+    InvalidRequestError,
+    Sampling,
+)
 from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import NoCopies, NoOffload
+from app.engines.embedded.scheduler import MAX_LATER_PER_STEP
 from core.engine import EngineRequest, StepProgress
 from core.scheduler import Hit, Later, Miss
 from core.transfers import StepPlan
@@ -42,7 +52,7 @@ class Recorder(NoOffload):
 
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
         self.matched[request_id] = self.matched.get(request_id, 0) + 1
-        if request_id == "follower" and self.later:
+        if request_id.startswith("follower") and self.later:
             self.later -= 1
             return Later()
         return Miss()
@@ -332,3 +342,97 @@ def test_an_engine_that_does_not_run_says_so(make_engine: Make) -> None:
     with pytest.raises(EngineStoppedError):
         run(submit())
     engine.cancel("nobody")
+
+
+class Held(NoOffload):
+    """Keeps every request waiting until `release` is called."""
+
+    def __init__(self) -> None:
+        self.is_held = True
+        self.num_matches_of_step: list[int] = [0]
+        self.num_announced = 0
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        self.num_announced += 1
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        self.num_matches_of_step[-1] += 1
+        return Later() if self.is_held else Miss()
+
+    def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+        self.num_matches_of_step.append(0)
+        return StepPlan()
+
+
+def test_submit_when_too_many_wait_is_refused_whole(make_engine: Make) -> None:
+    engine, held = make_engine(dtype="float32", max_running=1, max_waiting=3), Held()
+    engine.attach(held, NoCopies())
+    engine.start()
+
+    async def scenario() -> None:
+        streams = engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(3)])
+        with pytest.raises(EngineBusyError, match="KVFERRY_MAX_WAITING=3"):
+            engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(2)])
+        with pytest.raises(InvalidRequestError, match="KVFERRY_MAX_WAITING=3"):
+            engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(5)])
+        streams.append(engine.submit([5, 6], greedy(2)))
+        streams.pop(0).cancel()
+        await until(lambda: held.num_announced == 4, "all four were announced")
+        await until(lambda: engine.has_room(), "the canceled one has ended")
+        streams.append(engine.submit([5, 6], greedy(2)))
+        held.is_held = False
+        assert [len((await collect(stream)).token_ids) for stream in streams] == [2] * 4
+
+    run(scenario())
+
+
+def test_matches_per_step_when_many_wait_are_bounded(make_engine: Make) -> None:
+    engine, held = make_engine(dtype="float32", max_running=2, max_waiting=500), Held()
+    engine.attach(held, NoCopies())
+    engine.start()
+
+    async def scenario() -> None:
+        streams = engine.submit_all([engine.prepare([5, 6], greedy(1)) for _ in range(400)])
+        await until(lambda: held.num_announced == 400, "all were announced")
+        await until(lambda: sum(map(bool, held.num_matches_of_step)) > 3, "some steps were taken")
+        held.is_held = False
+        for stream in streams:
+            assert len((await collect(stream)).token_ids) == 1
+
+    run(scenario())
+    assert max(held.num_matches_of_step) <= 2 + MAX_LATER_PER_STEP
+
+
+class Hanging(NoOffload):
+    """Hangs in the first step that has a request."""
+
+    def __init__(self) -> None:
+        self.is_entered = threading.Event()
+        self.may_leave = threading.Event()
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        self.is_entered.set()
+        self.may_leave.wait(60.0)
+        return Miss()
+
+
+def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
+    now_s, hanging = [1000.0], Hanging()
+    engine = EmbeddedEngine(EngineConfig(device="cpu", dtype="float32"), clock=lambda: now_s[0])
+    engine.attach(hanging, NoCopies())
+    assert any("does not run" in reason for reason in engine.reasons())
+    engine.start()
+
+    async def scenario() -> None:
+        stream = engine.submit([5, 6], greedy(1))
+        await asyncio.to_thread(hanging.is_entered.wait, 60.0)
+        now_s[0] += 10.0
+        assert engine.reasons() == []
+        now_s[0] += 5.0
+        assert engine.reasons() == ["an engine step has been under way for 15 s"]
+        hanging.may_leave.set()
+        await collect(stream)
+        await until(lambda: engine.reasons() == [], "the step has ended")
+
+    run(scenario())
+    engine.close()

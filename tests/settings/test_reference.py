@@ -24,6 +24,7 @@ CONTRACT = {
     "BLOCK_SIZE": "`16`",
     "MAX_BATCHED_TOKENS": "`2048`",
     "MAX_RUNNING": "`8`",
+    "MAX_WAITING": "`2048`",
     "POOL_BYTES": "`1GiB`",
     "POOL_KIND": "`pinned`",
     "POOL_PATH": "none",

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from core.policy import POLICY_FIELDS
 
 DEFAULT_MAX_TOKENS = 16
-MAX_STOP_STRINGS = 16
+MAX_PROMPTS = 2048
+MAX_STOP_STRINGS = 4
+"""Both as in OpenAI's API."""
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 4096
+MAX_PARAMS_VALUES = 1000
+MAX_PARAMS_CHARS = 16384
 UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -19,6 +29,34 @@ UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 """Fields that are accepted only with values that ask for nothing."""
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the policy fields of `kv_transfer_params`, within limits; others are ignored and take no memory."""
+    if params is None:
+        return None
+    fields = {name: params[name] for name in POLICY_FIELDS if name in params}
+    num_values, num_chars, rest = 0, 0, list(fields.values())
+    while rest:
+        value = rest.pop()
+        num_values += 1
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict):
+            num_chars += sum(map(len, value))
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+        if num_values + len(rest) > MAX_PARAMS_VALUES or num_chars > MAX_PARAMS_CHARS:
+            limits = {"values": MAX_PARAMS_VALUES, "chars": MAX_PARAMS_CHARS}
+            raise PydanticCustomError(
+                "params_too_large", "policy fields may hold {values} values and {chars} characters", limits
+            )
+    return fields
 
 
 class StreamOptions(BaseModel):
@@ -34,19 +72,35 @@ class CompletionRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    ) = Field(
+        description=f"one prompt or up to {MAX_PROMPTS}, as text or token ids; each must leave room for an answer in "
+        "the model's context"
+    )
     model: str | None = None
     max_tokens: int | None = Field(default=None, description=f"tokens of the answer, {DEFAULT_MAX_TOKENS} by default")
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; 1 by default")
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = Field(
+        default=None, description=f"up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARS} characters"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = Field(default=False, description="go on past the end token, up to `max_tokens`")
     return_token_ids: bool = Field(default=False, description="give each choice its `token_ids`")
-    cache_salt: str | None = Field(default=None, description="keep this tenant's cached blocks apart from all others'")
-    kv_transfer_params: dict[str, Any] | None = Field(default=None, description="the request's own offload policy")
+    cache_salt: str | None = Field(
+        default=None, max_length=MAX_SALT_CHARS, description="keep this tenant's cached blocks apart from all others'"
+    )
+    kv_transfer_params: Annotated[dict[str, Any] | None, AfterValidator(_policy_fields)] = Field(
+        default=None,
+        description="the request's own offload policy; keys other than its fields are ignored, and the fields hold up "
+        f"to {MAX_PARAMS_VALUES} values and {MAX_PARAMS_CHARS} characters",
+    )
     priority: int = Field(
         default=0, ge=-(2**53), le=2**53, description="for policy rules; this engine serves in the order of arrival"
     )
@@ -57,4 +111,4 @@ class CompletionRequest(BaseModel):
     suffix: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None

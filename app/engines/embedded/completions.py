@@ -11,44 +11,50 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
-from starlette.exceptions import HTTPException
 
-from app.api.problems import UNREADABLE_JSON
 from app.api.streams import SEND_TIMEOUT_S, Stream
-from app.engines.embedded.completion_models import (
-    DEFAULT_MAX_TOKENS,
-    MAX_STOP_STRINGS,
-    UNSUPPORTED_UNLESS,
-    CompletionRequest,
-)
-from app.engines.embedded.engine import EmbeddedEngine, InvalidRequestError
+from app.engines.embedded.completion_models import CompletionRequest
+from app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
+from app.engines.embedded.intake import ApiError, Intake, too_busy
 from app.engines.embedded.loop import EngineStoppedError
-from app.engines.embedded.request import FinishReason, OutputDelta, Sampling
+from app.engines.embedded.request import FinishReason, OutputDelta
 from app.engines.embedded.stream import RequestStream
+from core.policy import bounded_repr
 
+SMALL_ANSWER_TOKENS = 4096
+"""Answers of more tokens are encoded off the event loop."""
 SHUTDOWN_GRACE_S = 10.0
 """A stream under way ends with its request, which a service that stops aborts before this is over."""
 
 
-class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
+class _ReadRequest(Request):
+    """A request whose body was read and validated already; FastAPI takes the model that it finds as it is."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    def __init__(self, request: Request, call: CompletionRequest, num_bytes: int) -> None:
+        super().__init__(request.scope, request.receive)
+        self.num_bytes = num_bytes
+        self._call = call
+
+    async def body(self) -> bytes:
+        """Return something that is not empty, so that FastAPI asks for `json`."""
+        return b"{}"
+
+    async def json(self) -> CompletionRequest:
+        """Return the validated body."""
+        return self._call
 
 
 class OpenAIRoute(APIRoute):
-    """A route whose errors have OpenAI's shape; a body that does not validate is 400, not 422."""
+    """A route whose errors have OpenAI's shape, and whose bodies `intake` reads; one that is not valid is 400."""
+
+    intake: Intake
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap the handler that FastAPI makes."""
@@ -56,20 +62,27 @@ class OpenAIRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(request)
-            except RequestValidationError as invalid:
-                error = _explain(invalid)
+                return await handler(await self._read(request))
             except InvalidRequestError as invalid:
                 error = ApiError(400, str(invalid), invalid.param)
             except EngineStoppedError as stopped:
                 error = ApiError(503, str(stopped))
-            except HTTPException as unreadable:
-                error = ApiError(unreadable.status_code, UNREADABLE_JSON)
+            except EngineBusyError as busy:
+                error = too_busy(str(busy))
             except ApiError as raised:
                 error = raised
-            return JSONResponse(error.body, error.status)
+            return JSONResponse(error.body, error.status, error.headers)
 
         return handle
+
+    async def _read(self, request: Request) -> Request:
+        """Read a body without keeping its bytes for as long as the answer takes."""
+        if request.method != "POST":
+            return request
+        body = b"".join([chunk async for chunk in request.stream()])
+        num_bytes = len(body)
+        call = await self.intake.read(body)
+        return _ReadRequest(request, call, num_bytes)
 
 
 _ERROR = {
@@ -88,7 +101,16 @@ _ERROR = {
         }
     },
 }
-_MEANINGS = {400: "A field that is not valid", 404: "Another model is served", 503: "The engine does not run"}
+_MEANINGS = {
+    400: "A field that is not valid, or beyond a limit",
+    401: "No token, or an unknown one",
+    403: "Not allowed from there",
+    404: "Another model is served",
+    413: "Body larger than 16 MiB",
+    415: "Body not sent as application/json",
+    429: "Too many requests wait, or too many large bodies are being read; `Retry-After` has the seconds to wait",
+    503: "The engine does not run",
+}
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -99,7 +121,14 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
     """`POST /v1/completions` and `GET /v1/models` over this engine."""
-    router = APIRouter(prefix="/v1", tags=["engine"], route_class=OpenAIRoute)
+    intake_of_engine = Intake(engine)
+
+    class EngineRoute(OpenAIRoute):
+        """A route of this engine."""
+
+        intake = intake_of_engine
+
+    router = APIRouter(prefix="/v1", tags=["engine"], route_class=EngineRoute)
     card = {
         "id": engine.info.model,
         "object": "model",
@@ -108,25 +137,24 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         "max_model_len": engine.info.served_tokens,
     }
 
-    @router.get("/models")
+    @router.get("/models", responses=_errors(400, 401, 403))
     async def list_models() -> dict[str, Any]:
         """The one model that this engine serves."""
         return {"object": "list", "data": [card]}
 
-    @router.get("/models/{model:path}", responses=_errors(404))
+    @router.get("/models/{model:path}", responses=_errors(400, 401, 403, 404))
     async def get_model(model: str) -> dict[str, Any]:
         """The model of this name."""
         _check_model(engine, model)
         return card
 
-    @router.post("/completions", response_model=None, responses=_errors(400, 404, 503))
+    @router.post("/completions", response_model=None, responses=_errors(*_MEANINGS))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts, given as text or token ids."""
         _check_model(engine, body.model)
-        sampling = _sampling(body)
-        prompts = await _token_prompts(engine, body.prompt)
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-        streams = _submit(engine, body, prompts, sampling, request_id)
+        num_bytes = request.num_bytes if isinstance(request, _ReadRequest) else 0
+        streams = engine.submit_all(await intake_of_engine.prepare(body, num_bytes, request_id))
         answer = Answer(engine.info.model, request_id, streams, body.return_token_ids)
         headers = {"X-Request-ID": request_id}
         if body.stream:
@@ -141,8 +169,10 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
                 background=BackgroundTask(answer.cancel),
                 shutdown_grace_period=SHUTDOWN_GRACE_S,
             )
-        whole = await _unless_gone(request, answer.whole())
-        return JSONResponse(whole, headers=headers) if whole is not None else Response(status_code=499)
+        whole = await _unless_gone(request, answer.whole(intake_of_engine))
+        if whole is None:
+            return Response(status_code=499)
+        return Response(whole, headers=headers, media_type="application/json")
 
     return router
 
@@ -161,19 +191,25 @@ class Answer:
             "model": model,
         }
 
-    async def whole(self) -> dict[str, Any]:
-        """All choices, once all have ended."""
-        texts = [""] * len(self._streams)
+    async def whole(self, intake: Intake) -> bytes:
+        """All choices as JSON, once all have ended."""
+        texts: list[list[str]] = [[] for _ in self._streams]
         token_ids: list[list[int]] = [[] for _ in self._streams]
         async for index, delta in self._deltas():
-            texts[index] += delta.text
+            texts[index].append(delta.text)
             token_ids[index] += delta.token_ids
+        encode = partial(self._encode, texts, token_ids)
+        return encode() if sum(map(len, token_ids)) <= SMALL_ANSWER_TOKENS else await intake.encode(encode)
+
+    def _encode(self, texts: Sequence[Sequence[str]], token_ids: Sequence[Sequence[int]]) -> bytes:
+        """Encode choice by choice: the encoder holds the interpreter lock until it returns."""
         choices = [
-            self._choice(index, texts[index], token_ids[index], last.finish_reason)
+            json.dumps(self._choice(index, "".join(texts[index]), token_ids[index], last.finish_reason))
             for index, last in enumerate(self._last)
             if last is not None
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        head, usage = json.dumps(self._head)[:-1], json.dumps(self._usage())
+        return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}}}'.encode("ascii")
 
     async def events(self, include_usage: bool) -> AsyncIterator[dict[str, str]]:
         """Server-sent events, a chunk for each step of each choice; an error ends the stream."""
@@ -202,10 +238,12 @@ class Answer:
                 queue.put_nowait((index, delta))
 
         pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(self._streams)]
+        num_open = len(self._streams)
         try:
-            while any(last is None or last.finish_reason is None for last in self._last):
+            while num_open:
                 index, delta = await queue.get()
                 self._last[index] = delta
+                num_open -= delta.finish_reason is not None
                 if delta.finish_reason is FinishReason.ERROR:
                     raise ApiError(500, delta.error or "the engine failed on this request")
                 if delta.finish_reason is FinishReason.ABORT:
@@ -236,38 +274,7 @@ class Answer:
         }
 
 
-def _submit(
-    engine: EmbeddedEngine,
-    body: CompletionRequest,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    request_id: str,
-) -> list[RequestStream]:
-    """One engine request a prompt; several are numbered behind the client's id. That and the answer's are aliases."""
-    for prompt in prompts:
-        engine.check(prompt, sampling)
-    streams: list[RequestStream] = []
-    try:
-        for index, prompt in enumerate(prompts):
-            alone = len(prompts) == 1
-            stream = engine.submit(
-                prompt,
-                sampling,
-                request_id=request_id if alone else f"{request_id}-{index}",
-                aliases=(f"cmpl-{request_id}",) if alone else (request_id, f"cmpl-{request_id}"),
-                cache_salt=body.cache_salt,
-                kv_transfer_params=body.kv_transfer_params,
-                priority=body.priority,
-            )
-            streams.append(stream)
-    except EngineStoppedError:
-        for stream in streams:
-            stream.cancel()
-        raise
-    return streams
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes | None:
     """The result of `work`, or None when the client hung up first; then `work` is stopped."""
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
@@ -288,63 +295,5 @@ async def _disconnected(request: Request) -> None:
 
 def _check_model(engine: EmbeddedEngine, model: str | None) -> None:
     if model is not None and model != engine.info.model:
-        message = f"model {model!r} is not served here; this engine has {engine.info.model!r}"
+        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.info.model!r}"
         raise ApiError(404, message, "model", "model_not_found")
-
-
-def _sampling(body: CompletionRequest) -> Sampling:
-    for name, harmless in UNSUPPORTED_UNLESS.items():
-        value = getattr(body, name)
-        if value not in harmless:
-            raise ApiError(400, f"{name}={value!r} is not supported: leave it out", name)
-    stop = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    if len(stop) > MAX_STOP_STRINGS or "" in stop:
-        raise ApiError(400, f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty", "stop")
-    if body.cache_salt is not None and not _is_text(body.cache_salt):
-        raise ApiError(400, "cache_salt is not valid Unicode", "cache_salt")
-    return Sampling(
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
-        stop=stop,
-        ignore_eos=body.ignore_eos,
-    )
-
-
-def _is_text(value: str) -> bool:
-    """JSON can spell halves of characters, which no encoding takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-async def _token_prompts(
-    engine: EmbeddedEngine, prompt: str | list[int] | list[str] | list[list[int]]
-) -> list[list[int]]:
-    """Every prompt as token ids; text is tokenized off the event loop."""
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not prompt:
-        raise ApiError(400, "prompt is empty: send at least one token", "prompt")
-    prompts: list[list[int]] = []
-    for item in prompt:
-        if isinstance(item, int):
-            return [[token for token in prompt if isinstance(token, int)]]
-        if isinstance(item, list):
-            prompts.append(item)
-            continue
-        try:
-            prompts.append(await asyncio.to_thread(engine.model.tokenizer.encode, item))
-        except (ValueError, TypeError) as error:
-            raise ApiError(400, f"prompt cannot be tokenized: {error}", "prompt") from error
-    return prompts
-
-
-def _explain(invalid: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, said about its field."""
-    first = invalid.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if where[:1] == ["prompt"] and first["type"] != "missing":
-        kinds = "a string, a list of token ids, a list of strings or a list of lists of token ids"
-        return ApiError(400, f"prompt must be {kinds}", "prompt")
-    field = where[0] if where and first["type"] != "json_invalid" else None
-    return ApiError(400, f"{field or 'body'}: {first['msg']}", field)

@@ -18,7 +18,7 @@ class EngineConfig:
     """Settings of the embedded engine under the names of their environment variables, checked when made.
 
     `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once.
+    is requests at once; `max_waiting` is how many more are accepted.
     """
 
     model: str = "tiny"
@@ -28,6 +28,7 @@ class EngineConfig:
     block_size: int = 16
     max_batched_tokens: int = 2048
     max_running: int = 8
+    max_waiting: int = 2048
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -37,5 +38,7 @@ class EngineConfig:
         for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise EngineStartError(f"KVFERRY_{name.upper()}={getattr(self, name)} must be at least 1")
+        if self.max_waiting < 0:
+            raise EngineStartError(f"KVFERRY_MAX_WAITING={self.max_waiting} must be at least 0")
         if self.block_size > MAX_BLOCK_SIZE_TOKENS:
             raise EngineStartError(f"KVFERRY_BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")

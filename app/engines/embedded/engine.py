@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from app.engines.embedded.block_pool import BlockPool
@@ -25,9 +26,18 @@ from app.engines.embedded.request import Request, Sampling
 from app.engines.embedded.runner import ModelRunner
 from app.engines.embedded.scheduler import StepScheduler
 from app.engines.embedded.stream import RequestStream
+from core.policy import bounded_repr
 from cuda_ops.copy_engine import CopyEngine
 
 log = logging.getLogger(__name__)
+
+
+HUNG_STEP_S = 10.0
+"""A step that takes longer is a reason not to be ready."""
+
+
+class EngineBusyError(RuntimeError):
+    """As many requests wait as may: a client should try again later."""
 
 
 class InvalidRequestError(ValueError):
@@ -89,7 +99,7 @@ class EmbeddedEngine:
         self.pool = BlockPool(config.device_blocks)
         self._clock = clock
         self._live_lock = threading.Lock()
-        self._live: dict[str, Request | None] = {}
+        self._live: dict[str, Request] = {}
         self._loop = self._make_loop(NoOffload(), NoCopies())
 
     # ---- what wires and watches it ----------------------------------------------------------------------------------
@@ -118,6 +128,14 @@ class EmbeddedEngine:
         """Whether the engine's thread runs."""
         return self._loop.is_alive()
 
+    def reasons(self) -> list[str]:
+        """Why this engine should get no traffic: a dead thread, or a step that hangs. Thread: any."""
+        if not self.is_alive():
+            return [f"the engine's thread does not run; its last error: {self.last_error}"]
+        started_s = self._loop.step_started_s
+        step_s = 0.0 if started_s is None else self._clock() - started_s
+        return [f"an engine step has been under way for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
+
     @property
     def last_error(self) -> str | None:
         """The latest error that the engine survived."""
@@ -144,32 +162,75 @@ class EmbeddedEngine:
         """Queue a request; its answer comes out of the stream. Call in the event loop that will read it.
 
         An id that is in use gets a suffix, and stays an alias. Raises `InvalidRequestError` for what can never be
-        served, and `EngineStoppedError`.
+        served, `EngineBusyError` and `EngineStoppedError`.
+        """
+        request = self.prepare(
+            prompt_token_ids,
+            sampling,
+            request_id=request_id,
+            aliases=aliases,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
+            priority=priority,
+        )
+        return self.submit_all([request])[0]
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str | None = None,
+        aliases: Sequence[str] = (),
+        cache_salt: str | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Make a request for `submit_all`, in time that grows with the prompt. Thread: any.
+
+        Raises `InvalidRequestError` for what can never be served.
         """
         limit_tokens = self.check(prompt_token_ids, sampling)
-        wanted_id = request_id or secrets.token_hex(16)
-        unique_id = self._reserve_id(wanted_id)
+        return Request(
+            request_id or secrets.token_hex(16),
+            prompt_token_ids,
+            replace(sampling, max_tokens=min(sampling.max_tokens, limit_tokens - len(prompt_token_ids))),
+            self.model.tokenizer.stream(),
+            self.config.block_size,
+            aliases=aliases,
+            cache_salt=cache_salt,
+            kv_transfer_params=kv_transfer_params,
+            priority=priority,
+        )
+
+    def submit_all(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """Queue prepared requests, all or none, in the event loop that will read their streams.
+
+        Raises `EngineBusyError` where more would wait than may, `InvalidRequestError` where that is so even of an idle
+        engine, and `EngineStoppedError`.
+        """
+        self._reserve(requests)
+        streams = []
+        for request in requests:
+            stream = RequestStream(request.request_id, partial(self._cancel, request))
+            request.sink = stream.push
+            streams.append(stream)
         try:
-            stream = RequestStream(unique_id, lambda: self._cancel(request))
-            request = Request(
-                unique_id,
-                prompt_token_ids,
-                replace(sampling, max_tokens=min(sampling.max_tokens, limit_tokens - len(prompt_token_ids))),
-                self.model.tokenizer.stream(),
-                stream.push,
-                self.config.block_size,
-                aliases=aliases if unique_id == wanted_id else (wanted_id, *aliases),
-                cache_salt=cache_salt,
-                kv_transfer_params=kv_transfer_params,
-                priority=priority,
-            )
-            with self._live_lock:
-                self._live[unique_id] = request
-            self._loop.post(NewRequest(request))
+            self._loop.post(*map(NewRequest, requests))
         except BaseException:
-            self._release_id(unique_id)
+            for request in requests:
+                self._release_id(request.request_id)
             raise
-        return stream
+        return streams
+
+    def has_room(self) -> bool:
+        """Whether another request would be taken now. Thread: any."""
+        return self.num_live < self.config.max_running + self.config.max_waiting
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were accepted and have not ended. Thread: any."""
+        return len(self._live)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request wherever it is; an unknown or ended one is no error. Any thread."""
@@ -181,7 +242,7 @@ class EmbeddedEngine:
     def abort_all(self) -> None:
         """Stop every request. Any thread."""
         with self._live_lock:
-            requests = [request for request in self._live.values() if request is not None]
+            requests = list(self._live.values())
         for request in requests:
             self._cancel(request)
 
@@ -189,13 +250,6 @@ class EmbeddedEngine:
         """Tokens that prompt and answer may have together. Raises `InvalidRequestError` where that is too few."""
         if not prompt:
             raise InvalidRequestError("prompt is empty: send at least one token", "prompt")
-        if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
-            outside = next(token for token in prompt if not 0 <= token < self.model.vocab_size)
-            raise InvalidRequestError(
-                f"prompt has token id {outside}, and the vocabulary is 0 to {self.model.vocab_size - 1}", "prompt"
-            )
-        if sampling.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens is {sampling.max_tokens}, and must be at least 1", "max_tokens")
         pool_tokens = self.config.device_blocks * self.config.block_size
         for limit_tokens, what in (
             (self.model.context_tokens, "the model's context"),
@@ -206,6 +260,16 @@ class EmbeddedEngine:
                     f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
                     "prompt",
                 )
+        if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < self.model.vocab_size)
+            raise InvalidRequestError(
+                f"prompt has token id {bounded_repr(outside)}, and the vocabulary is 0 to {self.model.vocab_size - 1}",
+                "prompt",
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {bounded_repr(sampling.max_tokens)}, and must be at least 1", "max_tokens"
+            )
         return self.info.served_tokens
 
     def _cancel(self, request: Request) -> None:
@@ -214,13 +278,25 @@ class EmbeddedEngine:
         except EngineStoppedError:
             log.debug("request %s ends with the engine", request.request_id)
 
-    def _reserve_id(self, wanted_id: str) -> str:
+    def _reserve(self, requests: Sequence[Request]) -> None:
+        """Count these requests and give each an id of its own, all or none.
+
+        Live requests are those in the inbox, waiting, loading and running.
+        """
+        limit = self.config.max_running + self.config.max_waiting
+        setting = f"KVFERRY_MAX_WAITING={self.config.max_waiting}"
+        if len(requests) > limit:
+            raise InvalidRequestError(f"prompt has {len(requests)} prompts, more than {setting} accepts", "prompt")
         with self._live_lock:
-            unique_id = wanted_id
-            while unique_id in self._live:
-                unique_id = f"{wanted_id}-{secrets.token_hex(4)}"
-            self._live[unique_id] = None
-            return unique_id
+            if len(self._live) + len(requests) > limit:
+                raise EngineBusyError(f"too many requests are waiting ({setting}); try again later")
+            for request in requests:
+                unique_id = request.request_id
+                while unique_id in self._live:
+                    unique_id = f"{request.request_id}-{secrets.token_hex(4)}"
+                if unique_id != request.request_id:
+                    request.rename(unique_id)
+                self._live[unique_id] = request
 
     def _release_id(self, request_id: str) -> None:
         with self._live_lock:

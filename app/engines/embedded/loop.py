@@ -64,6 +64,8 @@ class EngineLoop:
     ) -> None:
         self.last_error: str | None = None
         self.thread_cpu_s = 0.0
+        self.step_started_s: float | None = None
+        """When the step under way began, by the clock; None between steps. Any thread may read it."""
         self._scheduler = scheduler
         self._offload: Offload = scheduler.offload
         self._runner = runner
@@ -95,12 +97,12 @@ class EngineLoop:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def post(self, message: NewRequest | CanceledRequest) -> None:
-        """Tell the engine of a request that comes or goes. Raises `EngineStoppedError`."""
+    def post(self, *messages: NewRequest | CanceledRequest) -> None:
+        """Send the engine requests that come or go, all or none. Raises `EngineStoppedError`."""
         with self._condition:
             if self._closing or not self.is_alive():
                 raise EngineStoppedError("the engine is not running")
-            self._inbox.append(message)
+            self._inbox.extend(messages)
             self._condition.notify_all()
 
     def wake(self) -> None:
@@ -126,6 +128,7 @@ class EngineLoop:
         idle_s: float | None = None
         try:
             while self._wait(idle_s):
+                self.step_started_s = self._clock()
                 try:
                     idle_s = self._step()
                 except Exception as error:  # noqa: BLE001 - whatever it was, the engine goes on serving
@@ -133,6 +136,7 @@ class EngineLoop:
                     self._fail(self._scheduler.requests(), error)
                     self._fail_planned(error)
                     idle_s = ERROR_BACKOFF_S
+                self.step_started_s = None
                 self.thread_cpu_s = time.thread_time()
         finally:
             with self._condition:

@@ -64,7 +64,10 @@ class OutputDelta:
 
 
 class Request:
-    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone."""
+    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone.
+
+    Making one takes time in proportion to the prompt. `sink` takes what each step adds, from the submission on.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,6 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling: Sampling,
         text: TextStream,
-        sink: Callable[[OutputDelta], None],
         block_size: int,
         *,
         aliases: Sequence[str] = (),
@@ -101,8 +103,13 @@ class Request:
         self._cached_tokens: int | None = None
         self._prefilled = False
         self._text = StopScanner(text, sampling.stop)
-        self._sink = sink
+        self.sink: Callable[[OutputDelta], None] | None = None
         self._extend_hashes()
+
+    def rename(self, request_id: str) -> None:
+        """Take another id, before the submission; the one before stays an alias."""
+        self.aliases = (self.request_id, *self.aliases)
+        self.request_id = request_id
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +160,8 @@ class Request:
 
     def tell(self, delta: OutputDelta) -> None:
         """Hand this to the client."""
-        self._sink(delta)
+        if self.sink is not None:
+            self.sink(delta)
 
     def _delta(
         self, token_ids: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
@@ -169,11 +177,14 @@ class Request:
 
 
 class StopScanner:
-    """Text of an answer up to its first stop string. What might be the start of one is held back until it is not."""
+    """Text of an answer up to its first stop string. What might be the start of one is held back until it is not.
+
+    A push costs time in proportion to the new text and the held text, whose length is below the longest stop string's.
+    """
 
     def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
         self._text = text
-        self._stops = stops
+        self._matchers = [_StopMatcher(stop) for stop in stops]
         self._held = ""
 
     def push(self, token_id: int) -> tuple[str, bool]:
@@ -187,13 +198,41 @@ class StopScanner:
         return piece + rest
 
     def _scan(self, piece: str) -> tuple[str, bool]:
-        if not self._stops:
+        if not self._matchers:
             return piece, False
         held = self._held + piece
-        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        ends = [(matcher, matcher.feed(piece)) for matcher in self._matchers]
+        starts = [len(self._held) + end - len(matcher.stop) for matcher, end in ends if end is not None]
+        if starts:
             self._held = ""
-            return held[: min(found)], True
-        keep = max((n for stop in self._stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], False
+            return held[: min(starts)], True
+        told = len(held) - max(matcher.num_matched for matcher in self._matchers)
+        self._held = held[told:]
+        return held[:told], False
+
+
+class _StopMatcher:
+    """Knuth-Morris-Pratt matching of one stop string, fed piece by piece.
+
+    `num_matched` is the length of the longest start of the stop string that the text so far ends with.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = [0]
+        for character in stop[1:]:
+            self._borders.append(self._extend(self._borders[-1], character))
+
+    def feed(self, piece: str) -> int | None:
+        """Match this text; return the number of its characters up to the end of the stop string, or None."""
+        for count, character in enumerate(piece, 1):
+            self.num_matched = self._extend(self.num_matched, character)
+            if self.num_matched == len(self.stop):
+                return count
+        return None
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self.stop[num_matched] != character:
+            num_matched = self._borders[num_matched - 1]
+        return num_matched + (self.stop[num_matched] == character)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import Offload
@@ -16,6 +17,9 @@ from app.engines.embedded.request import Request, RequestState
 from core.engine import StepProgress
 from core.scheduler import Hit, Later
 from core.transfers import LoadOutcome
+
+MAX_LATER_PER_STEP = 64
+"""Waiting requests that a step may pass over, so that its cost does not grow with the number of waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ class StepScheduler:
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
         """Start waiting requests in order, until one finds no room; pass over those that wait for another's load."""
-        for request in list(self.waiting.values()):
+        for request in list(islice(self.waiting.values(), self.max_running + MAX_LATER_PER_STEP)):
             if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self.max_running:
                 return
             loadable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -29,7 +30,12 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take."""
+    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take.
+
+    `max_token_chars` is the most characters that a token stands for.
+    """
+
+    max_token_chars: int
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -38,6 +44,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """ByT5's ids: 0 pad, 1 end, 2 unknown, byte b is b + 3."""
+
+    max_token_chars = 1
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes, without an end token."""
@@ -71,6 +79,7 @@ class CheckpointTokenizer:
         # Settles lazy state before threads share it, and finds the empty one that is made up for a folder without any.
         if not self.encode("A probe."):
             raise ValueError("its vocabulary is empty")
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """Ids with the special tokens that the model expects at the start."""
@@ -82,41 +91,49 @@ class CheckpointTokenizer:
 
     def stream(self) -> TextStream:
         """A decoder that looks back at the piece before."""
-        return _ContextStream(self)
+        return ContextStream(self)
 
 
-class _ContextStream:
+class ContextStream:
     """Decodes a piece behind the one before it, since spaces and joined characters depend on what precedes them.
 
-    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take.
+    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take. Tokens
+    without text are dropped after as many, so that a push costs the same however long the answer is.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0
-        self._told = 0
+        self._context: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
+        """Return the text that this token completes, often empty."""
+        self._pending.append(token_id)
         before, text = self._decode()
-        broken = text.endswith(REPLACEMENT) and len(self._ids) - self._told < MAX_TOKENS_A_CHARACTER
-        return "" if broken or len(text) <= len(before) else self._tell(before, text)
+        is_due = len(self._pending) >= MAX_TOKENS_A_CHARACTER
+        if len(text) > len(before) and (is_due or not text.endswith(REPLACEMENT)):
+            return self._emit(before, text)
+        if is_due:
+            self._pending.clear()
+        return ""
 
     def flush(self) -> str:
-        return self._tell(*self._decode())
+        """Return what is still held back, once no token follows."""
+        return self._emit(*self._decode())
 
     def _decode(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
-        return decode(self._ids[self._context : self._told]), decode(self._ids[self._context :])
+        return decode(self._context), decode([*self._context, *self._pending])
 
-    def _tell(self, before: str, text: str) -> str:
-        self._context, self._told = self._told, len(self._ids)
+    def _emit(self, before: str, text: str) -> str:
+        self._context, self._pending = self._pending, []
         return text[len(before) :]
 
 
 class NoTokenizer:
     """For a folder without a tokenizer: prompts are token ids, and so are answers."""
+
+    max_token_chars = sys.maxsize
 
     def encode(self, text: str) -> list[int]:
         """Refuses text."""
@@ -128,7 +145,7 @@ class NoTokenizer:
 
     def stream(self) -> TextStream:
         """Nothing to say, piece by piece."""
-        return _ContextStream(self)
+        return ContextStream(self)
 
 
 def load_tokenizer(model: str) -> Tokenizer:

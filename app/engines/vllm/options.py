@@ -15,7 +15,17 @@ from app.settings import BadSettings, Settings, Source
 
 _log = logging.getLogger(__name__)
 
-VLLMS_OWN = ("engine", "model", "device", "dtype", "device_blocks", "block_size", "max_batched_tokens", "max_running")
+VLLMS_OWN = (
+    "engine",
+    "model",
+    "device",
+    "dtype",
+    "device_blocks",
+    "block_size",
+    "max_batched_tokens",
+    "max_running",
+    "max_waiting",
+)
 """Settings of the embedded engine."""
 
 

@@ -1,0 +1,224 @@
+"""From the body of a completion call to engine requests: limits, parsing, tokenization, all off the event loop.
+
+Work that grows with a body runs on threads of its own: one for large bodies, since the C code that parses them holds
+the interpreter lock, and others for all the rest, which therefore do not wait behind a large one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from pydantic import ValidationError
+
+from app.api.bodies import SMALL_BODY_BYTES
+from app.api.problems import RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from app.engines.embedded.completion_models import (
+    DEFAULT_MAX_TOKENS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    UNSUPPORTED_UNLESS,
+    CompletionRequest,
+)
+from app.engines.embedded.engine import EmbeddedEngine
+from app.engines.embedded.request import Request, Sampling
+from core.policy import bounded_repr
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_LARGE_BODIES = 8
+"""Large bodies that are parsed or wait for it; each may be 16 MiB, and takes a multiple of that once parsed."""
+MAX_STRUCTURES = 10_000
+"""Arrays, objects and fields of a body: objects are what makes parsing slow, 16 MiB of `[[],[],...` take seconds."""
+MAX_VALUES = 1 << 20
+"""Values of a body, such as token ids; the parser holds the interpreter lock until it has read them all."""
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = openai_error(status, message, param, code)
+
+
+def too_busy(message: str) -> ApiError:
+    """Return the 429 for a call that may be sent again."""
+    return ApiError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+class Intake:
+    """Threads that turn bodies into engine requests, and large answers into JSON."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._small = ThreadPoolExecutor(2, "kvferry-small-bodies")
+        self._large = ThreadPoolExecutor(1, "kvferry-large-bodies")
+        self._answers = ThreadPoolExecutor(1, "kvferry-answers")
+        self._num_large = 0
+
+    async def read(self, body: bytes) -> CompletionRequest:
+        """Parse and validate a body. Raises `ApiError`."""
+        if not self._engine.has_room():
+            raise too_busy("too many requests are waiting; try again later")
+        return await self._run(len(body), read_completion, body)
+
+    async def prepare(self, call: CompletionRequest, num_bytes: int, request_id: str) -> list[Request]:
+        """Tokenize and check the prompts of a call whose body had `num_bytes`; one request each. Raises `ApiError`."""
+        return await self._run(num_bytes, prepare_requests, self._engine, call, request_id)
+
+    async def encode(self, work: Callable[[], bytes]) -> bytes:
+        """Run what encodes a large answer."""
+        return await asyncio.get_running_loop().run_in_executor(self._answers, work)
+
+    async def _run(self, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        if num_bytes <= SMALL_BODY_BYTES:
+            return await loop.run_in_executor(self._small, lambda: work(*args, **kwargs))
+        if self._num_large >= MAX_LARGE_BODIES:
+            raise too_busy(f"{MAX_LARGE_BODIES} bodies of more than {SMALL_BODY_BYTES} bytes are being read already")
+        self._num_large += 1
+        try:
+            return await loop.run_in_executor(self._large, lambda: work(*args, **kwargs))
+        finally:
+            self._num_large -= 1
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Parse and validate the body of a completion call. Raises `ApiError`."""
+    try:
+        text = body.decode("utf-8-sig")
+        _check_size(text)
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, UNREADABLE_JSON) from error
+    try:
+        return CompletionRequest.model_validate(parsed)
+    except ValidationError as invalid:
+        raise _explain(invalid) from invalid
+
+
+def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id: str) -> list[Request]:
+    """Make one engine request a prompt; several are numbered behind the client's id, and have the answer's as alias.
+
+    Raises `ApiError` and `InvalidRequestError`.
+    """
+    sampling = _sampling(call)
+    prompts = _token_prompts(engine, call.prompt)
+    for prompt in prompts:
+        engine.check(prompt, sampling)
+    alone = len(prompts) == 1
+    return [
+        engine.prepare(
+            prompt,
+            sampling,
+            request_id=request_id if alone else f"{request_id}-{index}",
+            aliases=(f"cmpl-{request_id}",) if alone else (request_id, f"cmpl-{request_id}"),
+            cache_salt=call.cache_salt,
+            kv_transfer_params=call.kv_transfer_params,
+            priority=call.priority,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _check_size(text: str) -> None:
+    """Refuse JSON that would take long to parse, in a few passes of C code over the text."""
+    fault = _find_excess(text)
+    if fault is None:
+        return
+    # What stands inside strings does not count: without escapes, every other piece between quotes is outside of them.
+    bare = text.replace("\\\\", "").replace('\\"', "")
+    if bare.count('"') <= 8 * MAX_STRUCTURES:
+        fault = _find_excess("".join(bare.split('"')[::2]))
+    if fault is not None:
+        raise ApiError(400, f"body: it has more than {fault}")
+
+
+def _find_excess(text: str) -> str | None:
+    """Name the limit that JSON exceeds when all its characters are outside of strings."""
+    if text.count("[") + text.count("{") + text.count(":") > MAX_STRUCTURES:
+        return f"{MAX_STRUCTURES} arrays, objects and fields"
+    return f"{MAX_VALUES} values" if text.count(",") >= MAX_VALUES else None
+
+
+def _sampling(call: CompletionRequest) -> Sampling:
+    for name, harmless in UNSUPPORTED_UNLESS.items():
+        value = getattr(call, name)
+        if value not in harmless:
+            raise ApiError(400, f"{name}={bounded_repr(value)} is not supported: leave it out", name)
+    if call.cache_salt is not None and not _is_text(call.cache_salt):
+        raise ApiError(400, "cache_salt is not valid Unicode", "cache_salt")
+    return Sampling(
+        max_tokens=DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens,
+        temperature=1.0 if call.temperature is None else call.temperature,
+        top_p=1.0 if call.top_p is None else call.top_p,
+        seed=call.seed,
+        stop=() if call.stop is None else (call.stop,) if isinstance(call.stop, str) else tuple(call.stop),
+        ignore_eos=call.ignore_eos,
+    )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string has an encoding: JSON can spell halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _token_prompts(engine: EmbeddedEngine, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
+    """Return every prompt as token ids."""
+    if isinstance(prompt, str):
+        return [_encode(engine, prompt)]
+    if not prompt:
+        raise ApiError(400, "prompt is empty: send at least one token", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]  # validated: all of them are token ids
+    return [item if isinstance(item, list) else _encode(engine, str(item)) for item in prompt]
+
+
+def _encode(engine: EmbeddedEngine, text: str) -> list[int]:
+    tokenizer = engine.model.tokenizer
+    max_chars = engine.info.served_tokens * tokenizer.max_token_chars
+    if len(text) > max_chars:
+        limit = f"{max_chars} that {engine.info.served_tokens} tokens can hold"
+        raise ApiError(400, f"prompt has {len(text)} characters, more than the {limit}", "prompt")
+    try:
+        return tokenizer.encode(text)
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, f"prompt cannot be tokenized: {str(error)[:200]}", "prompt") from error
+
+
+def _explain(invalid: ValidationError) -> ApiError:
+    """Describe the first fault of a body by its field."""
+    errors = invalid.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    field = str(first["loc"][0]) if first["loc"] else None
+    if field == "prompt" and first["type"] != "missing":
+        return ApiError(400, _explain_prompt({error["type"] for error in errors}), "prompt")
+    if field == "stop":
+        limits = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
+        return ApiError(400, f"stop takes {limits}", "stop")
+    return ApiError(400, f"{field or 'body'}: {first['msg']}"[:500], field)
+
+
+def _explain_prompt(types: Set[str]) -> str:
+    if "too_long" in types:
+        return f"prompt has more than {MAX_PROMPTS} prompts: send them in several calls"
+    return "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids"
