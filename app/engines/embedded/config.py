@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 MAX_BLOCK_SIZE_TOKENS = 1024
@@ -17,7 +18,8 @@ class EngineConfig:
     """Settings of the embedded engine under the names of their environment variables, checked when made.
 
     `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once.
+    is requests at once. `state_dir` caches the digests of model files; None where nothing outlives the process, so that
+    a local model's files need not be read for a revision.
     """
 
     model: str = "tiny"
@@ -27,6 +29,7 @@ class EngineConfig:
     block_size: int = 16
     max_batched_tokens: int = 2048
     max_running: int = 8
+    state_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
