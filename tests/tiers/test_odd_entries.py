@@ -60,6 +60,12 @@ def make_socket(file: Path) -> None:
     os.close(here)
 
 
+def make_link(file: Path) -> None:
+    target = file.with_name("target")
+    target.write_text("not a block")
+    file.symlink_to(target.name)
+
+
 def make_device(file: Path) -> None:
     try:
         os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))
@@ -73,8 +79,8 @@ ODD: dict[str, Callable[[Path], None]] = {
     "socket": make_socket,
     "device": make_device,
     "link to itself": lambda file: file.symlink_to(file),
-    "link to a folder": lambda file: file.symlink_to("/tmp"),
-    "link to a file": lambda file: file.symlink_to("/etc/passwd"),
+    "link to a folder": lambda file: file.symlink_to("."),
+    "link to a file": make_link,
 }
 
 
