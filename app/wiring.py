@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from app.api.context import AdminContext, EngineInfo
 from app.engines.naming import name_of_engine
+from app.engines.revision import name_in_fingerprint
 from app.ferry import EngineSide, Ferry, PoolSide
 from app.logs import LogPipe
 from app.offload_guard import GuardedCopies
@@ -139,6 +140,7 @@ class Process:
                 max_batched_tokens=settings.max_batched_tokens,
                 max_running=settings.max_running,
                 max_waiting=settings.max_waiting,
+                state_dir=settings.state_dir if settings.has_lasting_blocks else None,
             )
         )
         if engine.model.device.type == "cuda":
@@ -164,7 +166,7 @@ class Process:
             info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)
             group = GroupSpec(about.block_size, about.block_bytes)
             fingerprint = {
-                "model": about.model,
+                "model": name_in_fingerprint(about.model, about.revision),
                 "revision": about.revision,
                 "dtype": about.dtype,
                 "block_size": about.block_size,

@@ -147,7 +147,8 @@ class SettingFields(BaseModel):
     )
     state_dir: Annotated[Path, _read(values.folder)] = Field(
         default_factory=lambda: user_state_path(APP_NAME),
-        description="Folder of the database and the discovery file. By default the platform's folder for such state.",
+        description="Folder of the database, the discovery file and the digests of model files. By default the "
+        "platform's folder for such state.",
     )
     eviction_history_rows: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."

@@ -18,6 +18,7 @@ from pydantic_settings import (
 
 from app.settings import review
 from app.settings.fields import MUTABLE, SettingFields
+from app.settings.kinds import PoolKind
 from app.settings.layers import Layer, LayerSource, Names, read_layers
 from app.settings.origin import DEFAULT, PREFIX, RUNTIME, Given, Place, Source
 from app.settings.problems import NeedsRestart
@@ -160,6 +161,11 @@ class Settings(BaseSettings, SettingFields):
     def resolved_database_url(self) -> str:
         """The database URL with its password and with the state folder in its place. Not for logs."""
         return self.database_url.get_secret_value().replace("{STATE_DIR}", str(self.state_dir))
+
+    @property
+    def has_lasting_blocks(self) -> bool:
+        """Whether blocks outlive the process, in a kept pool or in tiers."""
+        return self.pool_kind is not PoolKind.PINNED or bool(self.tiers)
 
     def request_policy(self) -> RequestPolicy:
         """The default request policy."""

@@ -143,11 +143,13 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
 def test_other_weights_are_another_revision(checkpoints: dict[str, str], tmp_path: Path) -> None:
     """LMCache#4492, vllm#49261, vllm#42125."""
     folder = shutil.copytree(checkpoints["llama"], tmp_path / "model")
-    first = load_model(str(folder), "cpu").revision
-    assert first == load_model(str(folder), "cpu").revision
+    state = tmp_path / "state"
+    first = load_model(str(folder), "cpu", state_dir=state).revision
+    assert first == load_model(checkpoints["llama"], "cpu", state_dir=state).revision
+    assert load_model(str(folder), "cpu").revision is None, "not read where nothing outlives the process"
     weights = folder / "model.safetensors"
     about, data = weights.stat(), bytearray(weights.read_bytes())
-    data[-1] ^= 1
+    data[len(data) // 2] ^= 1
     weights.write_bytes(data)
     os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert load_model(str(folder), "cpu").revision != first
+    assert load_model(str(folder), "cpu", state_dir=state).revision != first

@@ -10,7 +10,7 @@ from app.settings.tiers import ThreadedSettings
 from app.tiers.block_store import BlockStore
 from app.tiers.files import FileTier
 from app.tiers.threaded import ThreadedTier
-from core.keys import Key
+from core.keys import Key, make_keys
 from core.origins import Origin, OriginMatch
 from core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
@@ -87,6 +87,21 @@ class Rig:
         result = self.results[number]
         assert isinstance(result, TierResetResult)
         return result
+
+    def wait_tended(self) -> None:
+        """Wait until housekeeping has been at whatever was dropped before."""
+        last = [make_keys([next(self.numbers).to_bytes(32, "big")], 99)[0]]
+        self.slots.wipe()
+        assert self.wait(self.submit_store(last)).ok.tolist() == [True]
+        self.tier.drop(last)
+        # A block that is yet to be deleted cannot be stored.
+        self._tend_now()
+        wait_until(lambda: self.store(last) == [True], "housekeeping", WAIT_S)
+        self.tier.drop(last)
+
+    def _tend_now(self) -> None:
+        assert isinstance(self.tier, ThreadedTier)
+        self.tier._reset_asked.set()
 
     def wait_healthy(self) -> None:
         wait_until(lambda: not self.tier.health(), "healthy", WAIT_S)

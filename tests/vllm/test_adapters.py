@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
+from app.engines.digests import DigestCache
 from app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
 from app.engines.vllm.requests import VllmRequest
 from tests.vllm.engines import InProcess, in_process, transfer_config
@@ -24,6 +25,7 @@ RNG = random.Random(71)
 PROMPTS = [random_tokens(RNG, 4 * BLOCK + 5) for _ in range(24)]
 """More than the device holds, and none begins like another."""
 LAYERS, HIDDEN, RANK = 4, 128, 8
+UNCACHED = DigestCache(None)
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -78,15 +80,15 @@ class Hashes:
 
 @pytest.fixture
 def adapters() -> Adapters:
-    return Adapters("a start", max_hashes=4)
+    return Adapters("a start", 4, UNCACHED)
 
 
 def test_the_same_name_and_path_with_other_weights_are_another_adapter_to_the_next_engine(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", seed=1)
-    first = Hashes(Adapters("a start", 4), lora(tmp_path / "a")).known()
-    assert first == Hashes(Adapters("another", 4), lora(tmp_path / "a")).known()
+    first = Hashes(Adapters("a start", 4, UNCACHED), lora(tmp_path / "a")).known()
+    assert first == Hashes(Adapters("another", 4, UNCACHED), lora(tmp_path / "a")).known()
     write_adapter(tmp_path / "a", seed=2)
-    second = Hashes(Adapters("another", 4), lora(tmp_path / "a")).known()
+    second = Hashes(Adapters("another", 4, UNCACHED), lora(tmp_path / "a")).known()
     assert not set(first) & set(second)
 
 
@@ -140,7 +142,7 @@ def test_an_adapter_loaded_in_place_is_not_stored(
 def test_an_adapter_of_the_hub_is_known_to_this_engine_only(adapters: Adapters) -> None:
     first = Hashes(adapters, lora("somebody/adapter")).known()
     assert Hashes(adapters, lora("somebody/adapter")).known() == first
-    other = Hashes(Adapters("another", 4), lora("somebody/adapter")).known()
+    other = Hashes(Adapters("another", 4, UNCACHED), lora("somebody/adapter")).known()
     assert not set(first) & set(other)
 
 

@@ -28,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from app.discovery import find_services
+from app.engines.digests import DigestCache
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.connector import KVFerryConnector
 from app.engines.vllm.device import VllmDevice
@@ -89,7 +90,7 @@ class World:
     def __post_init__(self) -> None:
         self.layout = read_layout(cache_config(KVCacheLayout.LBNHC, self.groups))
         slots = self.layout.of_core(1, self.num_workers)
-        adapters = Adapters("this start", max_hashes=100)
+        adapters = Adapters("this start", 100, DigestCache(None))
         device = VllmDevice(adapters, hash_bytes=32)
         self.pool = BlockPool(NUM_BLOCKS * 4, True, BLOCK)
         device.bind(self.pool)

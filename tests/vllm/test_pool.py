@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import tests.vllm.fabricated as fake
+from app.engines.digests import DigestCache
 from app.engines.vllm.connector import KVFerryConnector
 from app.engines.vllm.copies import Copies
 from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
@@ -53,11 +55,11 @@ def with_images(config: VllmConfig, **options: Any) -> Any:
 
 
 def about(config: Any) -> dict[str, object]:
-    return fingerprint(config, CACHE, LAYOUT)
+    return fingerprint(config, CACHE, LAYOUT, DigestCache(None))
 
 
 CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
-    "another folder": ("model", lambda config: changed(config, "model_config", model="/another/model")),
+    "another model of the hub": ("model", lambda config: changed(config, "model_config", model="another/model")),
     "rope by hand": ("overrides", lambda config: changed(config, "model_config", hf_overrides={"rope_theta": 2.0})),
     "quantization": ("quantization", lambda config: changed(config, "model_config", quantization="fp8")),
     "arguments of quantization": (
@@ -119,6 +121,53 @@ def test_the_seed_of_the_hashes_is_in_the_fingerprint_as_a_digest_and_not_in_the
     assert not has_random_hashes(fast)
     assert about(fast)["hash_seed"] == about(other_start)["hash_seed"] not in seeds
     assert "20261121" not in str(about(fast))
+
+
+def test_fingerprint_of_a_copy_is_the_same_and_of_other_weights_not(base: VllmConfig, tmp_path: Path) -> None:
+    model = Path(base.model_config.model)
+    copied = Path(shutil.copytree(model, tmp_path / "copy"))
+    weights = copied / "model.safetensors"
+    about_copy = about(changed(base, "model_config", model=str(copied)))
+    assert about_copy == about(base)
+    status, data = weights.stat(), bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = about(changed(base, "model_config", model=str(copied)))
+    assert {name for name in after if after[name] != about_copy[name]} == {"revision"}
+
+
+def test_weights_from_elsewhere_than_the_folder_are_unknown(base: VllmConfig) -> None:
+    for load_format in ("ipc_cache", "tensorizer", "a-plugin"):
+        assert about(changed(base, "load_config", load_format=load_format))["revision"] is None
+
+
+def test_fingerprint_reads_no_weights_where_nothing_outlives_the_engine(base: VllmConfig) -> None:
+    assert fingerprint(base, CACHE, LAYOUT, None)["revision"] is None
+
+
+def revision_in_a_process(config: Any, tell: Any) -> None:
+    """In a process of vLLM's own, which was started before it loaded the model."""
+    before = fingerprint(config, CACHE, LAYOUT, DigestCache(None))["revision"]
+    weights = Path(config.model_config.model) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    after = [fingerprint(config, CACHE, LAYOUT, DigestCache(None))["revision"] for _ in range(2)]
+    tell.put((before, after))
+
+
+def test_weights_that_change_after_a_worker_began_are_of_this_start(base: VllmConfig, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(base.model_config.model, tmp_path / "copy"))
+    context = multiprocessing.get_context("spawn")
+    tell = context.Queue()
+    config = changed(base, "model_config", model=str(model))
+    worker = context.Process(target=revision_in_a_process, args=(config, tell))
+    worker.start()
+    try:
+        before, after = tell.get(timeout=PATIENCE_S)
+        assert str(before).startswith("files-")
+        assert after == [f"start-{start_digest(config)}"] * 2
+    finally:
+        worker.join(PATIENCE_S)
 
 
 def start(config: Any, *roles: KVConnectorRole) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from app.settings.fields import MAX_BLOCK_SIZE_TOKENS
 
@@ -18,7 +19,8 @@ class EngineConfig:
     """Settings of the embedded engine under the names of their environment variables, checked when made.
 
     `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once; `max_waiting` is how many more are accepted.
+    is requests at once; `max_waiting` is how many more are accepted. `state_dir` caches the digests of model files; None
+    where nothing outlives the process, so that a local model's files need not be read for a revision.
     """
 
     model: str = "tiny"
@@ -29,6 +31,7 @@ class EngineConfig:
     max_batched_tokens: int = 2048
     max_running: int = 8
     max_waiting: int = 2048
+    state_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -77,7 +77,7 @@ class EmbeddedEngine:
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
         """Raises `EngineStartError` for what cannot be served. `clock` gives Unix time in seconds."""
         self.config = config
-        self.model = load_model(config.model, config.device, config.dtype)
+        self.model = load_model(config.model, config.device, config.dtype, config.state_dir)
         shape = inspect_model(self.model)
         kv_bytes = check_fits(shape, config.device_blocks, config.block_size, self.model.device)
         self.info = EngineInfo(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import secrets
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from app.engines.digests import DigestCache
 from app.engines.embedded.attention import ATTENTION_NAME
 from app.engines.embedded.config import EngineStartError
 from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
 from app.engines.naming import is_missing_folder
-from app.engines.revision import revision_of
+from app.engines.revision import ContentDigest, revision_of
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ TINY_QUERY_KEY_GAIN = 1.5
 class LoadedModel:
     """A model that is ready to run, and what the engine needs to know about it.
 
-    `revision` names the weights: the hub's commit, a digest of a folder's files, `tiny`'s seed; None if unknown.
+    `revision` names the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown or unneeded.
     """
 
     name: str
@@ -45,9 +50,20 @@ class LoadedModel:
     revision: str | None
 
 
-def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served."""
+def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: Path | None = None) -> LoadedModel:
+    """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served.
+
+    With a `state_dir`, where digests are cached, the files of a local model are read for its revision meanwhile.
+    """
     where = resolve_device(device)
+    with ExitStack() as reading:
+        content: ContentDigest | None = None
+        if state_dir is not None and name != TINY and os.path.exists(name):
+            content = reading.enter_context(ContentDigest(Path(name), DigestCache(state_dir)))
+        return _load(name, where, dtype, content)
+
+
+def _load(name: str, where: torch.device, dtype: str, content: ContentDigest | None) -> LoadedModel:
     module = _tiny(dtype) if name == TINY else _pretrained(name, dtype)
     torch.nn.Module.to(module, where)
     module.train(False)
@@ -65,8 +81,17 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedMo
         vocab_size=_num_embeddings(module),
         context_tokens=context_tokens,
         eos_token_ids=frozenset(_as_ids(module.generation_config.eos_token_id if module.generation_config else None)),
-        revision=f"seed-{TINY_SEED}" if name == TINY else revision_of(name, module.config),
+        revision=_revision(name, module, content),
     )
+
+
+def _revision(name: str, module: PreTrainedModel, content: ContentDigest | None) -> str | None:
+    if name == TINY:
+        return f"seed-{TINY_SEED}"
+    if getattr(module, "_hf_peft_config_loaded", False):
+        # The folder holds an adapter, and the weights that it changes lie elsewhere.
+        return None
+    return revision_of(name, content, module.config, secrets.token_hex(8))
 
 
 def _num_embeddings(module: PreTrainedModel) -> int:

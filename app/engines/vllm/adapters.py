@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from app.engines.digests import DigestCache, FileUnknown
 from app.engines.revision import digest_of_files
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ class Adapters:
     On the engine's thread, but for what reads files.
     """
 
-    def __init__(self, start: str, max_hashes: int) -> None:
+    def __init__(self, start: str, max_hashes: int, digests: DigestCache) -> None:
         """`start` tells this start of the engine from all others; so many hashes are remembered."""
+        self._digests = digests
         self._start = start
         self._max_hashes = max_hashes
         self._lock = threading.Lock()
@@ -78,8 +80,8 @@ class Adapters:
 
     def _read(self, adapter: Adapter) -> None:
         try:
-            found = digest_of_files(Path(adapter.path).expanduser())
-        except (OSError, RuntimeError) as error:
+            found = digest_of_files(Path(adapter.path).expanduser(), self._digests)
+        except (FileUnknown, RuntimeError) as error:
             _log.warning("LoRA adapter %s: none of its blocks is stored, since %s", adapter.name, error)
             return
         if found is None:

@@ -24,11 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from app.engines.digests import DigestCache
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.admin import AdminServer
 from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.fingerprint import hash_bytes, start_digest
+from app.engines.vllm.fingerprint import hash_bytes, read_ahead, start_digest
 from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
@@ -114,6 +115,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache: a block that is not stored is only a miss later."""
         return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """No layout is required. vLLM asks once the model is loaded and before it measures memory, so that the weights
+        can be read for their digest meanwhile."""
+        try:
+            settings = read_options(vllm_config.kv_transfer_config)
+        except ConnectorRefused:
+            # Reported when the connector is made.
+            return None
+        if settings.has_lasting_blocks:
+            read_ahead(vllm_config, DigestCache(settings.state_dir))
+        return None
 
     # --- worker ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +321,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, settings: Settings, logs: GuestLogs, layout: VllmLayout, size: PoolSize) -> None:
         config = self._vllm_config
-        adapters = Adapters(start_digest(config), max_hashes=_HASHES_PER_BLOCK * layout.num_blocks)
+        digests = DigestCache(settings.state_dir)
+        adapters = Adapters(start_digest(config), _HASHES_PER_BLOCK * layout.num_blocks, digests)
         device = VllmDevice(adapters, hash_bytes(config))
         self._events = KVEventSink.for_config(config, layout, size.slots)
         self._size = size

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,27 +18,37 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+from app.engines.digests import DigestCache, FileUnknown
 from app.engines.naming import name_of_engine
-from app.engines.revision import digest_of_files, revision_of
+from app.engines.revision import ContentDigest, digest_of_files, name_in_fingerprint, revision_of
 from app.engines.vllm.layout import VllmLayout
 
 _DIGITS = 16
 _NOT_NAMING = frozenset({"hash_seed"})
 """A random seed would make a new pool of each start, and leave the old one behind."""
+_FOLDER_FORMATS = frozenset(
+    (
+        *("auto", "hf", "safetensors", "pt", "npcache", "fastsafetensors", "instanttensor", "mistral", "gguf"),
+        *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
+    )
+)
+"""Load formats of vLLM that read the weights from the model's folder. Others bring them from elsewhere."""
 
 
-def fingerprint(config: Any, cache: Any, layout: VllmLayout) -> dict[str, object]:
+def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCache | None) -> dict[str, object]:
     """Everything in a `VllmConfig` that changes what the bytes under a key mean, or what the key is.
 
-    Alike in all processes of an engine. `revision` is None where nothing says which weights the model has.
+    Alike in all processes of an engine. `revision` is None where nothing says which weights the model has. Files of a
+    local model are read whole for it, which takes a while the first time; with `digests` None, where nothing outlives
+    the engine, they are not read.
     """
     model, cache_types, parallel = config.model_config, config.cache_config, config.parallel_config
-    draft = _draft(config)
+    draft, revision = _draft(config, digests), _revision(config, digests)
     return {
         "vllm": vllm.__version__,
         "device": _device(),
-        "model": model.model,
-        "revision": None if draft is not None and draft[1] is None else _revision(config),
+        "model": name_in_fingerprint(str(model.model), revision),
+        "revision": None if draft is not None and draft[1] is None else revision,
         # The configuration that they are laid over is not asked: workers change theirs as they load.
         "overrides": _plain(model.hf_overrides),
         "code": [str(model.model_impl), str(model.code_revision), _plain(model.model_class_overrides)],
@@ -108,26 +121,70 @@ def _data_parallel_rank(config: Any) -> int:
     return int(config.parallel_config.data_parallel_index)
 
 
-def _revision(config: Any) -> str | None:
+def _revision(config: Any, digests: DigestCache | None) -> str | None:
     model = config.model_config
-    if str(config.load_config.load_format) == "dummy":
+    load_format = str(config.load_config.load_format)
+    if load_format == "dummy":
         return f"dummy-{model.seed}"
-    if model.model_weights or config.weight_transfer_config is not None:
-        # They are streamed from elsewhere, and the folder has the configuration only; or they change while it runs.
+    if load_format not in _FOLDER_FORMATS or model.model_weights or config.weight_transfer_config is not None:
+        # They come from elsewhere, and the folder has the configuration only; or they change while it runs.
         return None
-    weights = _weights(str(model.model), model.revision, model.hf_config)
+    weights = _weights(config, model, digests)
     if weights is None or not model.hf_config_path:
         return weights
     # The configuration is not the weights' own.
-    path = str(model.hf_config_path)
-    about = digest_of_files(Path(path))
+    if digests is None:
+        return None
+    try:
+        about = digest_of_files(Path(str(model.hf_config_path)), digests)
+    except FileUnknown:
+        about = start_digest(config)
     return None if about is None else f"{weights}-{about}"
 
 
-def _weights(name: str, revision: Any, config: Any) -> str | None:
-    """vLLM resolves a model's revision on the hub to a commit."""
-    commit = getattr(revision, "resolved", None)
-    return str(commit) if commit and not os.path.exists(name) else revision_of(name, config)
+def _weights(config: Any, model: Any, digests: DigestCache | None) -> str | None:
+    """The revision of one of the engine's models. vLLM resolves a revision on the hub to a commit."""
+    name, commit = str(model.model), getattr(model.revision, "resolved", None)
+    if not os.path.exists(name):
+        return str(commit) if commit else revision_of(name, None, model.hf_config, "")
+    if digests is None:
+        return None
+    with ContentDigest(Path(name), digests) as content:
+        started_s = _load_began_s()
+        if started_s is not None and content.newest_change_s() >= started_s:
+            content.refuse("files changed after the engine had started to load them")
+        return revision_of(name, content, model.hf_config, start_digest(config))
+
+
+def _load_began_s() -> float | None:
+    """Unix time before which this process cannot have begun to load the model; None where that is not known.
+
+    vLLM makes the connector after the model is loaded, so how its files were before is told by times only. A process
+    of vLLM's own is started for one engine; a program that runs the engine in itself may be much older.
+    """
+    if multiprocessing.parent_process() is None:
+        return None
+    # psutil counts from a time of boot in whole seconds, and so is up to a second off.
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def read_ahead(config: Any, digests: DigestCache) -> None:
+    """Start to read the files of local models into the cache of digests, on a thread of its own."""
+    speculative = config.speculative_config
+    draft = None if speculative is None else getattr(speculative, "draft_model_config", None)
+    names = [str(model.model) for model in (config.model_config, draft) if model is not None]
+
+    def read() -> None:
+        for name in filter(os.path.exists, names):
+            try:
+                digest_of_files(Path(name), digests)
+            except FileUnknown:
+                # Reported by the one that needs the digest.
+                return
+
+    threading.Thread(target=read, name="kvferry-read-ahead", daemon=True).start()
 
 
 def _plain(given: Any) -> object:
@@ -151,13 +208,14 @@ def _multimodal(config: Any) -> list[object] | None:
     ]
 
 
-def _draft(config: Any) -> list[object] | None:
+def _draft(config: Any, digests: DigestCache | None) -> list[object] | None:
     """The model that drafts, whose KV may lie in the same blocks."""
     speculative = config.speculative_config
     draft = None if speculative is None else getattr(speculative, "draft_model_config", None)
     if draft is None:
         return None
-    return [str(draft.model), _weights(str(draft.model), draft.revision, draft.hf_config)]
+    revision = _weights(config, draft, digests)
+    return [name_in_fingerprint(str(draft.model), revision), revision]
 
 
 def _device() -> str:

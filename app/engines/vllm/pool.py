@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from app.engines.digests import DigestCache
 from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from app.engines.vllm.layout import VllmLayout
 from app.engines.vllm.refusal import ConnectorRefused
@@ -44,7 +45,8 @@ class EnginePool:
     @classmethod
     def make(cls, config: Any, cache: Any, settings: Settings, layout: VllmLayout, size: PoolSize) -> EnginePool:
         """What follows from vLLM's configuration and ours."""
-        about = fingerprint(config, cache, layout)
+        digests = DigestCache(settings.state_dir) if settings.has_lasting_blocks else None
+        about = fingerprint(config, cache, layout, digests)
         name = settings.engine_name or engine_name(config, about)
         parallel = config.parallel_config
         # vLLM runs the engines of a dense model as if each were alone: they still have their number.
@@ -60,7 +62,7 @@ class EnginePool:
     @property
     def is_for_scheduler(self) -> bool:
         """Whether the scheduler's process has to reach the pool, too."""
-        return self.is_kept or bool(self.settings.tiers)
+        return self.settings.has_lasting_blocks
 
     @property
     def is_shared(self) -> bool:

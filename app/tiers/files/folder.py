@@ -26,6 +26,7 @@ from typing import NamedTuple
 from app.tiers.block_store import Interrupted
 from app.tiers.files.format import BadFile
 from app.tiers.files.index import Name
+from app.tiers.files.trouble import is_of_whole
 
 NAMESPACE_BYTES = 8
 _SHARD_DIGITS = 3
@@ -38,16 +39,24 @@ _PER_FILE_BYTES = 512
 """What the inode and the folder's entry of a file take."""
 
 
+OnSkipped = Callable[[str, OSError], None]
+"""Called with an entry that is left out, and why."""
+
+
 class FolderInUse(Exception):
     """Another process has the folder open."""
 
 
 class FoundFile(NamedTuple):
-    """A file of a block that lies in the folder. `used_s` is when it was written or read last."""
+    """A file of a block that lies in the folder. `used_s` is when it was written or read last.
+
+    What is not `is_plain` only has the name of one, and holds no block.
+    """
 
     name: Name
     num_bytes: int
     used_s: float
+    is_plain: bool
 
 
 class Folder:
@@ -105,10 +114,12 @@ class Folder:
         try:
             try:
                 write(fd)
+                # The kernel starts to write what it will be asked to forget when the file is closed.
+                _forget_pages(fd)
             except BaseException:
                 os.close(fd)
                 raise
-            self._let_go(fd)
+            self._close_later(fd)
             self._rename_into_place(temporary, name)
         except BaseException:
             self._unlink(temporary)
@@ -125,7 +136,7 @@ class Folder:
 
     def note_read(self, fd: int) -> None:
         """A file was used: it is younger now, and its block, being in the pool, need not be in the page cache too."""
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _forget_pages(fd)
         # Only the order of eviction after a restart depends on it.
         with contextlib.suppress(OSError):
             os.utime(fd)
@@ -139,8 +150,13 @@ class Folder:
         while self._recent:
             self._close_oldest()
 
-    def probe(self, num_bytes: int) -> None:
-        """Raise what keeps a file of so many bytes from being written and read now."""
+    def probe(self, num_bytes: int, namespace: bytes) -> None:
+        """Raise what keeps a block of so many bytes from being written to a namespace, and read, now."""
+        self._make("blocks")
+        place = f"blocks/{namespace.hex()}"
+        self._make(place)
+        if not os.access(place, os.W_OK | os.X_OK, dir_fd=self._root, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
         path = self._temporary()
         fd = self._create(path)
         try:
@@ -152,20 +168,23 @@ class Folder:
 
     # --- all of it ----------------------------------------------------------------------------------------------
 
-    def sweep(self) -> int:
+    def sweep(self, skipped: OnSkipped) -> int:
         """Delete the temporary files that a dead process left behind, and say how many there were."""
         count = 0
-        for name, _ in self._list("tmp"):
-            self._unlink(f"tmp/{name}")
-            count += 1
+        for name, _ in self._list("tmp", skipped):
+            try:
+                self._unlink(f"tmp/{name}")
+                count += 1
+            except OSError as error:
+                _skip(f"tmp/{name}", error, skipped)
         return count
 
-    def scan(self, stop: Callable[[], bool]) -> Iterator[list[FoundFile]]:
+    def scan(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[list[FoundFile]]:
         """Every file of a block, one folder's at a time. Raises `Interrupted`."""
-        for namespace, _ in self._list("blocks"):
+        for namespace, _ in self._list("blocks", skipped):
             if not _is_hex(namespace, 2 * NAMESPACE_BYTES):
                 continue
-            for shard, _ in self._list(f"blocks/{namespace}"):
+            for shard, _ in self._list(f"blocks/{namespace}", skipped):
                 if stop():
                     raise Interrupted
                 yield [
@@ -173,8 +192,9 @@ class Folder:
                         bytes.fromhex(file) + bytes.fromhex(namespace),
                         self.size_on_disk(status.st_size),
                         status.st_mtime,
+                        stat.S_ISREG(status.st_mode),
                     )
-                    for file, status in self._list(f"blocks/{namespace}/{shard}")
+                    for file, status in self._list(f"blocks/{namespace}/{shard}", skipped)
                     if _is_hex(file, None) and file.startswith(shard)
                 ]
 
@@ -188,16 +208,20 @@ class Folder:
             pass
         self._make("blocks")
 
-    def empty_trash(self, stop: Callable[[], bool]) -> Iterator[int]:
+    def empty_trash(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
         """Delete what was discarded, a file a step, saying what it took. Raises `Interrupted`."""
-        for path, status in self._walk("trash"):
+        for path, status in self._walk("trash", skipped):
             if stop():
                 raise Interrupted
-            if stat.S_ISDIR(status.st_mode):
-                os.rmdir(path, dir_fd=self._root)
-            else:
+            try:
+                if stat.S_ISDIR(status.st_mode):
+                    os.rmdir(path, dir_fd=self._root)
+                    continue
                 self._unlink(path)
-                yield self.size_on_disk(status.st_size)
+            except OSError as error:
+                _skip(path, error, skipped)
+                continue
+            yield self.size_on_disk(status.st_size)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -225,14 +249,12 @@ class Folder:
                 self._make("/".join(parents[:depth]))
             os.rename(temporary, path, **self._here)
 
-    def _let_go(self, fd: int) -> None:
-        """Have a file's bytes go to the disk and out of the page cache, in which the pool's blocks are no use.
+    def _close_later(self, fd: int) -> None:
+        """Close a written file some files later, when its pages are on the disk and can be dropped from the page cache.
 
-        Asked at once, the kernel starts writing; asked again some files later, it forgets what is written. Only then
-        the file is closed.
+        Takes the descriptor over: from here on, any thread may close it.
         """
         self._recent.append(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if len(self._recent) > _RECENT_FILES:
             self._close_oldest()
 
@@ -242,16 +264,15 @@ class Folder:
         except IndexError:
             # Another thread took the last.
             return
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        _forget_pages(fd)
+        os.close(fd)
 
     def _make(self, path: str) -> None:
         try:
             os.mkdir(path, 0o700, dir_fd=self._root)
         except FileExistsError:
-            return
+            if not stat.S_ISDIR(os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
     def _unlink(self, path: str) -> None:
         try:
@@ -259,14 +280,14 @@ class Folder:
         except FileNotFoundError:
             return
 
-    def _list(self, path: str) -> list[tuple[str, os.stat_result]]:
+    def _list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
         """What lies in a folder; nothing if it is none."""
         try:
             fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                return []
-            raise
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                _skip(path, error, skipped)
+            return []
         found: list[tuple[str, os.stat_result]] = []
         try:
             for name in os.listdir(fd):
@@ -274,22 +295,40 @@ class Folder:
                     found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
                 except FileNotFoundError:
                     continue
+                except OSError as error:
+                    _skip(f"{path}/{name}", error, skipped)
         finally:
             os.close(fd)
         return found
 
-    def _walk(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below a folder; what is in one comes before it."""
-        for name, status in self._list(path):
-            below = f"{path}/{name}"
-            if stat.S_ISDIR(status.st_mode):
-                yield from self._walk(below)
-            yield below, status
+    def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, os.stat_result]]:
+        """Everything below a folder; what is in one comes before it. As deep as paths can be."""
+        todo = [(f"{path}/{name}", status, False) for name, status in self._list(path, skipped)]
+        while todo:
+            below, status, is_listed = todo.pop()
+            if is_listed or not stat.S_ISDIR(status.st_mode):
+                yield below, status
+                continue
+            todo.append((below, status, True))
+            todo += [(f"{below}/{name}", inner, False) for name, inner in self._list(below, skipped)]
 
 
 def _close(root: int, recent: deque[int]) -> None:
     for fd in (root, *recent):
         os.close(fd)
+
+
+def _forget_pages(fd: int) -> None:
+    """Have the page cache drop a file, whose block is in the pool. Only advice, which a file system may refuse."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _skip(path: str, error: OSError, skipped: OnSkipped) -> None:
+    """Leave out one entry. Raises an error that is not of this entry alone."""
+    if is_of_whole(error):
+        raise error
+    skipped(path, error)
 
 
 def _lock(root: int) -> int:

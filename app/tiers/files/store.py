@@ -2,7 +2,9 @@
 
 A block is looked for in memory only. Memory is filled from the folder at start, in the background; until then nothing
 is found and nothing is kept. Trouble ends what it concerns (writing, or reading too) until a probe, made every second,
-goes well: it is logged when it begins and when it ends, and shows in `health` in between.
+goes well: it is logged when it begins and when it ends, and shows in `health` in between. An odd entry, such as a
+folder in place of a file or a file that cannot be opened or deleted, costs its own block only: the same probe tells the
+cases apart.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
 from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFile
 from app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
 from app.tiers.files.index import FileIndex, Name, Verdict
-from app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space
+from app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space, is_of_whole
 from core.keys import Key
 from core.origins import Origin, OriginMatch
 
@@ -27,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 4
 """On a full disk, room that was made for a block may be taken by others, our own threads among them."""
+_MOVED = Diagnosis(Trouble.GONE, "the folder was moved or deleted")
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two looks at whether something more urgent is to be done."""
 
@@ -48,13 +51,15 @@ class FileStore:
         self._is_scanned = False
         self._num_found = 0
         self._to_delete: deque[Name] = deque()
+        # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
+        self._stuck: deque[Name] = deque()
         self._has_trash = True
         self._seldom = SeldomLogger(_log)
-        num_orphans = folder.sweep()
+        num_orphans = folder.sweep(self._skip)
         if num_orphans:
             _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_orphans)
         try:
-            folder.probe(self._largest_bytes)
+            folder.probe(self._largest_bytes, namespace)
         except OSError as error:
             if not is_no_space(error):
                 raise
@@ -123,7 +128,7 @@ class FileStore:
             self._index.abort(name)
             if not isinstance(error, OSError):
                 raise
-            self._note(diagnose(error))
+            self._judge(key.hex(), error)
             return Outcome.FAILED
         if not self._index.commit(name):
             self._to_delete.append(name)
@@ -142,7 +147,7 @@ class FileStore:
                 folder.note_read(fd)
             finally:
                 os.close(fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._index.deleted(self._index.take([name]))
             return Got(Outcome.MISSING)
         except BadFile as error:
@@ -153,30 +158,39 @@ class FileStore:
             return Got(Outcome.CORRUPT)
         except OSError as error:
             self._to_delete += self._index.take([name])
-            diagnosis = diagnose(error)
-            if not diagnosis.trouble.is_readable:
-                self._note(diagnosis)
+            if not diagnose(error).trouble.is_readable or not is_of_whole(error):
+                self._judge(key.hex(), error)
             return Got(Outcome.FAILED)
         self._index.touch(name)
         return Got(Outcome.LOADED, origin)
 
     def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
         """See `BlockStore`. By match, the folder itself is searched, whatever memory knows of it."""
-        if match is None:
-            self._folder.discard_all()
-            self._has_trash = True
-            self._to_delete.clear()
-            return Dropped(*self._index.clear())
         count = num_bytes = 0
-        for files in self._folder.scan(stop):
-            for file in files:
-                if self._is_meant(file, match):
-                    self._index.take([file.name])
-                    self._folder.delete(file.name)
-                    self._index.deleted([file.name])
-                    count += 1
-                    num_bytes += file.num_bytes
-        return Dropped(count, num_bytes)
+        if match is not None:
+            try:
+                for files in self._folder.scan(stop, _refuse):
+                    for file in files:
+                        if not file.is_plain:
+                            self._delete(self._folder, self._index.take([file.name]))
+                        elif self._is_meant(file, match):
+                            self._index.take([file.name])
+                            self._folder.delete(file.name)
+                            self._index.deleted([file.name])
+                            count += 1
+                            num_bytes += file.num_bytes
+                return Dropped(count, num_bytes)
+            except OSError as error:
+                if is_of_whole(error):
+                    raise
+                # Blocks in what cannot be read or deleted could come back.
+                _log.warning("tier %s: a reset by match drops every block: %s", self._name, error.strerror)
+        self._folder.discard_all()
+        self._has_trash = True
+        self._to_delete.clear()
+        self._stuck.clear()
+        left, left_bytes = self._index.clear()
+        return Dropped(count + left, num_bytes + left_bytes)
 
     def tend(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
@@ -190,6 +204,7 @@ class FileStore:
             while self._to_delete and not stop():
                 batch = [self._to_delete.popleft() for _ in range(min(len(self._to_delete), _DELETE_FILES))]
                 self._delete(self._folder, batch)
+            self._delete_stuck()
             if self._has_trash:
                 self._empty_trash(stop)
         except OSError as error:
@@ -210,9 +225,26 @@ class FileStore:
         for index, name in enumerate(names):
             try:
                 folder.delete(name)
-            except OSError:
-                self._to_delete += names[index:]
-                raise
+            except OSError as error:
+                if is_of_whole(error):
+                    self._to_delete += names[index:]
+                    raise
+                self._stuck.append(name)
+                self._judge(name[:-NAMESPACE_BYTES].hex(), error)
+                continue
+            self._index.deleted([name])
+
+    def _delete_stuck(self) -> None:
+        """Try some of the files again that could not be deleted."""
+        for _ in range(min(len(self._stuck), _DELETE_FILES)):
+            name = self._stuck.popleft()
+            try:
+                self._folder.delete(name)
+            except OSError as error:
+                self._stuck.append(name)
+                if is_of_whole(error):
+                    raise
+                continue
             self._index.deleted([name])
 
     def _is_meant(self, file: FoundFile, match: OriginMatch) -> bool:
@@ -227,6 +259,10 @@ class FileStore:
             return False
         except BadFile:
             return True
+        except OSError as error:
+            if is_of_whole(error):
+                raise
+            return True
         return origin is None or match.matches(origin)
 
     def _scan(self, stop: Callable[[], bool]) -> None:
@@ -234,8 +270,8 @@ class FileStore:
         self._empty_trash(stop)
         found: list[FoundFile] = []
         self._num_found = 0
-        for files in self._folder.scan(stop):
-            found += files
+        for files in self._folder.scan(stop, self._skip):
+            found += [file for file in files if file.is_plain]
             self._num_found = len(found)
         sizes = np.array([file.num_bytes for file in found], dtype=np.int64)
         used_s = np.array([file.used_s for file in found], dtype=np.float64)
@@ -252,12 +288,32 @@ class FileStore:
         )
 
     def _empty_trash(self, stop: Callable[[], bool]) -> None:
-        for num_bytes in self._folder.empty_trash(stop):
+        for num_bytes in self._folder.empty_trash(stop, self._skip):
             self._index.pay(num_bytes)
         self._index.pay()
         self._has_trash = False
 
     # --- trouble ------------------------------------------------------------------------------------------------
+
+    def _skip(self, entry: str, error: OSError) -> None:
+        """Log that an entry is left out."""
+        reason = diagnose(error).text
+        self._seldom.log(logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, reason)
+
+    def _judge(self, entry: str, error: OSError) -> None:
+        """Tell trouble with one entry, which is logged, from trouble with the folder, which is noted."""
+        if is_of_whole(error):
+            self._note(diagnose(error))
+            return
+        try:
+            if not self._folder.is_in_place():
+                self._note(_MOVED)
+                return
+            self._folder.probe(self._largest_bytes, self._namespace)
+        except OSError as trouble:
+            self._note(diagnose(trouble))
+        else:
+            self._skip(entry, error)
 
     def _note(self, diagnosis: Diagnosis) -> None:
         """Remember what is wrong, and log it if it is news."""
@@ -271,14 +327,14 @@ class FileStore:
         """See whether the folder is still in its place, and whether what was wrong is over."""
         try:
             if not self._folder.is_in_place():
-                self._note(Diagnosis(Trouble.GONE, "the folder was moved or deleted"))
+                self._note(_MOVED)
                 if not self._path.is_dir():
                     # Not to be made: it may be a mount that is gone, and the disk below it is not ours to fill.
                     return
                 self._reopen()
             if self._trouble is None:
                 return
-            self._folder.probe(self._largest_bytes)
+            self._folder.probe(self._largest_bytes, self._namespace)
         except FolderInUse:
             self._note(Diagnosis(Trouble.GONE, "another process uses it"))
         except OSError as error:
@@ -295,6 +351,11 @@ class FileStore:
         old, self._folder = self._folder, folder
         old.unlock()
         self._to_delete.clear()
+        self._stuck.clear()
         self._index.clear()
         self._index.pay()
-        folder.sweep()
+        folder.sweep(self._skip)
+
+
+def _refuse(_: str, error: OSError) -> None:
+    raise error

@@ -23,6 +23,9 @@ class Trouble(Enum):
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_OF_WHOLE = frozenset(
+    (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+)
 _KINDS = dict.fromkeys((*_NO_SPACE, errno.EFBIG), Trouble.FULL)
 _KINDS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Trouble.UNWRITABLE)
 _KINDS |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), Trouble.GONE)
@@ -39,6 +42,11 @@ class Diagnosis:
 def is_no_space(error: OSError) -> bool:
     """Whether deleting files may help."""
     return error.errno in _NO_SPACE
+
+
+def is_of_whole(error: OSError) -> bool:
+    """Whether an error concerns the whole folder, whichever entry it occurred at. Others may be of that entry only."""
+    return error.errno in _OF_WHOLE
 
 
 def diagnose(error: OSError) -> Diagnosis:

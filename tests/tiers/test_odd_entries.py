@@ -1,0 +1,296 @@
+"""A file system tier with odd entries in its folder: each costs its own block, and the tier goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.tiers.files.folder import Folder
+from core.origins import OriginMatch
+from tests.tiers.mounts import unwritable
+from tests.tiers.rig import WAIT_S, Rig, file_rig
+from tests.tiers.slots import ORIGIN, key_of, keys_of
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def rig(path: Path) -> Iterator[Rig]:
+    made = file_rig(path)
+    yield made
+    made.close()
+
+
+NOBODY = 65534
+
+
+def apart(number: int) -> int:
+    """A number whose block lies in a folder of its own."""
+    return number + (number << 116)
+
+
+def file_of(path: Path, number: int) -> Path:
+    (found,) = (path / "blocks").rglob(key_of(number).hex())
+    return found
+
+
+def make_folder(file: Path) -> None:
+    (file / "deep" / "er").mkdir(parents=True)
+    (file / "deep" / "note").write_text("mine")
+
+
+def make_socket(file: Path) -> None:
+    # A socket's path may have 108 bytes only.
+    here = os.open(file.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{here}/{file.name}")
+    os.close(here)
+
+
+def make_link(file: Path) -> None:
+    target = file.with_name("target")
+    target.write_text("not a block")
+    file.symlink_to(target.name)
+
+
+def make_device(file: Path) -> None:
+    try:
+        os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("device nodes are not possible here")
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "folder": make_folder,
+    "fifo": os.mkfifo,
+    "socket": make_socket,
+    "device": make_device,
+    "link to itself": lambda file: file.symlink_to(file),
+    "link to a folder": lambda file: file.symlink_to("."),
+    "link to a file": make_link,
+}
+
+
+def replace(file: Path, kind: str) -> None:
+    file.unlink()
+    ODD[kind](file)
+
+
+def check_tier_is_well(rig: Rig, number: int) -> None:
+    """No trouble was noted, and a block that was never stored can be."""
+    assert not rig.tier.health()
+    assert rig.store(keys_of([number])) == [True]
+    assert rig.load(keys_of([number])) == [True]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_entry_in_place_of_a_file_costs_one_block(path: Path, rig: Rig, kind: str) -> None:
+    keys = keys_of(range(4))
+    rig.store(keys)
+    replace(file_of(path, 1), kind)
+    assert rig.load(keys) == [True, False, True, True]
+    check_tier_is_well(rig, 10)
+    # Again once housekeeping has tried to delete it: all but a folder can be.
+    rig.wait_tended()
+    check_tier_is_well(rig, 11)
+    assert rig.store(keys_of([1])) == [kind != "folder"]
+    check_tier_is_well(rig, 12)
+    assert rig.load(keys) == [True, kind != "folder", True, True]
+    assert rig.reset().dropped_blocks >= 6
+    assert not list((path / "blocks").rglob("*"))
+    check_tier_is_well(rig, 13)
+    wait_until(lambda: not list((path / "trash").iterdir()), "the disk freed", WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_entry_at_start_is_not_found_and_costs_nothing(path: Path, rig: Rig, kind: str) -> None:
+    rig.store(keys_of(range(3)))
+    rig.close()
+    replace(file_of(path, 1), kind)
+    ODD[kind](path / "tmp" / "odd")
+    ODD[kind](path / "trash" / "odd")
+    ODD[kind](path / "blocks" / "0123456789abcdef")
+    again = file_rig(path)
+    assert again.find(keys_of(range(3))) == [True, False, True]
+    assert again.load(keys_of(range(3))) == [True, False, True]
+    check_tier_is_well(again, 10)
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link to itself"])
+def test_reset_by_match_with_an_odd_entry_is_carried_out(path: Path, rig: Rig, kind: str) -> None:
+    rig.store(keys_of(range(3)), ORIGIN)
+    replace(file_of(path, 1), kind)
+    assert rig.reset(OriginMatch(tenant=ORIGIN.tenant)).dropped_blocks >= 2
+    assert rig.find(keys_of(range(3))) == [False] * 3
+    check_tier_is_well(rig, 10)
+
+
+def test_shard_replaced_by_a_file_costs_its_blocks_only(path: Path, rig: Rig) -> None:
+    keys = keys_of([apart(number) for number in range(3)])
+    rig.store(keys)
+    shard = file_of(path, apart(1)).parent
+    shutil.rmtree(shard)
+    shard.write_text("a file")
+    assert rig.load(keys) == [True, False, True]
+    assert rig.store(keys[1:2]) == [False]
+    assert rig.load(keys) == [True, False, True]
+    check_tier_is_well(rig, 10)
+
+
+def test_namespace_replaced_by_a_file_is_trouble_until_it_is_gone(path: Path, rig: Rig) -> None:
+    rig.store(keys_of([1]))
+    namespace = file_of(path, 1).parent.parent
+    shutil.rmtree(namespace)
+    namespace.write_text("a file")
+    assert rig.store(keys_of([2])) == [False]
+    assert any("no block is kept or found" in reason for reason in rig.tier.health())
+    namespace.unlink()
+    rig.wait_healthy()
+    check_tier_is_well(rig, 10)
+
+
+def test_file_that_cannot_be_deleted_costs_one_block(path: Path, rig: Rig) -> None:
+    if os.geteuid():
+        pytest.skip("only root can make a file that its folder's owner cannot delete")
+    rig.store(keys_of(range(3)))
+    file = file_of(path, 1)
+    with unwritable(file):
+        rig.tier.drop(keys_of([1]))
+        rig.wait_tended()
+        assert rig.load(keys_of(range(3))) == [True, False, True]
+        assert rig.store(keys_of([1])) == [False]
+        check_tier_is_well(rig, 10)
+        assert file.exists()
+    wait_until(lambda: not file.exists(), "deleted", WAIT_S)
+    wait_until(lambda: rig.store(keys_of([1])) == [True], "stored again", WAIT_S)
+
+
+def test_trash_that_cannot_be_deleted_does_not_keep_a_tier_from_starting(path: Path, rig: Rig) -> None:
+    rig.store(keys_of([1]))
+    rig.close()
+    stuck = path / "trash" / "old" / "file"
+    stuck.parent.mkdir()
+    stuck.write_text("")
+    with unwritable(stuck):
+        again = file_rig(path)
+        assert again.load(keys_of([1])) == [True]
+        check_tier_is_well(again, 10)
+        again.close()
+
+
+def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
+    place = os.open(path / "trash", os.O_RDONLY)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(300)
+        for _ in range(300):
+            os.mkdir("a", dir_fd=place)
+            below = os.open("a", os.O_RDONLY, dir_fd=place)
+            os.close(place)
+            place = below
+        rig.reset()
+        wait_until(lambda: not list((path / "trash").iterdir()), "deleted", WAIT_S)
+        check_tier_is_well(rig, 10)
+    finally:
+        sys.setrecursionlimit(limit)
+        os.close(place)
+        # Too deep for pytest, which deletes what is left.
+        subprocess.run(["rm", "-rf", path / "trash" / "a"], check=True)
+
+
+_UNREADABLE = """
+import os, sys
+from pathlib import Path
+from core.origins import OriginMatch
+from tests.tiers.rig import file_rig
+from tests.tiers.slots import ORIGIN, key_of, keys_of
+if os.geteuid() == 0:
+    # Whatever is imported late is imported now: another user may not read it.
+    warm = file_rig(Path(sys.argv[1] + "-warm"))
+    warm.store(keys_of([1]))
+    warm.load(keys_of([1]))
+    warm.close()
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+path = Path(sys.argv[1])
+rig = file_rig(path)
+numbers = [number + (number << 116) for number in range(3)]
+rig.store(keys_of(numbers))
+files = {number: next(path.rglob(key_of(number).hex())) for number in numbers}
+rig.close()
+shard = files[numbers[1]].parent
+shard.chmod(0)
+files[numbers[2]].chmod(0)
+rig = file_rig(path)
+assert rig.find(keys_of(numbers)) == [True, False, True]
+assert rig.load(keys_of(numbers)) == [True, False, False]
+assert rig.store(keys_of(numbers[1:2])) == [False]
+assert not rig.tier.health(), rig.tier.health()
+assert rig.store(keys_of([10])) == [True] == rig.load(keys_of([10]))
+rig.reset(OriginMatch(tenant=ORIGIN.tenant))
+shard.exists() and shard.chmod(0o700)
+rig.close()
+rig = file_rig(path)
+assert rig.find(keys_of([*numbers, 10])) == [False] * 4
+assert not rig.tier.health()
+rig.close()
+print("good")
+"""
+
+
+def test_entries_that_cannot_be_read_cost_their_blocks_only() -> None:
+    """In a process without root's rights, to which permissions mean nothing."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-tier-"))
+    try:
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        done = subprocess.run(
+            [sys.executable, "-c", _UNREADABLE, str(folder / "tier")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.stdout == "good\n", done.stderr
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_write_when_files_are_closed_meanwhile_is_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice about a file's pages came after the file was handed over to be closed."""
+    folder = Folder(path)
+    advise = os.posix_fadvise
+
+    def advise_late(fd: int, offset: int, length: int, advice: int) -> None:
+        folder.let_go_of_all()
+        advise(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise_late)
+    folder.write(key_of(1) + bytes(8), lambda fd: os.ftruncate(fd, 1))
+    assert (path / "blocks" / bytes(8).hex()).is_dir()
+    folder.close()
+
+
+def test_write_when_advice_is_refused_is_no_error(path: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "not supported by this file system")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    check_tier_is_well(rig, 10)
+    rig.wait_tended()
+    assert not rig.tier.health()
