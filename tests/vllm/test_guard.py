@@ -68,7 +68,7 @@ def test_vllm_answers_the_same_when_its_adapter_raises(
         with faults.on():
             assert_same(engine.generate(PROMPTS), truth)
         engine.forget_device()
-    assert faults.raised.total() > 0 or name == "_note_preemption"
+    assert faults.raised.total() > 0 or name in ("_note_preemption", "has_open_work")
     engine.settle()
     assert engine.side.offload.status.num_errors - before >= min(faults.raised.total(), 1)
 

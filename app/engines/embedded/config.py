@@ -19,7 +19,7 @@ class EngineConfig:
     """Settings of the embedded engine under the names of their environment variables, checked when made.
 
     `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once; `max_waiting` is how many more are accepted. `state_dir` caches the digests of model files; None
+    is requests at once; `max_waiting` is how many more are accepted. `state_dir` caches digests of model files; None
     where nothing outlives the process, so that a local model's files need not be read for a revision.
     """
 
