@@ -159,6 +159,45 @@ def test_what_cannot_be_read_is_not_stored(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+def use_many(adapters: Adapters, count: int, first: int = 1) -> None:
+    for number in range(first, first + count):
+        assert Hashes(adapters, lora(f"many/{number}", f"many-{number}", number)).known()
+
+
+def test_many_adapters_when_used_once_are_forgotten() -> None:
+    adapters = Adapters("a start", 4, max_adapters=3)
+    use_many(adapters, 40)
+    wait_until(lambda: len(adapters._recent) + len(adapters._in_use) <= 3, "reading threads have ended", 20.0)
+    for number in range(40):
+        Hashes(adapters, lora("hub/one", number=number + 1))
+    (loads,) = [loads for loads in adapters._recent.values() if loads.path == "hub/one"]
+    assert len(loads.by_number) <= 16
+
+
+def test_forgotten_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> None:
+    adapters = Adapters("a start", 4, max_adapters=3)
+    path = write_adapter(tmp_path / "a", seed=1)
+    assert Hashes(adapters, lora(path)).known()
+    use_many(adapters, 4)
+    wait_until(lambda: not adapters._in_use, "reading threads have ended", 20.0)
+    write_adapter(path, seed=2)
+    assert Hashes(adapters, lora(path, number=2)).now() == []
+
+
+def test_adapter_of_live_request_when_many_follow_is_not_forgotten(tmp_path: Path) -> None:
+    adapters = Adapters("a start", 4, max_adapters=3)
+    path = write_adapter(tmp_path / "a", seed=1)
+    live = Hashes(adapters, lora(path))
+    first = live.known()
+    use_many(adapters, 4)
+    assert Hashes(adapters, lora(path, number=2)).known() == first
+    use_many(adapters, 4, first=100)
+    write_adapter(path, seed=2)
+    other = Hashes(adapters, lora(path, number=3))
+    wait_until(lambda: live.now() == [], "the other weights are noticed", 20.0)
+    assert other.now() == []
+
+
 # --- vLLM itself ------------------------------------------------------------------------------------------------------
 
 
