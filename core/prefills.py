@@ -79,13 +79,15 @@ class Prefills:
         served = device_hit + loaded
         misses.count(served, total, state.why_hit_lost(), (self.missed_tokens, state.missed_tokens))
         state.evicted_between_s = misses.evicted_between_s
+        state.promoted = []
 
     def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """By tier, how many of these loaded tokens it brought into the pool for this very request."""
         step = self._layout.alignment_tokens
         hits: dict[str, int] = {}
+        tiers = {piece: run.tier for run in state.promoted for piece in range(run.first, run.last + 1)}
         for start in range(first_token // step * step, end_token, step):
-            name = state.promoted.get(start // step)
+            name = tiers.get(start // step)
             if name is not None:
                 hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
         return hits

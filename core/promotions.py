@@ -333,7 +333,7 @@ class PromotionSide:
             for (group, _, _, number), ok in zip(blocks, came.tolist(), strict=True):
                 if ok:
                     first, last = number * group.slot_tokens // step, ((number + 1) * group.slot_tokens - 1) // step
-                    state.promoted.update(dict.fromkeys(range(first, last + 1), link.name))
+                    state.note_promoted(first, last, link.name)
 
         session = state.session
         number = self._new_number()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import RLock
 
 from core.policy import PolicyBook
-from core.requests import RequestPhase, RequestState, RequestTable, RequestView
+from core.requests import RequestState, RequestTable, RequestView
 
 
 class RequestViews:
@@ -27,8 +27,9 @@ class RequestViews:
             found = self._requests.find(request_id)
             return None if found is None else self._view(found, now_s)
 
-    def _view(self, found: RequestState, now_s: float) -> RequestView:
+    def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
         """The policy of a finished request stays what it was."""
-        if found.phase is not RequestPhase.FINISHED:
-            found.settle(self._policies, now_s)
-        return found.view()
+        if isinstance(found, RequestView):
+            return found.copy()
+        found.settle(self._policies, now_s)
+        return found.view().copy()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import merge
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.engine import BlockTables, EngineRequest
 from core.grants import Pin
@@ -22,6 +23,10 @@ from core.stats import PromptTokens, StoreCounts
 from core.tier_look import TierLook
 from core.tier_sessions import TierSession
 from core.transfers import LoadOutcome
+
+_MAX_CHARS = 128
+_DIGEST_CHARS = 32
+_MAX_NAMES = 4
 
 
 class RequestPhase(StrEnum):
@@ -87,9 +92,17 @@ def subject_of(request: EngineRequest, origin: Origin) -> RuleSubject:
     return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
 
 
+class PromotedRun(NamedTuple):
+    """Pieces of a prompt of the layout's alignment each, from number `first` to `last`, and the tier they came from."""
+
+    first: int
+    last: int
+    tier: str
+
+
 @dataclass(slots=True)
 class RequestState:
-    """One announced request. `promoted` names the tier that brought what covers a number of aligned tokens."""
+    """One announced request. `promoted` are runs of aligned pieces of the prompt, and the tier that brought them."""
 
     sequence: int
     request: EngineRequest
@@ -117,7 +130,7 @@ class RequestState:
     leads: Sequence[bytes] = ()
     session: TierSession | None = None
     look: TierLook | None = None
-    promoted: dict[int, str] = field(default_factory=dict)
+    promoted: list[PromotedRun] = field(default_factory=list)
     now_s: float = 0.0
     device_tokens: int = 0
     loaded_tokens: int = 0
@@ -127,6 +140,16 @@ class RequestState:
     missed_tokens: MissedTokens = field(default_factory=MissedTokens)
     evicted_between_s: tuple[float, float] | None = None
     store: StoreCounts = field(default_factory=StoreCounts)
+
+    def note_promoted(self, first: int, last: int, tier: str) -> None:
+        """Note that a tier brought the aligned pieces `first` to `last`, unless the prompt is accounted for already."""
+        if self.prefill_counted or self.phase is RequestPhase.FINISHED:
+            return
+        run = self.promoted[-1] if self.promoted else None
+        if run is not None and run.tier == tier and run.first <= first <= run.last + 1:
+            self.promoted[-1] = PromotedRun(run.first, max(run.last, last), tier)
+        else:
+            self.promoted.append(PromotedRun(first, last, tier))
 
     def settle(self, policies: PolicyBook, now_s: float) -> None:
         """Bring the policy up to date, and note the time for what is done under it. Called under the manager's lock."""
@@ -200,9 +223,10 @@ class RequestState:
         self.groups = ()
         self.block_ids = ()
         self.misses = None
+        self.promoted = []
 
     def view(self) -> RequestView:
-        """A copy of what may be shown."""
+        """What may be shown, with the counts that go on counting."""
         request = self.request
         return RequestView(
             sequence=self.sequence,
@@ -214,16 +238,19 @@ class RequestState:
             tenant=request.tenant,
             lora=request.lora,
             policy=self.policy,
-            prompt_tokens=self.prompt_tokens.copy(),
-            missed_tokens=self.missed_tokens.copy(),
+            prompt_tokens=self.prompt_tokens,
+            missed_tokens=self.missed_tokens,
             evicted_between_s=self.evicted_between_s,
-            store=self.store.copy(),
+            store=self.store,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as it is shown: a copy, detached from the engine. `sequence` grows with each announcement."""
+    """A request as it is shown, detached from the engine. `sequence` grows with each announcement.
+
+    Of a finished request this is all that is remembered, in at most 4 KiB: long texts are shortened.
+    """
 
     sequence: int
     request_id: str
@@ -239,6 +266,39 @@ class RequestView:
     evicted_between_s: tuple[float, float] | None
     store: StoreCounts
 
+    def copy(self) -> RequestView:
+        """The counts of this moment."""
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens.copy(),
+            missed_tokens=self.missed_tokens.copy(),
+            store=self.store.copy(),
+        )
+
+    def bounded(self) -> RequestView:
+        """The same with long texts shortened."""
+        policy = self.policy.policy
+        if policy.tiers is not None and len(policy.tiers) > _MAX_NAMES:
+            policy = replace(policy, tiers=policy.tiers[:_MAX_NAMES])
+        if policy.tiers is not None:
+            policy = replace(policy, tiers=tuple(map(shorten, policy.tiers)))
+        return replace(
+            self,
+            request_id=shorten(self.request_id),
+            aliases=tuple(map(shorten, self.aliases[:_MAX_NAMES])),
+            tenant=None if self.tenant is None else shorten(self.tenant),
+            lora=None if self.lora is None else shorten(self.lora),
+            policy=replace(self.policy, policy=policy),
+        )
+
+
+def shorten(text: str) -> str:
+    """A text of bounded length: the beginning and a digest of one that is longer."""
+    if len(text) <= _MAX_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGEST_CHARS]
+    return f"{text[: _MAX_CHARS - _DIGEST_CHARS - 1]}~{digest}"
+
 
 class RequestTable:
     """Live requests by id, and the latest finished ones."""
@@ -246,7 +306,7 @@ class RequestTable:
     def __init__(self, num_recent: int) -> None:
         self._num_recent = num_recent
         self._live: dict[str, RequestState] = {}
-        self._recent: dict[int, RequestState] = {}
+        self._recent: dict[int, RequestView] = {}
         self._next_sequence = 1
 
     def __len__(self) -> int:
@@ -255,7 +315,7 @@ class RequestTable:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._live.values())
 
-    def all_known(self) -> list[RequestState]:
+    def all_known(self) -> list[RequestState | RequestView]:
         """The live requests and the recent ones."""
         return [*self._live.values(), *self._recent.values()]
 
@@ -276,11 +336,11 @@ class RequestTable:
         """Move a live request to the recent ones."""
         del self._live[state.request.request_id]
         state.retire()
-        self._recent[state.sequence] = state
+        self._recent[state.sequence] = state.view().bounded()
         if len(self._recent) > self._num_recent:
             del self._recent[next(iter(self._recent))]
 
-    def page(self, after: int | None, limit: int) -> list[RequestState]:
+    def page(self, after: int | None, limit: int) -> list[RequestState | RequestView]:
         """Up to `limit` requests, the latest announced first, from behind sequence `after` on."""
         states = self.all_known()
         if after is not None:
@@ -288,17 +348,19 @@ class RequestTable:
         states.sort(key=lambda state: -state.sequence)
         return states[:limit]
 
-    def find(self, request_id: str) -> RequestState | None:
+    def find(self, request_id: str) -> RequestState | RequestView | None:
         """The latest request that goes by this id, live ones and exact ids first."""
         exact = self._live.get(request_id)
         if exact is not None:
             return exact
-        for states in (self._live, self._recent):
-            latest = list(reversed(states.values()))
-            for state in latest:
-                if state.request.request_id == request_id:
-                    return state
-            for state in latest:
-                if request_id in state.request.aliases:
-                    return state
-        return None
+        for state in reversed(self._live.values()):
+            if request_id in state.request.aliases:
+                return state
+        short = shorten(request_id)
+        alias: RequestView | None = None
+        for view in reversed(self._recent.values()):
+            if view.request_id == short:
+                return view
+            if alias is None and short in view.aliases:
+                alias = view
+        return alias

@@ -18,7 +18,7 @@ from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
 from core.reasons import NotStored, SkipReason
-from core.requests import GroupProgress, RequestPhase, RequestState, chain
+from core.requests import GroupProgress, RequestPhase, RequestState, RequestView, chain
 from core.stats import StoreCounts
 from core.transfers import BlockRun, Direction, Slots, TransferJob
 
@@ -386,7 +386,7 @@ class StoreSide:
         """A new epoch began: what is under way belongs to the old one, and its device blocks may be offered again."""
         self._storing.clear()
 
-    def abandon(self, states: Iterable[RequestState]) -> None:
+    def abandon(self, requests: Iterable[RequestState | RequestView]) -> None:
         """Drop what is in no job, and set the counters to what the open jobs still store."""
         self._parts = []
         self._storing = {}
@@ -395,10 +395,10 @@ class StoreSide:
         for job in self._jobs:
             for part in job.parts:
                 part.disowned = True
-                in_flight[id(part.request)] += len(part.block_ids)
+                in_flight[id(part.request.store)] += len(part.block_ids)
                 self.num_leaving += len(part.block_ids) if part.leaving else 0
-        for state in states:
-            state.store.settle(in_flight[id(state)])
+        for request in requests:
+            request.store.settle(in_flight[id(request.store)])
         self.counts.settle(in_flight.total())
 
     def _disown_parts(self, parts: Sequence[StorePart], match: OriginMatch) -> bool:
