@@ -5,7 +5,10 @@ groups of one model apart. The digest of a tenant lives here too, since a cache 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 Key = bytes
 
@@ -36,3 +39,30 @@ def tenant_digest(cache_salt: str | None) -> str | None:
     if cache_salt is None:
         return None
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]
+
+
+class Prefix:
+    """Keys of a request's first slots in each group, checked by position, so that no key is looked up in the pool."""
+
+    def __init__(self, groups: Mapping[int, tuple[Sequence[Key], int]], others: Collection[Key] = ()) -> None:
+        """`groups` has the keys of each group by its index, and how many of them belong; `others` are keys besides.
+
+        The sequences are not copied.
+        """
+        self._groups = groups
+        self._others = others
+        self._count = sum(count for _, count in groups.values()) + len(others)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> NDArray[np.bool_]:
+        """Which of these keys, at these positions within their request's group, belong to it."""
+        found = np.zeros(len(keys), dtype=np.bool_)
+        for i, (key, position) in enumerate(zip(keys, positions, strict=True)):
+            known, count = self._groups.get(group_of(key), ((), 0))
+            found[i] = (position < count and known[position] == key) or key in self._others
+        return found
+
+
+NO_PREFIX = Prefix({})

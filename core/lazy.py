@@ -150,13 +150,14 @@ class LazySide:
         self._manager.touch(present)
         if self._stores.cascades is not None:
             self._tell(self._stores.cascades, [standing[i] for i in np.flatnonzero(found >= 0).tolist()], now_s)
+        spared = frozenset(present)
         by_origin: dict[tuple[int, ...], list[Verdict]] = {}
         for verdict in missing:
             place = (verdict.group.index, verdict.priority_class, *map(id, verdict.requests))
             by_origin.setdefault(place, []).append(verdict)
         for verdicts in by_origin.values():
             verdicts.sort(key=lambda verdict: verdict.number)
-            if not self._offer_batch(verdicts, present, now_s):
+            if not self._offer_batch(verdicts, spared, now_s):
                 return False
         return True
 
@@ -176,8 +177,9 @@ class LazySide:
                 standing.append(verdict)
         return standing
 
-    def _offer_batch(self, verdicts: Sequence[Verdict], spared: Sequence[Key], now_s: float) -> bool:
+    def _offer_batch(self, verdicts: Sequence[Verdict], spared: frozenset[Key], now_s: float) -> bool:
         first = verdicts[0]
+        version = self._manager.room.version
         answered = self._stores.offer_slots(
             Offering(
                 request=first.request,
@@ -198,7 +200,7 @@ class LazySide:
             verdict.told = True
         if answered == len(verdicts):
             return True
-        self._refused_at = self._manager.room.version
+        self._refused_at = version
         for verdict in verdicts[answered:]:
             verdict.refused = True
         return False

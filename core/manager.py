@@ -21,9 +21,9 @@ from core.eviction import EVICTION_POLICIES
 from core.grants import Offer, Pin
 from core.inventory import Inventory
 from core.kept import PoolRecord
-from core.keys import Key
+from core.keys import NO_PREFIX, Key, Prefix
 from core.leaving import Leaving
-from core.marks import marks_of
+from core.marks import Marks, marks_of
 from core.missing import MissingKeys
 from core.operator_pins import OperatorPins
 from core.origins import Origin
@@ -113,7 +113,7 @@ class OffloadManager:
         positions: NDArray[np.int64],
         priority_class: int,
         now_s: float,
-        prefix: Sequence[Key] = (),
+        prefix: Prefix = NO_PREFIX,
         size_bytes: int | None = None,
         is_counted: bool = True,
     ) -> Offer:
@@ -122,7 +122,7 @@ class OffloadManager:
         `keys` are blocks of one request in their order, at the indices `positions` in it, of `size_bytes` each (None:
         a whole slot). Keys that are present count as used. Where room ends, the answer ends: a block behind one that is
         missing would never be found. For the same reason nothing is evicted that stands among `keys` or in `prefix`,
-        the keys of the request's blocks before them. What is not `is_counted` needs no admission: it comes back from
+        the request's blocks before them. What is not `is_counted` needs no admission: it comes back from
         a tier, and was admitted once.
         """
         marks = marks_of(keys)
@@ -135,6 +135,8 @@ class OffloadManager:
                 own, wanted_at = NO_SLOTS, counting(num_answered)
             else:
                 own, wanted_at = found[~absent], absent.nonzero()[0]
+                # `Prefix` relies on them, and of recovered blocks they may be unknown.
+                table.positions[own] = positions[~absent]
                 self._use_again(own, priority_class)
             counted, held_back_at = None, NO_SLOTS
             if is_counted and self.admission.threshold > 1:
@@ -142,20 +144,7 @@ class OffloadManager:
                 admitted = self.admission.admits(counted[1])
                 wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
             wanted = marks if len(wanted_at) == len(keys) else marks[wanted_at]
-            slots = table.take_free(len(wanted))
-            for _ in range(_ROOM_ROUNDS if table.is_shrinking else 1):
-                victims = self.room.make(
-                    wanted,
-                    slots,
-                    len(own) + len(prefix),
-                    lambda: np.concatenate((own, self.index.find_some(prefix))),
-                )
-                staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
-                if len(staying):
-                    self.leaving.forget(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
-                    slots = np.concatenate((slots, staying)) if len(slots) else staying
-                if len(staying) == len(victims):
-                    break
+            slots = self._reserve(wanted, own, prefix, origin, now_s)
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
@@ -293,6 +282,24 @@ class OffloadManager:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, wanted: Marks, own: Slots, prefix: Prefix, origin: Origin, now_s: float) -> Slots:
+        """Take free slots for the `wanted` marks, and evict for the rest; fewer if there is no more room."""
+        table = self.table
+        slots = table.take_free(len(wanted))
+        try:
+            for _ in range(_ROOM_ROUNDS if table.is_shrinking else 1):
+                victims = self.room.make(wanted, slots, own, prefix)
+                staying = self._let_leave(victims, now_s) if table.is_shrinking else victims
+                if len(staying):
+                    self.leaving.forget(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
+                    slots = np.concatenate((slots, staying)) if len(slots) else staying
+                if len(staying) == len(victims):
+                    break
+        except BaseException:
+            self.room.free(slots)
+            raise
+        return slots
 
     def _forget_all(self, filled: Slots) -> int:
         """Begin a new epoch in which only slots under a transfer are not free; the number of blocks dropped."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from core.groups import Group, GroupKind, GroupLayout
 from core.hits import PrefixHit
-from core.keys import Key
+from core.keys import Key, Prefix
 from core.leaders import Leaders
 from core.manager import OffloadManager
 from core.origins import Origin, OriginMatch
@@ -292,7 +292,7 @@ class PromotionSide:
         """Make room for blocks as for a store, and say which got which slot; those at the end may get none."""
         if not keys:
             return []
-        own = [key for progress in state.groups for key in progress.keys]
+        own = Prefix({progress.group.index: (progress.keys, len(progress.keys)) for progress in state.groups})
         answer = self._manager.offer(
             keys,
             state.origin,

@@ -75,14 +75,17 @@ class GroupProgress:
         return min(len(self.keys), num_slots)
 
 
-def chain(groups: Sequence[GroupProgress], end_token: int) -> list[Key]:
-    """The keys of all groups' slots that end at or before a token, in the order of the tokens they end with."""
-    parts = [progress.keys[: end_token // progress.group.slot_tokens] for progress in groups]
+def chain(groups: Sequence[GroupProgress], end_token: int, first_token: int = 0) -> list[Key]:
+    """The keys of all groups' slots that end behind `first_token`, and at or before `end_token`, in that order."""
+    sizes = [progress.group.slot_tokens for progress in groups]
+    parts = [
+        progress.keys[first_token // size : end_token // size] for progress, size in zip(groups, sizes, strict=True)
+    ]
     if len(parts) == 1:
         return parts[0]
     ends = (
-        [(number * progress.group.slot_tokens, key) for number, key in enumerate(keys, 1)]
-        for keys, progress in zip(parts, groups, strict=True)
+        [(number * size, key) for number, key in enumerate(keys, first_token // size + 1)]
+        for keys, size in zip(parts, sizes, strict=True)
     )
     return [key for _, key in merge(*ends)]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.eviction import EVICTION_POLICIES, EvictionPolicy
-from core.keys import Key
+from core.keys import Key, Prefix
 from core.lru import LruPolicy
 from core.marks import Marks
 from core.segments import Segment
@@ -39,26 +39,67 @@ class Room:
         self.residency: Residency | None = None
         """Asked which keys the device holds, whose copies go first when room is needed. On the engine's thread."""
 
-    def make(self, wanted: Marks, free: Slots, num_own: int, find_own: Callable[[], Slots]) -> Slots:
-        """Take the slots that go for the keys of the `wanted` marks, of which the first get `free` ones.
+    def make(self, wanted: Marks, free: Slots, own: Slots, prefix: Prefix) -> Slots:
+        """Evict candidates for the keys of the `wanted` marks, of which the first get the `free` slots.
 
-        They are fewer if there are no more. None goes that the same request has in the pool: `num_own`
-        slots, which `find_own` finds if need be.
+        They are fewer if there are no more. Neither slots of `own` are evicted nor those that hold keys of `prefix`.
+        The latter are not looked up: those that are next move behind the other candidates, a bounded number a call.
         """
-        if not num_own:
-            return self._make(wanted, free, NO_SLOTS, 0)
         missing = len(wanted) - len(free)
-        if num_own * _LARGE_POOL > self._table.num_slots:
-            return self._make(wanted, free, self._candidates(find_own()), 0)
-        # In a large pool the request's own slots are among the latest used, and safe without looking for them.
-        victims = self._make(wanted, free, NO_SLOTS, num_own)
+        spared = NO_SLOTS
+        if missing > 0 and len(prefix) * _LARGE_POOL > self._table.num_slots:
+            # In a larger pool the request's earlier blocks are among the latest used.
+            coldest = self.policy.peek_victims(min(missing + len(prefix), _MOST_LOOK))
+            coldest = coldest[self._holds(prefix, coldest)]
+            spared = coldest[~np.isin(coldest, own)]
+        victims = self._make_beside(wanted, free, own, spared)
+        if not len(prefix) or not len(victims):
+            return victims
+        mine = self._holds(prefix, victims)
+        if not mine.any():
+            return victims
+        taken, aside = [victims[~mine]], [victims[mine]]
+        num_taken, num_aside = len(taken[0]), len(aside[0])
+        while num_taken < missing and len(victims):
+            if num_aside >= _MOST_LOOK:
+                # The offer ends here and may be repeated at once: other candidates come first then.
+                self.version += 1
+                break
+            victims = self._make_beside(wanted[len(free) + num_taken :], NO_SLOTS, own, NO_SLOTS)
+            mine = self._holds(prefix, victims)
+            taken.append(victims[~mine])
+            aside.append(victims[mine])
+            num_taken += len(taken[-1])
+            num_aside += len(aside[-1])
+        # They were taken from a request's end to its beginning.
+        self.policy.add(np.concatenate(aside)[::-1])
+        return np.concatenate(taken)
+
+    def _make_beside(self, wanted: Marks, free: Slots, own: Slots, spared: Slots) -> Slots:
+        """Evict candidates other than these slots, of which `own` were just used."""
+        if not len(own):
+            return self._make(wanted, free, spared, 0)
+        missing = len(wanted) - len(free)
+        if len(own) * _LARGE_POOL > self._table.num_slots:
+            return self._make(wanted, free, np.concatenate((self._candidates(own), spared)), 0)
+        # In a large pool the own slots are among the latest used, and safe without looking for them.
+        victims = self._make(wanted, free, spared, len(own))
         if missing > len(victims):
             rest = wanted[len(free) + len(victims) :]
-            own = self._candidates(find_own())
             # Not all candidates need have been used since, and what was taken is no candidate any more.
-            own = own[~np.isin(own, victims)]
-            victims = np.concatenate((victims, self._make(rest, NO_SLOTS, own, 0)))
+            left = self._candidates(own)
+            left = np.concatenate((left[~np.isin(left, victims)], spared))
+            victims = np.concatenate((victims, self._make(rest, NO_SLOTS, left, 0)))
         return victims
+
+    def _holds(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
+        table = self._table
+        return prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist())
+
+    def _candidates(self, slots: Slots) -> Slots:
+        """Those of these ready slots that could go."""
+        candidates: Slots = slots[self._table.pins[slots] == 0]
+        return candidates
 
     def free(self, slots: Slots) -> None:
         """These slots, none of which is free, hold nothing any more."""
@@ -157,8 +198,3 @@ class Room:
         victims = candidates[held][:count]
         self.policy.remove(victims)
         return victims
-
-    def _candidates(self, slots: Slots) -> Slots:
-        """Those of these ready slots that could go."""
-        candidates: Slots = slots[self._table.pins[slots] == 0]
-        return candidates

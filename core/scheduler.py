@@ -206,6 +206,7 @@ class OffloadScheduler:
                     state.settle(self.policies, now_s)
                     self._stores.offer_step(state)
             self._prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
+            self._stores.continue_reordering()
             self._lazy.walk(self._num_taken_blocks, now_s)
             self._num_taken_blocks = 0
             plan = StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))

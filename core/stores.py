@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from core.cascades import CascadeSide
 from core.groups import Group, GroupKind, GroupLayout
 from core.jobs import DeviceHolds, JobTable, OpenJob, StorePart
-from core.keys import Key
+from core.keys import Key, Prefix
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.policy import PRIORITY_CLASS
@@ -30,6 +29,19 @@ _RETRY_BLOCKS = 64
 """Blocks of one request that are offered again in one step after there was no space for them."""
 _REORDER_SHARE = 16
 """A request's blocks are put in order again when a sixteenth of them is new, and at its end: so the cost is bounded."""
+
+_ORDERED_SLOTS = 1000
+"""Slots of one request that are put in order under one hold of the lock."""
+_MAX_REORDERINGS = 64
+"""Long requests that wait to be put in order; beyond that, the oldest stay as they are."""
+
+
+@dataclass(slots=True)
+class _Reordering:
+    """A long request whose slots up to `end_token` are still to be put in order."""
+
+    groups: tuple[GroupProgress, ...]
+    end_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class Offering:
     block_ids: Sequence[int]
     priority_class: int
     leaving: bool = False
-    spared: Sequence[Key] = ()
+    spared: frozenset[Key] = frozenset()
     others: Sequence[RequestState] = ()
 
 
@@ -77,10 +89,11 @@ class StoreSide:
         self._null_block = null_block
         self._parts: list[StorePart] = []
         self._storing: dict[int, StorePart] = {}
+        self._reorderings: deque[_Reordering] = deque(maxlen=_MAX_REORDERINGS)
 
     def has_pending(self) -> bool:
-        """Whether blocks were given slots since the last plan."""
-        return bool(self._parts)
+        """Whether blocks were given slots since the last plan, or the blocks of a request wait to be put in order."""
+        return bool(self._parts or self._reorderings)
 
     def has_unanswered(self, state: RequestState) -> bool:
         """Whether full slots of a request have no answer yet."""
@@ -95,13 +108,13 @@ class StoreSide:
                 self._offer(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(state.groups)), 1))
         answered = state.answered_tokens
         if (answered - state.ordered_tokens) * _REORDER_SHARE >= answered:
-            self._put_in_order(state)
+            self._reorder(state)
 
     def offer_rest(self, state: RequestState) -> None:
         """Offer all that is full, since the request is over; what finds no space now never will."""
         for progress in state.groups:
             self._offer(state, progress, None)
-        self._put_in_order(state)
+        self._reorder(state)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
         """How many slots of a group are whole: computed, on the device, and hashed."""
@@ -154,12 +167,33 @@ class StoreSide:
         self._count_skipped(state, reason, (end - first) * progress.group.slot_blocks)
         self._manager.missing.note_kept_out(progress.keys[first:end], NotStored(reason.value))
 
-    def _put_in_order(self, state: RequestState) -> None:
+    def _reorder(self, state: RequestState) -> None:
         """What was offered last has moved up, and the blocks before it have to be younger still."""
         answered = state.answered_tokens
         if state.ordered_tokens < answered:
-            self._manager.touch(chain(state.groups, answered))
+            self._manager.touch(self._chain_in_order(state.groups, answered))
             state.ordered_tokens = answered
+
+    def _chain_in_order(self, groups: tuple[GroupProgress, ...], end_token: int) -> Sequence[Key]:
+        """The keys to put in order at once; those of a long request are put in order by the next steps instead."""
+        if sum(end_token // progress.group.slot_tokens for progress in groups) <= _ORDERED_SLOTS:
+            return chain(groups, end_token)
+        if not any(reordering.groups is groups for reordering in self._reorderings):
+            self._reorderings.append(_Reordering(groups, end_token))
+        return ()
+
+    def continue_reordering(self) -> None:
+        """Put the next part of a long request in order, from its end to its beginning: a bounded number of slots."""
+        if not self._reorderings:
+            return
+        first = self._reorderings[0]
+        size = min(progress.group.slot_tokens for progress in first.groups)
+        step = max(_ORDERED_SLOTS // len(first.groups) * size // self._layout.alignment_tokens, 1)
+        start = max(first.end_token - step * self._layout.alignment_tokens, 0)
+        self._manager.touch(chain(first.groups, first.end_token, start))
+        first.end_token = start
+        if not start:
+            self._reorderings.popleft()
 
     def _offer_batch(self, state: RequestState, progress: GroupProgress, end: int) -> bool:
         """Offer slots `answered` to `end` of a group, and advance over those that were answered; False without room."""
@@ -173,9 +207,10 @@ class StoreSide:
             block_ids = _blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
         offering = Offering(state, state.groups, group, numbers, keys, block_ids, priority)
+        version = self._manager.room.version
         answered = self.offer_slots(offering, state.now_s)
         if answered < len(keys):
-            progress.refused_at = self._manager.room.version
+            progress.refused_at = version
             end = int(numbers[answered])
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
         if busy and self.cascades is not None and self.cascades.wishers(state):
@@ -186,10 +221,7 @@ class StoreSide:
     def offer_slots(self, offering: Offering, now_s: float) -> int:
         """Offer slots whose blocks can be read to the manager; how many have their answer, for the rest is no room."""
         state, group = offering.request, offering.group
-        known = [each.keys[: each.answered] for each in offering.groups]
-        own = known[0] if len(known) == 1 else list(itertools.chain.from_iterable(known))
-        if offering.spared:
-            own = list(dict.fromkeys([*own, *offering.spared]))
+        own = Prefix({each.group.index: (each.keys, each.answered) for each in offering.groups}, offering.spared)
         keys, numbers = offering.keys, offering.numbers
         answer = self._manager.offer(
             keys, state.origin, numbers, offering.priority_class, now_s, prefix=own, size_bytes=group.slot_bytes
@@ -336,7 +368,7 @@ class StoreSide:
         else:
             last = part.request.phase is RequestPhase.FINISHED
             reorder = last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
-            used = chain(part.groups, part.end_token) if reorder else ()
+            used = self._chain_in_order(part.groups, part.end_token) if reorder else ()
             published = self._manager.publish(part.slots, now_s, used) * group.slot_blocks
         if self.cascades is not None:
             self._cascade(self.cascades, part, keys, not (failed or disowned), now_s)
@@ -390,6 +422,7 @@ class StoreSide:
         """Drop what is in no job, and set the counters to what the open jobs still store."""
         self._parts = []
         self._storing = {}
+        self._reorderings.clear()
         self.num_leaving = self.num_returned = 0
         in_flight: Counter[int] = Counter()
         for job in self._jobs:

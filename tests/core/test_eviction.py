@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from core.arc import ArcPolicy
 from core.eviction import EVICTION_POLICIES
 from core.grants import Pin
+from core.keys import Prefix
 from core.manager import OffloadManager
 from core.marks import marks_of
 from core.origins import Origin
@@ -88,7 +89,9 @@ def test_a_request_of_low_priority_does_not_evict_its_own_prefix_in_a_large_pool
     store(manager, keys(1000, 190), NORMAL)
     for first in range(0, 20, 4):
         wanted = keys(first, 4)
-        answer = manager.offer(wanted, ANYONE, np.arange(4), LOW, 1.0, prefix=keys(0, first))
+        answer = manager.offer(
+            wanted, ANYONE, np.arange(first, first + 4), LOW, 1.0, prefix=Prefix({0: (keys(0, first), first)})
+        )
         assert manager.publish(answer.slots, 1.0) == 4
     assert all(held(manager, keys(0, 20)))
 
@@ -100,7 +103,7 @@ def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str)
     store(manager, keys(100, 90))
     pin = manager.pins.pin(manager.find_prefix(keys(101, 89)))
     load(manager, keys(0, 10))
-    answer = manager.offer(keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=keys(0, 10))
+    answer = manager.offer(keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 10), 10)}))
     assert (answer.num_answered, len(answer.slots)) == (1, 1), "only key 100 is neither pinned nor its own"
     assert all(held(manager, keys(0, 10)))
     manager.pins.release(pin)

@@ -11,6 +11,7 @@ import pytest
 from core.arc import ArcPolicy
 from core.events import EvictionBatch, NullSink
 from core.grants import BlockState, Pin, PinOutcome
+from core.keys import Prefix
 from core.manager import OffloadManager
 from core.origins import Origin
 from core.reasons import EvictionReason
@@ -241,7 +242,7 @@ def test_an_offer_does_not_evict_the_prefix_that_it_continues() -> None:
     assert (answer.num_answered, len(answer.slots)) == (4, 2)
     manager.publish(answer.slots, 1.0)
     assert len(manager.find_prefix(keys(0, 6))) == 4
-    answer = manager.offer(keys(4, 2), ANYONE, np.arange(4, 6), NORMAL, 1.0, prefix=keys(0, 4))
+    answer = manager.offer(keys(4, 2), ANYONE, np.arange(4, 6), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 4), 4)}))
     assert (answer.num_answered, len(answer.slots)) == (0, 0)
     store(manager, keys(50, 2))
     assert len(manager.find_prefix(keys(0, 6))) == 2
