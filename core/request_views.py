@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from threading import RLock
 
 from core.policy import PolicyBook
 from core.requests import RequestState, RequestTable, RequestView
+
+_BATCH_REQUESTS = 50
+"""Requests that are copied under one hold of the lock."""
 
 
 class RequestViews:
@@ -19,7 +23,15 @@ class RequestViews:
     def page(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
         """Live and recent requests, the latest first; `after` is the sequence that the page before ended with."""
         with self._lock:
-            return [self._view(found, now_s) for found in self._requests.page(after, limit)]
+            sequences = self._requests.sequences()
+        end = len(sequences) if after is None else bisect_left(sequences, after)
+        views: list[RequestView] = []
+        while end > 0 and len(views) < limit:
+            start = max(end - min(limit - len(views), _BATCH_REQUESTS), 0)
+            with self._lock:
+                views += [self._view(found, now_s) for found in self._requests.some(reversed(sequences[start:end]))]
+            end = start
+        return views
 
     def find(self, request_id: str, now_s: float) -> RequestView | None:
         """The latest request that goes by this id."""

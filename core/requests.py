@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import merge
@@ -143,6 +143,11 @@ class RequestState:
     missed_tokens: MissedTokens = field(default_factory=MissedTokens)
     evicted_between_s: tuple[float, float] | None = None
     store: StoreCounts = field(default_factory=StoreCounts)
+
+    def extend_keys(self) -> None:
+        """Make the keys of all slots that a hit may read. Thread: engine; the manager lock is not needed."""
+        for progress in self.groups:
+            progress.extend_keys(self.request.block_hashes, (self.request.num_tokens - 1) // progress.group.slot_tokens)
 
     def note_promoted(self, first: int, last: int, tier: str) -> None:
         """Note that a tier brought the aligned pieces `first` to `last`, unless the prompt is accounted for already."""
@@ -310,6 +315,8 @@ class RequestTable:
         self._num_recent = num_recent
         self._live: dict[str, RequestState] = {}
         self._recent: dict[int, RequestView] = {}
+        # In the order of their sequences, since a request keeps its place when it finishes.
+        self._known: dict[int, RequestState | RequestView] = {}
         self._next_sequence = 1
 
     def __len__(self) -> int:
@@ -320,7 +327,7 @@ class RequestTable:
 
     def all_known(self) -> list[RequestState | RequestView]:
         """The live requests and the recent ones."""
-        return [*self._live.values(), *self._recent.values()]
+        return list(self._known.values())
 
     def next_sequence(self) -> int:
         """The number of the next announcement."""
@@ -334,22 +341,24 @@ class RequestTable:
     def add(self, state: RequestState) -> None:
         """Remember a live request."""
         self._live[state.request.request_id] = state
+        self._known[state.sequence] = state
 
     def retire(self, state: RequestState) -> None:
         """Move a live request to the recent ones."""
         del self._live[state.request.request_id]
         state.retire()
-        self._recent[state.sequence] = state.view().bounded()
+        self._known[state.sequence] = self._recent[state.sequence] = state.view().bounded()
         if len(self._recent) > self._num_recent:
-            del self._recent[next(iter(self._recent))]
+            oldest = next(iter(self._recent))
+            del self._recent[oldest], self._known[oldest]
 
-    def page(self, after: int | None, limit: int) -> list[RequestState | RequestView]:
-        """Up to `limit` requests, the latest announced first, from behind sequence `after` on."""
-        states = self.all_known()
-        if after is not None:
-            states = [state for state in states if state.sequence < after]
-        states.sort(key=lambda state: -state.sequence)
-        return states[:limit]
+    def sequences(self) -> list[int]:
+        """The sequences of the live and the recent requests, the earliest announced first."""
+        return list(self._known)
+
+    def some(self, sequences: Iterable[int]) -> list[RequestState | RequestView]:
+        """Those of these requests that are still known, in this order."""
+        return [found for sequence in sequences if (found := self._known.get(sequence)) is not None]
 
     def find(self, request_id: str) -> RequestState | RequestView | None:
         """The latest request that goes by this id, live ones and exact ids first."""

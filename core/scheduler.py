@@ -154,6 +154,10 @@ class OffloadScheduler:
         which has to be computed in any case. An unknown request, or one that is loading, misses. While another request
         loads this very prefix the answer is `Later`, for at most as long as computing it would take.
         """
+        # Only the engine's thread adds requests, and keys. For a long prompt this takes longer than to find them.
+        known = self._requests.get(request_id)
+        if known is not None:
+            known.extend_keys()
         with self.manager.lock:
             state = self._requests.get(request_id)
             if state is None or state.phase is RequestPhase.LOADING:
