@@ -256,9 +256,12 @@ class LoadSide:
                 causes, evicted_between_s = self._manager.missing.explain(keys, state.now_s)
                 if not state.misses.runs:
                     # The first such group has the say: a hit needs them all, and they are stored together.
-                    causes += [MissCause.UNEXAMINED] * (end - first - len(keys))
                     causes = [in_pool if cause is MissCause.GAP else cause for cause in causes]
                     state.misses.extend(causes, first * group.slot_tokens, group.slot_tokens)
+                    num_left = (end - first - len(keys)) * group.slot_tokens
+                    if num_left:
+                        examined = (first + len(keys)) * group.slot_tokens
+                        state.misses.extend([MissCause.UNEXAMINED], examined, num_left)
                     state.misses.evicted_between_s = evicted_between_s
         whole = (state.request.num_tokens - 1) // self._layout.alignment_tokens * self._layout.alignment_tokens
         if not state.misses.runs and whole > end_token:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 from core.reasons import EvictionReason, NotStored
@@ -96,12 +97,15 @@ class Misses:
 
     def extend(self, causes: Iterable[MissReason], first_token: int, tokens_each: int) -> None:
         """Add the causes of slots of so many tokens each, the first of which begins at `first_token`."""
-        for end, cause in enumerate(causes, 1):
-            end = first_token + end * tokens_each
+        end = first_token
+        # By identity: causes of different kinds may be equal as strings.
+        for _, run in groupby(causes, key=id):
+            same = list(run)
+            cause = same[0]
+            end += len(same) * tokens_each
             if self.runs and self.runs[-1].cause is cause:
-                self.runs[-1] = MissRun(end, cause)
-            else:
-                self.runs.append(MissRun(end, cause))
+                self.runs.pop()
+            self.runs.append(MissRun(end, cause))
 
     def count(self, served: int, total: int, lost_hit: MissCause, missed: Iterable[MissedTokens]) -> None:
         """Count the prompt's tokens from `served` to `total`.

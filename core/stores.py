@@ -38,10 +38,11 @@ _MAX_REORDERINGS = 64
 
 @dataclass(slots=True)
 class _Reordering:
-    """A long request whose slots up to `end_token` are still to be put in order."""
+    """A long request whose slots up to `end_token` are still to be put in order, and then those up to `again_token`."""
 
     groups: tuple[GroupProgress, ...]
     end_token: int
+    again_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +179,11 @@ class StoreSide:
         """The keys to put in order at once; those of a long request are put in order by the next steps instead."""
         if sum(end_token // progress.group.slot_tokens for progress in groups) <= _ORDERED_SLOTS:
             return chain(groups, end_token)
-        if not any(reordering.groups is groups for reordering in self._reorderings):
+        waiting = next((one for one in self._reorderings if one.groups is groups), None)
+        if waiting is None:
             self._reorderings.append(_Reordering(groups, end_token))
+        else:
+            waiting.again_token = max(waiting.again_token, end_token)
         return ()
 
     def continue_reordering(self) -> None:
@@ -194,6 +198,8 @@ class StoreSide:
         first.end_token = start
         if not start:
             self._reorderings.popleft()
+            if first.again_token:
+                self._reorderings.append(_Reordering(first.groups, first.again_token))
 
     def _offer_batch(self, state: RequestState, progress: GroupProgress, end: int) -> bool:
         """Offer slots `answered` to `end` of a group, and advance over those that were answered; False without room."""

@@ -106,7 +106,7 @@ class FullTier:
 class Engine:
     """Runs one request after the other through the scheduler."""
 
-    def __init__(self, num_slots: int, mode: StoreMode = StoreMode.EAGER, **options: Any) -> None:
+    def __init__(self, num_slots: int, mode: StoreMode = StoreMode.EAGER, tiers: Any = None, **options: Any) -> None:
         manager = OffloadManager(num_slots, 64)
         self.policies = PolicyBook(RequestPolicy(), {}, manager.lock)
         self.device = Device()
@@ -115,7 +115,7 @@ class Engine:
             self.policies,
             self.device,
             GroupLayout([GroupSpec(BLOCK, 64)]),
-            tiers={"disk": FullTier()},
+            tiers={"disk": FullTier()} if tiers is None else tiers,
             store_mode=mode,
             watermark_blocks=LONG,
             **options,
