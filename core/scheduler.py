@@ -233,6 +233,7 @@ class OffloadScheduler:
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""
         errors: list[str] = []
+        self.tiers.fetch()
         with self.manager.lock:
             for result in results:
                 self._jobs.report(result)
@@ -317,11 +318,15 @@ class OffloadScheduler:
 
     def snapshot(self) -> Snapshot:
         """All counters at one moment."""
+        self.tiers.fetch_counts()
         with self.manager.lock:
             return self.live().copy()
 
     def live(self) -> Snapshot:
-        """The counters themselves, which go on counting: of one moment while the caller holds the manager's lock."""
+        """The counters themselves, which go on counting: of one moment while the caller holds the manager's lock.
+
+        Those of tiers are what `tiers.fetch_counts` got last, which is to be called before, without the lock.
+        """
         live = self._live
         live.epoch = self.manager.epoch
         live.pool = self.manager.inventory.live()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 from core.keys import Key
@@ -62,7 +64,7 @@ class _Trouble(NamedTuple):
 
 
 class TierLink:
-    """One tier. Called under the manager's lock; what it has to say in the log is in `complaints`.
+    """One tier. Called under the manager's lock, but for `fetch*`; what it has to say in the log is in `complaints`.
 
     A tier that does not let go of a job when it is told to keeps that job's slots, since nobody knows what it touches,
     and is given no other until its result comes.
@@ -88,6 +90,12 @@ class TierLink:
         self._reset_results: dict[int, TierResetResult] = {}
         self._troubles: dict[str, _Trouble] = {}
         self._closed = False
+        self._polling = Lock()
+        self._asking = Lock()
+        self._fetched: deque[Sequence[TierResult | TierResetResult] | Exception] = deque()
+        self._fetched_counts: TierCounts | Exception | None = None
+        self._fetched_health: Sequence[str] | Exception = ()
+        self._counts = TierCounts()
 
     @property
     def is_usable(self) -> bool:
@@ -154,16 +162,34 @@ class TierLink:
         """What a reset dropped, once it is carried out; the latest hundred are remembered."""
         return self._reset_results.get(ticket)
 
+    def fetch(self) -> None:
+        """Get the tier's results for the next `poll`. Any thread, without the manager lock."""
+        if self._polling.acquire(blocking=False):
+            try:
+                self._fetched.append(_tried(lambda: list(self._tier.poll())))
+            finally:
+                self._polling.release()
+
+    def fetch_counts(self) -> None:
+        """Get what the tier holds and did, for the next `counts`. Any thread, without the manager lock."""
+        with self._asking:
+            self._fetched_counts = _tried(self._tier.counts)
+
+    def fetch_health(self) -> None:
+        """Get what the tier reports of itself, for the next `health`. Any thread, without the manager lock."""
+        with self._asking:
+            self._fetched_health = _tried(lambda: list(self._tier.health()))
+
     def poll(self, now_s: float) -> None:
-        """Take its results, and give up what it has had for too long."""
+        """Take the results that were fetched, and give up what the tier has had for too long."""
         for subject, trouble in list(self._troubles.items()):
             if trouble.at_s is None:
                 self._troubles[subject] = _Trouble(trouble.text, now_s)
             elif abs(now_s - trouble.at_s) > TROUBLE_S:
                 del self._troubles[subject]
-        results: Sequence[TierResult | TierResetResult] = self._try("poll", lambda: list(self._tier.poll()), [])
-        for result in results:
-            self._take(result, now_s)
+        while self._fetched:
+            for result in self._settle("poll", self._fetched.popleft(), []):
+                self._take(result, now_s)
         # All jobs have the same time, so the oldest is the first to be late.
         while self._open:
             oldest = next(iter(self._open.values()))
@@ -188,7 +214,7 @@ class TierLink:
 
     def health(self) -> list[str]:
         """Why it does less than it should, one reason an item."""
-        told: Sequence[str] = self._try("health", lambda: list(self._tier.health()), [])
+        told = self._settle("health", self._fetched_health, [])
         reasons = [f"tier {self.name}: {reason}" for reason in (*told, *(one.text for one in self._troubles.values()))]
         if self._stuck:
             num_slots = sum(len(job.slots) for job in self._stuck.values())
@@ -203,8 +229,10 @@ class TierLink:
 
     def counts(self) -> tuple[TierCounts, TierUse]:
         """What it holds and did, by its own account, and what it was used for."""
-        counts = self._try("counts", self._tier.counts, TierCounts())
-        return counts, replace(self.use, open_jobs=len(self._open) + len(self._stuck) + len(self._resets))
+        fetched, self._fetched_counts = self._fetched_counts, None
+        if fetched is not None:
+            self._counts = self._settle("counts", fetched, TierCounts())
+        return self._counts, replace(self.use, open_jobs=len(self._open) + len(self._stuck) + len(self._resets))
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -248,11 +276,13 @@ class TierLink:
 
     def _try(self, method: str, call: Callable[[], T], otherwise: T) -> T:
         """A call of the tier, which must not raise and may."""
-        try:
-            answer = call()
-        except Exception as error:  # noqa: BLE001 - a tier's trouble is not the engine's
+        return self._settle(method, _tried(call), otherwise)
+
+    def _settle(self, method: str, answer: T | Exception, otherwise: T) -> T:
+        """Note whether a call of the tier failed; its answer, or another one if it did."""
+        if isinstance(answer, Exception):
             self.use.errors += 1
-            self._trouble(method, f"{method} failed: {type(error).__name__}: {error}")
+            self._trouble(method, f"{method} failed: {type(answer).__name__}: {answer}")
             return otherwise
         if self._troubles:
             self._troubles.pop(method, None)
@@ -262,6 +292,13 @@ class TierLink:
         if subject not in self._troubles:
             self.complaints.append(f"tier {self.name}: {text}")
         self._troubles[subject] = _Trouble(text)
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - a tier's trouble is not the engine's
+        return error
 
 
 def _done(call: Callable[[], object]) -> bool:

@@ -68,8 +68,18 @@ class TierSide:
         state.session = TierSession(request.request_id, announced, wishers, self._forget)
         self._sessions[request.request_id] = state.session
 
+    def fetch(self) -> None:
+        """Get the tiers' results for the next `take_results`. Any thread, without the manager lock."""
+        for link in self.links:
+            link.fetch()
+
+    def fetch_counts(self) -> None:
+        """Get the tiers' counts for the next `stats`. Any thread, without the manager lock."""
+        for link in self.links:
+            link.fetch_counts()
+
     def take_results(self, now_s: float) -> None:
-        """Take what the tiers have to say, and give up what takes too long."""
+        """Take the results that were fetched, and give up what takes too long."""
         for link in self.links:
             link.poll(now_s)
 
@@ -129,6 +139,7 @@ class TierSide:
 
     def poll(self, now_s: float) -> None:
         """Take what the tiers have to say, as every step does: an idle engine takes none."""
+        self.fetch()
         with self._lock:
             self.take_results(now_s)
         self.log_complaints()
@@ -140,11 +151,13 @@ class TierSide:
 
     def health(self) -> list[str]:
         """Why tiers do less than they should, one reason an item."""
+        for link in self.links:
+            link.fetch_health()
         with self._lock:
             return [reason for link in self.links for reason in link.health()]
 
     def stats(self) -> dict[str, TierStats]:
-        """What each tier holds and did."""
+        """What each tier held when its counts were fetched last, and did."""
         with self._lock:
             return {link.name: TierStats(*link.counts()) for link in self.links}
 

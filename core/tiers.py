@@ -1,8 +1,9 @@
 """Tiers: places below the host pool, and the seam to them. Jobs go in, results come out, and no call waits.
 
-A tier is asked by whoever holds the manager's lock, on the engine's thread or an operator's, one call at a time. Every
-call but `close` returns at once, whatever the tier's disk or network does; what takes time ends in a result that `poll`
-hands out, once. For each request, in this order:
+A tier is called with the manager lock held, on the engine's thread or an operator's, one call at a time. `poll`,
+`health` and `counts` are called without it, each by one thread at a time, possibly while another call is under way.
+Every call but `close` returns at once, whatever the tier's disk or network does; what takes time ends in a result that
+`poll` hands out, once. For each request, in this order:
 
     on_new_request -> look_up, load, store (any number of times) -> on_request_finished (once, behind the last of them)
 

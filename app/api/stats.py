@@ -57,6 +57,7 @@ class StatsWriter:
         """The stats of this moment, as JSON."""
         context = self._context
         journal = context.store.journal_stats()
+        context.scheduler.tiers.fetch_counts()
         with context.manager.lock:
             live = context.scheduler.live()
             pool, requests, prompt, missed = live.pool, live.requests, live.prompt_tokens, live.missed_tokens

@@ -15,7 +15,7 @@ from core.index import KeyIndex
 from core.requests import RequestTable
 from core.scheduler import Hit
 from core.transfers import StepPlan, TransferResult
-from tests.core.test_request_memory import BLOCK, Engine, Request
+from tests.core.test_request_memory import BLOCK, Engine, FullTier, Request
 
 STEP_BLOCKS = 64
 BATCH = 1000
@@ -126,3 +126,32 @@ def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.Monk
     assert 0 < lock.most["requests"] <= 100
     rest = engine.scheduler.requests.page(views[-1].sequence, 1000, 1.0)
     assert [view.request_id for view in rest] == [f"r{number}" for number in range(499, -1, -1)]
+
+
+class WatchedTier(FullTier):
+    """A tier that notes which of its methods are called with the manager lock held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock: Any = None
+        self.locked: dict[str, set[bool]] = defaultdict(set)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("poll", "counts", "health", "look_up"):
+            self.locked[name].add(self.lock._depth > 0)
+        return super().__getattribute__(name)
+
+
+def test_tier_when_polled_or_counted_is_called_without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = WatchedTier()
+    engine, tier.lock = make_engine(64, monkeypatch, tiers={"disk": tier})
+    engine.run(Request("tier", 4))
+    assert engine.view("tier").prompt_tokens.tier_hit == {"disk": 4 * BLOCK}
+    engine.scheduler.expire(engine.now_s)
+    assert engine.scheduler.tiers.health() == []
+    assert engine.scheduler.snapshot().tiers.keys() == {"disk"}
+    assert {name: tier.locked[name] for name in ("poll", "counts", "health")} == {
+        "poll": {False},
+        "counts": {False},
+        "health": {False},
+    }
