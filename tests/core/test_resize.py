@@ -11,6 +11,7 @@ import pytest
 from core.events import EvictionBatch, NullSink
 from core.eviction import EVICTION_POLICIES
 from core.grants import PinOutcome
+from core.keys import Prefix
 from core.manager import OffloadManager
 from core.origins import Origin, OriginMatch
 from core.reasons import EvictionReason
@@ -511,7 +512,7 @@ def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
     for keys, priority_class in ((low, 0), (normal, 1)):
         manager.publish(manager.offer(keys, ORIGIN, np.arange(5), priority_class, 1.0).slots, 1.0)
     wanted = [key(number) for number in range(50, 59)]
-    answer = manager.offer(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=low[-1:])
+    answer = manager.offer(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=Prefix({}, low[-1:]))
     assert len(answer.slots) == 9
     manager.pins.release(manager.pins.pin(manager.find_prefix(low[:1])))
     again = manager.offer([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
