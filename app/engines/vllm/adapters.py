@@ -83,9 +83,7 @@ class Adapters:
     On the engine's thread, but for what reads files.
     """
 
-    def __init__(
-        self, start: str, max_hashes: int, digests: DigestCache, max_adapters: int = _MAX_ADAPTERS
-    ) -> None:
+    def __init__(self, start: str, max_hashes: int, digests: DigestCache, max_adapters: int = _MAX_ADAPTERS) -> None:
         """`start` tells this start of the engine from all others; so many hashes and adapters are remembered.
 
         A forgotten adapter that is used again is doubtful: vLLM's cache may still hold blocks of its weights before.
