@@ -1,5 +1,5 @@
-"""A copy engine for a kept pool, around any other: it marks slots before a store, seals them after it, and verifies
-what an earlier process left before the first load. Hashing is done on a thread of its own.
+"""A copy engine for a kept pool, around any other: it seals slots after a store, and verifies what an earlier process
+left before the first load. Both are done on a thread of its own; slots are marked by the threads that copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class KeptCopies:
         worker: int = 0,
         cpus: Collection[int] | None = None,
     ) -> None:
-        """`on_finished` is called on the hashing thread when there is something to poll; it may only notify. That
-        thread runs on `cpus`, by default on those of the thread that makes the engine."""
+        """`copies` calls `headers.before_copy` before each job. `on_finished` is called on the hashing thread when
+        there is something to poll; it may only notify. That thread runs on `cpus`, by default on those of the thread
+        that makes the engine."""
         self._copies = copies
         self._headers = headers
         self._on_finished = on_finished
@@ -59,7 +60,6 @@ class KeptCopies:
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
         if job.direction is Direction.STORE and job.labels is not None:
-            self._headers.begin(job.labels)
             self._labels[job.job_id] = job.labels
         elif job.verify is not None and len(job.verify):
             with self._changed:
@@ -86,11 +86,11 @@ class KeptCopies:
         return early + results
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`. Any thread."""
+        """See `Fillings`. Thread: any but the engine's."""
         self._headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`: they are sealed like stores. Any thread."""
+        """See `Fillings`: they are sealed like stores. Any thread."""
         with self._changed:
             if not self._closing:
                 self._to_seal.append(labels)

@@ -109,6 +109,7 @@ def test_a_reset_leaves_nothing_of_the_epochs_before(full: Path) -> None:
         late = kept.label([60], [1], 2)
         kept.headers.begin(late)
         kept.record.void_before(5)
+        kept.write_invalidations()
         kept.pool.slot(1)[:] = bytes_of(60)
         kept.headers.seal(late)
         kept.store([70], [0], 3)
@@ -335,6 +336,18 @@ def test_what_was_made_by_another_is_dropped_saying_which_field_differs(
         assert kept.file.found.dropped is None
 
 
+def test_slots_of_another_fingerprint_never_verify(full: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pool"
+    with attached(other, fingerprint=FINGERPRINT | {"model": "other"}) as kept:
+        kept.store(NUMBERS, SLOTS, 1)
+    with attached(full) as kept:
+        raw = other.read_bytes()[POOL_HEADER_BYTES:]
+        with full.open("r+b") as file:
+            file.seek(POOL_HEADER_BYTES)
+            file.write(raw)
+        assert kept.headers.verify(kept.found.slots).tolist() == SLOTS
+
+
 def test_another_format_version_and_foreign_files_are_dropped(full: Path) -> None:
     with full.open("r+b") as file:
         file.seek(8)
@@ -396,7 +409,7 @@ def test_slots_come_back_only_if_all_ranks_agree(path: Path) -> None:
     shape = replace(SHAPE, num_ranks=2)
     with attached(path, shape) as kept:
         pool = HostPool(12, 1000, 4 * 2000, backing=kept.file, num_ranks=2, rank=1)
-        other = type(kept.headers)(kept.file.headers(1), pool)
+        other = type(kept.headers)(kept.file, pool)
         for headers, whole in ((kept.headers, kept.pool), (other, pool)):
             labels = kept.label([1, 2, 3], [0, 1, 2], 1)
             headers.begin(labels)
@@ -431,7 +444,8 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
 
     with attached(path) as kept:
         layout = DeviceLayout.of_arrays([blocks])
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
+        copies = KeptCopies(below, kept.headers, lambda: None)
         copies.submit(job(1, Direction.STORE, 12, labels=kept.label(list(range(12)), SLOTS, 1)))
         assert copies.wait([1], 30)
         copies.close()
