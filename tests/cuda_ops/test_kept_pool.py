@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -471,6 +472,26 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         copies.close()
         copies.submit(job(3, Direction.LOAD, 1, verify=np.array([0])))
         assert [result.error is None for result in copies.poll()] == [False]
+
+
+def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
+    with attached(path) as kept:
+        kept.store([0], [0], 1)
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        monkeypatch.setattr(kept.headers, "verify", lambda slots: sys.exit(1))
+        copies.submit(job(1, Direction.LOAD, 1, verify=np.array([0])))
+        wait_until(lambda: not copies.is_alive(), "the thread is dead", 30)
+        monkeypatch.undo()
+        assert copies.wait([1], 30)
+        (result,) = copies.poll()
+        assert "the thread died" in str(result.error)
+        assert copies.is_alive()
+        copies.submit(job(2, Direction.LOAD, 1, verify=np.array([0])))
+        assert copies.wait([2], 30)
+        copies.close()
+        assert [result.error for result in copies.poll()] == [None]
 
 
 def test_checksums_are_computed_where_they_are_told_to_be(path: Path) -> None:
