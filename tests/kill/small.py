@@ -58,7 +58,7 @@ MOST_RUNNING = 4
 STEP_BLOCKS = 6
 RESET_CHANCE = 0.004
 RESIZE_CHANCE = 0.03
-DELETE_CHANCE = 0.2
+DELETE_CHANCE = 0.05
 WRITE_S = 30.0
 """How long a reset or a deletion may take to be written."""
 OTHER_SIZE_CHANCE = 0.3
