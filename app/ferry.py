@@ -20,6 +20,7 @@ from app.event_feed import EventFeed
 from app.offload_guard import ErrorLog, GuardedSink, OffloadGuard
 from app.policies.kept import KeptPolicies
 from app.pool_size import PoolSize
+from app.pool_watch import PoolWatch
 from app.settings import Settings
 from app.settings.kinds import LogLevel
 from app.settings.live import LiveSettings
@@ -38,7 +39,7 @@ from core.policy import PolicyBook
 from core.rates import LoadOrCompute
 from core.resize import PoolResize
 from core.scheduler import OffloadScheduler
-from core.tiers import Tier
+from core.tiers import HOST, Tier
 from cuda_ops.extents import PoolMemory, PoolPlan
 from cuda_ops.host_pool import HostPool
 from cuda_ops.kept_pool import KeptRecord
@@ -152,6 +153,8 @@ class Ferry:
         if kept.num_overrides or kept.num_rules:
             _log.info("%d overrides and %d rules of an earlier process hold", kept.num_overrides, kept.num_rules)
         pool = self._pool
+        if pool.kept is not None:
+            pool.kept.start()
         if pool.kept is not None and pool.mapped is not None:
             self.warm_start, self._verification = begin_warm(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._note
@@ -194,6 +197,9 @@ class Ferry:
         verifying = None if self._verification is None else self._verification.reason()
         if verifying is not None:
             reasons.append(verifying)
+        unwritten = None if self._pool_watch is None else self._pool_watch.reason()
+        if unwritten is not None:
+            reasons.append(unwritten)
         overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
         if overdue:
             reasons.append(f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s")
@@ -215,6 +221,8 @@ class Ferry:
     def _make(self, settings: Settings, set_log_level: Callable[[LogLevel], None], undo: ExitStack) -> None:
         engine, pool = self._engine, self._pool
         kept, plan = pool.kept, pool.plan
+        if kept is not None:
+            undo.callback(kept.close)
         self._note("opening the database")
         claim = engine.claim
         if claim is None:
@@ -269,6 +277,9 @@ class Ferry:
             wake=engine.step,
             tell=lambda end: self._upkeep.note_resize(end),
         )
+        self._pool_watch = (
+            None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_cut)
+        )
         self._upkeep = Upkeep(
             self.settings,
             set_log_level,
@@ -278,7 +289,13 @@ class Ferry:
             self.manager,
             size,
             self._stopping,
+            self._pool_watch,
         )
+
+    def _on_pool_cut(self, reason: str) -> None:
+        """Find no block in the pool any more, so that nothing is loaded from it."""
+        self.scheduler.resets.reset(time.time(), places=[HOST])
+        self.guard.shut(reason)
 
     def _open_tiers(self, settings: Settings) -> dict[str, Tier]:
         """Those of the settings, where there is memory here that they can reach."""
@@ -289,7 +306,7 @@ class Ferry:
             settings.tiers,
             engine.fingerprint,
             engine.layout.slot_bytes,
-            PoolSlots(mapped),
+            PoolSlots(mapped, None if self._pool.kept is None else self._pool.kept.before_filling),
             self._news.telling(engine.wake),
             engine=engine.name,
         )

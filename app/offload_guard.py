@@ -118,6 +118,7 @@ class OffloadGuard:
         self._must_discard = False
         self._must_check_loads = False
         self._is_unusable = False
+        self._is_shut = False
         self._discarded_s = 0.0
 
     # --- the engine's hooks -------------------------------------------------------------------------------------
@@ -284,13 +285,24 @@ class OffloadGuard:
     def degraded(self) -> list[str]:
         """Why offloading is off, for `/readyz`; empty while it is on."""
         reason = self._off_reason
-        return [] if reason is None else [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
+        # What it was shut for is listed by its cause.
+        return (
+            []
+            if reason is None or self._is_shut
+            else [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
+        )
+
+    def shut(self, reason: str) -> None:
+        """Switch offloading off for as long as this process lives."""
+        self._is_shut = True
+        self._must_discard = True
+        self._off_reason = reason
 
     def resume(self) -> None:
-        """Switch offloading on again."""
+        """Switch offloading on again, unless it was shut."""
         with self._lock:
             self._recent_s.clear()
-            if self._off_reason is not None:
+            if self._off_reason is not None and not self._is_shut:
                 _log.warning("offloading is switched on again")
                 # Every hook looks at `_must_discard` first.
                 self._must_discard |= self._is_unusable

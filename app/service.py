@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from app.crash_report import enable_crash_report
 from app.discovery import Announcement, announce_service
 from app.logs import start_logging
 from app.preflight import start_problems
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartRefused`."""
+    enable_crash_report()
     with start_logging(settings) as logs:
         listener = listen(settings.host, settings.port)
         with listener:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from app.event_feed import EventFeed, EventType
 from app.pool_size import PoolSize, ResizeEnd
+from app.pool_watch import PoolWatch
 from app.settings import Settings
 from app.settings.kinds import LogLevel
 from app.settings.live import LiveSettings
@@ -37,6 +38,7 @@ class Upkeep:
         manager: OffloadManager,
         pool_size: PoolSize,
         stopping: threading.Event,
+        pool_watch: PoolWatch | None = None,
     ) -> None:
         self._settings = settings
         self._set_log_level = set_log_level
@@ -46,6 +48,7 @@ class Upkeep:
         self._manager = manager
         self._pool_size = pool_size
         self._stopping = stopping
+        self._pool_watch = pool_watch
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -90,6 +93,7 @@ class Upkeep:
             *self._scheduler.tiers.health(),
             *self._pool_size.reasons(),
             *self._store.health(),
+            *([] if self._pool_watch is None else self._pool_watch.degraded()),
             *self._store.degraded(),
             *self._settings.shortfalls.values(),
         ]
@@ -102,6 +106,8 @@ class Upkeep:
                     _log.error("the journal's thread died and is started again")
                     self._store.start(self._manager.inventory)
                 self._pool_size.start()
+                if self._pool_watch is not None:
+                    self._pool_watch.check()
                 self._scheduler.expire(time.time())
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")

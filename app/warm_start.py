@@ -136,7 +136,7 @@ def begin_warm(
     """
     started = warm_start(file, store, manager, note)
     _log.info("%s: %s", file.path, started)
-    headers = [SlotHeaders(file.headers(rank), pool, rank) for rank in range(pool.num_ranks)]
+    headers = [SlotHeaders(file, pool, rank) for rank in range(pool.num_ranks)]
     verification = BootVerification(file, headers, manager)
     if file.found.other_boot:
         threading.Thread(target=verification.run, args=(stopping,), name="kvferry-verify", daemon=True).start()

@@ -245,8 +245,10 @@ class Process:
         settings = self._settings
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], layout.blocks_per_slot)
         copies: CopyEngine
+        headers = None if self._kept is None else SlotHeaders(self._kept.file, pool)
+        before = None if headers is None else headers.before_copy
         if self._cuda is None:
-            copies = CpuCopyEngine(blocks, pool, engine.wake)
+            copies = CpuCopyEngine(blocks, pool, engine.wake, before=before)
         else:
             copies = self._cuda.copies(
                 blocks,
@@ -254,9 +256,9 @@ class Process:
                 engine.wake,
                 settings.state_dir,
                 settings.kernel_below_bytes,
+                before,
             )
-        if self._kept is not None:
-            headers = SlotHeaders(self._kept.file.headers(0), pool)
+        if self._kept is not None and headers is not None:
             copies = self._kept.fillings = KeptCopies(copies, headers, engine.wake)
         self.copies = copies
         undo.callback(copies.close)

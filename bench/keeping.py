@@ -75,11 +75,13 @@ class Arm:
         file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})
         pool = HostPool(POOL_SLOTS, block_bytes, POOL_SLOTS * block_bytes, backing=file)
         self.store = Store(f"sqlite:///{folder / name}.db", "bench", "shm") if name in (JOURNAL, ALL) else None
+        record = KeptRecord(file) if name == ALL else None
+        headers = SlotHeaders(file, pool)
         self.manager = OffloadManager(
             POOL_SLOTS,
             block_bytes,
             sink=None if self.store is None else self.store.journal,
-            record=KeptRecord(file) if name == ALL else None,
+            record=record,
         )
         self.scheduler = OffloadScheduler(
             self.manager,
@@ -88,15 +90,23 @@ class Arm:
             GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
             choice=LoadOrCompute(LoadDecision.ALWAYS),
         )
-        copies: CopyEngine = CpuCopyEngine(DeviceLayout.of_tensors([[engine.cache.block_bytes]]), pool, engine.wake)
+        copies: CopyEngine = CpuCopyEngine(
+            DeviceLayout.of_tensors([[engine.cache.block_bytes]]),
+            pool,
+            engine.wake,
+            before=headers.before_copy if name == ALL else None,
+        )
         self._kept: KeptCopies | None = None
         if name == ALL:
-            copies = self._kept = KeptCopies(copies, SlotHeaders(file.headers(0), pool), engine.wake)
+            copies = self._kept = KeptCopies(copies, headers, engine.wake)
         self.engine = engine
         engine.attach(self.scheduler, copies)
         engine.start()
         for close in (file.close, pool.close, copies.close, engine.close):
             closers.callback(close)
+        if record is not None:
+            record.start()
+            closers.callback(record.close)
         if self.store is not None:
             closers.callback(self.store.close, SETTLE_S)
 

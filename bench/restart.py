@@ -142,7 +142,9 @@ def measure_cost(rounds: int) -> None:
         blocks = np.random.default_rng(1).integers(0, 256, (COPIED_SLOTS, COPIED_BYTES), dtype=np.uint8)
         layout = DeviceLayout.of_arrays([blocks])
         bare = CpuCopyEngine(layout, pool, lambda: None)
-        kept = KeptCopies(CpuCopyEngine(layout, pool, lambda: None), SlotHeaders(file.headers(0), pool), lambda: None)
+        headers = SlotHeaders(file, pool)
+        marking = CpuCopyEngine(layout, pool, lambda: None, before=headers.before_copy)
+        kept = KeptCopies(marking, headers, lambda: None)
         keys = [key.tobytes() for key in keys_of(COPIED_SLOTS)]
         every, zeros = np.arange(COPIED_SLOTS), np.zeros(COPIED_SLOTS, dtype=np.int64)
         times: dict[str, list[tuple[float, float]]] = {"bare": [], "kept": []}
@@ -175,9 +177,11 @@ def measure_deciding(num_slots: int, rounds: int) -> None:
     """The manager's store path through a full pool, without and with the words that keep what left from coming back."""
     with tempfile.TemporaryDirectory() as name:
         file = KeptFile(Path(name) / "deciding.pool", shape_of(num_slots), FINGERPRINT)
+        record = KeptRecord(file)
+        record.start()
         managers = {
             "bare": OffloadManager(num_slots, SLOT_BYTES),
-            "kept": OffloadManager(num_slots, SLOT_BYTES, record=KeptRecord(file)),
+            "kept": OffloadManager(num_slots, SLOT_BYTES, record=record),
         }
         random, origin, positions = np.random.default_rng(2), Origin("r"), np.arange(COPIED_SLOTS)
         for manager in managers.values():
@@ -196,6 +200,7 @@ def measure_deciding(num_slots: int, rounds: int) -> None:
         print(
             f"| {num_slots:,} | {spread(times['bare'])} | {spread(times['kept'])} | {statistics.median(ratios):.2f} |"
         )
+        record.close()
         file.close()
 
 

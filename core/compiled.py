@@ -12,8 +12,10 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(signature: Any) -> Callable[[F], F]:
+def compiled(signature: Any, *, nogil: bool = False) -> Callable[[F], F]:
     """A decorator that compiles a function for one Numba signature, at once.
+
+    With `nogil` it runs without the interpreter's lock.
 
     The function may use numbers of its own file, by a change of which what is kept becomes void. No other compiled
     function: that is another object in each process, so that what is kept would never be found again.
@@ -23,8 +25,8 @@ def compiled(signature: Any) -> Callable[[F], F]:
 
     def compile_it(function: F) -> F:
         try:
-            return cast("F", njit([signature], cache=True)(function))
+            return cast("F", njit([signature], cache=True, nogil=nogil)(function))
         except Exception:  # noqa: BLE001 - whatever a cache has to say: what is wrong with the function is said below
-            return cast("F", njit([signature])(function))
+            return cast("F", njit([signature], nogil=nogil)(function))
 
     return compile_it

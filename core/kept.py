@@ -14,19 +14,29 @@ from core.transfers import SlotLabels, Slots
 
 
 class PoolRecord(Protocol):
-    """Where it is written what a restart may bring back, and must not. Called under the lock: it only writes memory."""
+    """The record of which blocks a restart may bring back, and which not.
+
+    Requires: manager lock held, unless said otherwise. No method waits or accesses the pool's file: calls are queued,
+    and written in their order by another thread.
+    """
 
     def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
-        """What these slots held in these generations has left the pool."""
+        """Queue an invalidation: the blocks of these slots, in these generations, have left the pool."""
 
     def void_before(self, epoch: int) -> None:
-        """Nothing of an epoch before this one exists any more."""
+        """Queue an invalidation of every block of an epoch before this one."""
+
+    def num_invalidations(self) -> int:
+        """Return how many invalidations were queued so far. Any thread, no lock."""
+
+    def are_written(self, count: int) -> bool:
+        """Return whether the first `count` invalidations are written. Any thread, no lock."""
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """A tier is about to overwrite these slots; those that the engine's copies write are marked by those."""
+        """Note that a tier is about to overwrite these slots."""
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """A tier has filled these slots, whose blocks can be found now: somebody else may vouch for their bytes."""
+        """Note that a tier has filled these slots, whose blocks can be found now: their headers may be sealed."""
 
 
 class KeptBlocks(NamedTuple):

@@ -107,7 +107,7 @@ class Leaving:
         self._sink.evicted(EvictionBatch(now_s, reason, self._room.policy.name, rows, needed_by))
 
     def void(self, slots: Slots) -> None:
-        """What these slots hold, or are about to hold, is not to come back after a restart. Called under the lock."""
+        """Queue an invalidation of what these slots hold, or are about to hold. Requires: manager lock held."""
         if self._record is not None and len(slots):
             self._record.void(slots, self._table.generations[slots])
 

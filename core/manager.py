@@ -200,6 +200,14 @@ class OffloadManager:
             self.leaving.void(slots)
             self.room.free(slots)
 
+    def num_invalidations(self) -> int:
+        """Return how many invalidations the pool's record has queued so far; 0 without a record."""
+        return 0 if self._record is None else self._record.num_invalidations()
+
+    def are_written(self, count: int) -> bool:
+        """Return whether a restart cannot undo the first `count` invalidations any more."""
+        return self._record is None or self._record.are_written(count)
+
     def labels(self, slots: Slots) -> SlotLabels | None:
         """What a store has to write beside the bytes of slots that were reserved; None if nothing outlives us."""
         if self._record is None:

@@ -36,7 +36,9 @@ class SlotBytes(Protocol):
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
         """The first `num_bytes` bytes of what a slot holds, in order, to be read or written in place.
 
-        Most often one flat array; several where each rank has its own part of a slot.
+        Most often one flat array; several where each rank has its own part of a slot. Must be called for each block of
+        a job, before its bytes are accessed and not on the engine thread: it may write to the pool's file. May raise,
+        and then the block failed.
         """
 
 

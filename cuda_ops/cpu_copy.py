@@ -43,9 +43,11 @@ class CpuCopyEngine:
         worker: int = 0,
         num_threads: int | None = None,
         cpus: Collection[int] | None = None,
+        before: Callable[[TransferJob], None] | None = None,
     ) -> None:
         """`on_finished` is called on a copy thread after each job; it may only notify. `cpus` are the processors that
-        the threads may run on, by default those of the thread that makes the engine.
+        the threads may run on, by default those of the thread that makes the engine. `before` is called on a copy
+        thread before the first byte of a job is copied; the job fails if it raises.
 
         Raises `ValueError` if a slot of the pool is too small for the layout.
         """
@@ -56,6 +58,7 @@ class CpuCopyEngine:
         self._planner = SegmentPlanner(layout, pool.slot_bytes)
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
+        self._before = before
         self._copy = segment_copier()
         self._buffers: deque[SegmentBuffer] = deque()
         self._cpus = cpus
@@ -154,6 +157,8 @@ class CpuCopyEngine:
     def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
         """Compute what the job copies and cut it into shares; the first is in the thread's hands instead of the job."""
         started_s = time.perf_counter()
+        if self._before is not None:
+            self._before(job)
         try:
             buffer = self._buffers.pop()
         except IndexError:

@@ -52,13 +52,15 @@ class CudaCopyEngine:
         current_stream: Callable[[], int],
         worker: int = 0,
         mover: Mover | None = None,
+        before: Callable[[TransferJob], None] | None = None,
     ) -> None:
         """`device` is counted as torch does. `current_stream` gives the handle of the stream that the calling thread
         computes on; it is asked in `submit` and `poll`. `on_finished` is called on a copy thread after each job; it may
-        only notify.
+        only notify. `before` is called on a copy thread before a job's copies are queued; the job fails if it raises.
 
         Raises `ValueError` if a slot of the pool is too small for the layout, and `CudaError`.
         """
+        self._before = before
         self._planner = SegmentPlanner(layout, pool.slot_bytes)
         # The layout keeps the tensors allocated for as long as this engine may copy.
         self._layout = layout
@@ -163,6 +165,8 @@ class CudaCopyEngine:
         table = self._pool.hold()
         buffer: SegmentBuffer | None = None
         try:
+            if self._before is not None:
+                self._before(job)
             with self._driver.current(self._context):
                 buffer = self._take_buffer()
                 segments = self._planner.plan(job, table, buffer, coalesce=True)

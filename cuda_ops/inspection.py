@@ -52,7 +52,8 @@ class InspectedPool:
                 )
                 for i, (row, key, epoch, length, checksum) in enumerate(columns):
                     file.seek(row + rank * shape.slot_bytes)
-                    bad[i] |= payload_checksum(key, epoch, np.fromfile(file, np.uint8, length)) != checksum
+                    payload = np.fromfile(file, np.uint8, length)
+                    bad[i] |= payload_checksum(self.header.namespace, key, epoch, payload) != checksum
         return slots[bad]
 
 

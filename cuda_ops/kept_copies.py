@@ -1,5 +1,5 @@
-"""A copy engine for a kept pool, around any other: it marks slots before a store, seals them after it, and verifies
-what an earlier process left before the first load. Hashing is done on a thread of its own.
+"""A copy engine for a kept pool, around any other: it seals slots after a store, and verifies what an earlier process
+left before the first load. Both are done on a thread of its own; slots are marked by the threads that copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class KeptCopies:
         worker: int = 0,
         cpus: Collection[int] | None = None,
     ) -> None:
-        """`on_finished` is called on the hashing thread when there is something to poll; it may only notify. That
-        thread runs on `cpus`, by default on those of the thread that makes the engine."""
+        """`copies` calls `headers.before_copy` before each job. `on_finished` is called on the hashing thread when
+        there is something to poll; it may only notify. That thread runs on `cpus`, by default on those of the thread
+        that makes the engine."""
         self._copies = copies
         self._headers = headers
         self._on_finished = on_finished
@@ -48,8 +49,7 @@ class KeptCopies:
         self._changed = threading.Condition()
         self._closing = False
         self._give_up_s: float | None = None
-        self._thread = threading.Thread(target=self._serve, name="kvferry-seal", daemon=True)
-        self._thread.start()
+        self._thread = self._start_thread()
 
     @property
     def num_unsealed(self) -> int:
@@ -59,7 +59,6 @@ class KeptCopies:
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
         if job.direction is Direction.STORE and job.labels is not None:
-            self._headers.begin(job.labels)
             self._labels[job.job_id] = job.labels
         elif job.verify is not None and len(job.verify):
             with self._changed:
@@ -71,6 +70,7 @@ class KeptCopies:
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
+        self._replace_dead_thread()
         self._go_on()
         results = self._copies.poll()
         sealable = [
@@ -86,11 +86,11 @@ class KeptCopies:
         return early + results
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`. Any thread."""
+        """See `Fillings`. Thread: any but the engine's."""
         self._headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`: they are sealed like stores. Any thread."""
+        """See `Fillings`: they are sealed like stores. Any thread."""
         with self._changed:
             if not self._closing:
                 self._to_seal.append(labels)
@@ -105,6 +105,7 @@ class KeptCopies:
                 hashing = any(job.job_id in wanted for job in self._to_verify)
                 if hashing:
                     self._changed.wait(min(max(deadline_s - time.monotonic(), 0.0), _RECHECK_S))
+            self._replace_dead_thread()
             self._go_on()
             left_s = deadline_s - time.monotonic()
             if not hashing:
@@ -138,6 +139,25 @@ class KeptCopies:
         self._early = self.poll()
         if self._to_seal:
             _log.warning("%d stores were not sealed in time: a restart will not find them", len(self._to_seal))
+
+    def _start_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._serve, name="kvferry-seal", daemon=True)
+        thread.start()
+        return thread
+
+    def _replace_dead_thread(self) -> None:
+        """Start a dead thread again. What it had in hand fails: a load is not verified, a store is not sealed."""
+        if self._thread.is_alive() or self._closing:
+            return
+        _log.error("the thread that seals and verifies slots died; what it had in hand fails and it is started again")
+        with self._changed:
+            if self._to_verify:
+                self._verified.append((self._to_verify.popleft(), (), "not verified: the thread died"))
+            elif self._to_seal:
+                self._to_seal.popleft()
+                self._num_sealed += 1
+            self._changed.notify_all()
+        self._thread = self._start_thread()
 
     def _go_on(self) -> None:
         """Start the loads whose slots have been verified, on the engine's thread, and fail those that had bad ones."""

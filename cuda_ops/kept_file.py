@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from core.keys import Key
 from cuda_ops.backing import SharedFile
 from cuda_ops.kept_slots import DropReason, read_slots
 from cuda_ops.limits import MemoryLimit, NotEnoughMemory
+from cuda_ops.native import Words, word_copies
 from cuda_ops.pool_format import (
     FORMAT_VERSION,
     MAGIC,
@@ -26,6 +27,7 @@ from cuda_ops.pool_format import (
     SLOT_HEADER,
     Headers,
     PoolShape,
+    namespace_of,
     pool_header,
     pool_header_checksum,
 )
@@ -34,10 +36,15 @@ from cuda_ops.pool_lock import PoolLock, PoolRefused
 _log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MIN_EPOCH_WORD = np.array([POOL_HEADER.fields["min_epoch"][1] // 8 if POOL_HEADER.fields else 0])
 
 
 class NotAPool(ValueError):
     """A file that has no pool's header, or not one that this version can read; the message says which field it is."""
+
+
+class PoolCut(RuntimeError):
+    """The pool's file is shorter than the memory that is mapped of it: touching the missing part ends the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class PoolHeader:
 
     shape: PoolShape
     fingerprint: dict[str, object]
+    namespace: bytes
     min_epoch: int
     boot_id: str
 
@@ -98,7 +106,7 @@ def read_pool_header(file: int) -> PoolHeader:
         )
     shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
-    return PoolHeader(shape, json.loads(fingerprint), int(field["min_epoch"]), boot_id)
+    return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), int(field["min_epoch"]), boot_id)
 
 
 class KeptFile:
@@ -128,6 +136,10 @@ class KeptFile:
             raise PoolRefused(
                 f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use KVFERRY_POOL_KIND=pinned"
             )
+        self.namespace = namespace_of(text)
+        """Part of every payload checksum."""
+        self.cut: str | None = None
+        """Why no byte of the pool may be touched any more, once `check` has found the file cut off."""
         self._lock = PoolLock(path, shared=join)
         try:
             self._shared = SharedFile(path, is_ready=join)
@@ -222,6 +234,10 @@ class KeptFile:
         start = POOL_HEADER_BYTES + rank * self.shape.rank_stride
         return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.max_slots, offset=start)
 
+    def header_words(self, rank: int) -> Words:
+        """The slot headers of a rank as words, `[max_slots, words of a header]`, in place."""
+        return self.headers(rank).view(np.int64).reshape(self.shape.max_slots, -1)
+
     @property
     def num_slots(self) -> int:
         """Slots that the pool has now; those behind them do not count, whatever their headers say."""
@@ -232,9 +248,10 @@ class KeptFile:
         """Slots of another epoch are void."""
         return int(self._pool_header["min_epoch"][0])
 
-    @min_epoch.setter
-    def min_epoch(self, epoch: int) -> None:
-        self._pool_header["min_epoch"] = epoch
+    def write_min_epoch(self, epoch: int) -> None:
+        """Void the slots of all other epochs. May wait for the disk, without the interpreter's lock."""
+        words = np.frombuffer(self._headers, dtype=np.int64, count=POOL_HEADER.itemsize // 8)
+        word_copies().scatter(words, _MIN_EPOCH_WORD, np.array([epoch]))
 
     def take_foreign_keys(self) -> list[Key]:
         """What a pool that was dropped for its fingerprint or sizes held, as its headers said; to be had once."""
@@ -245,7 +262,33 @@ class KeptFile:
         """All that is there has been verified since this boot."""
         self._pool_header["boot_id"] = read_boot_id().encode()
 
+    # ---- a file that is changed by others ----------------------------------------------------------------------------
+
+    def check(self, end_offset: Callable[[], int] = lambda: 0) -> None:
+        """Raise `PoolCut` if the headers, or the slots up to `end_offset`, are not all in the file. Any thread."""
+        # A shrink lowers the offset before it cuts the file, so that only a second look tells that from a stranger.
+        if self.cut is None and self._is_short(end_offset()) and self._is_short(end_offset()):
+            self.cut = f"the pool's file {self.path} was cut to {self._size():,} bytes by another process"
+        if self.cut is not None:
+            raise PoolCut(self.cut)
+
+    def moved(self) -> str | None:
+        """Why the file at the path is not the one that is mapped; None while it is. Any thread."""
+        try:
+            there, ours = os.stat(self.path), os.fstat(self._shared.fileno())
+        except FileNotFoundError:
+            return f"the pool's file {self.path} was removed or renamed"
+        except OSError as error:
+            return f"the pool's file {self.path} cannot be looked at: {error.strerror or error}"
+        if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+            return None
+        return f"the pool's file {self.path} was replaced by another file"
+
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _is_short(self, end_offset: int) -> bool:
+        file = self._shared.fileno()
+        return file >= 0 and os.fstat(file).st_size < self.shape.payload_offset + end_offset
 
     def _size(self) -> int:
         return os.fstat(self._shared.fileno()).st_size

@@ -1,16 +1,29 @@
-"""A kept pool as core sees it: what leaves is void in the headers at once, and what a process left comes back."""
+"""A kept pool as core sees it: invalidations are queued by core and written to the headers by a thread of its own."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+import threading
+from collections import deque
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import SlotLabels, Slots
-from cuda_ops.kept_file import KeptFile
+from core.transfers import NO_SLOTS, SlotLabels, Slots
+from cuda_ops.kept_file import KeptFile, PoolCut
 from cuda_ops.kept_slots import KeptSlots, read_slots
+from cuda_ops.native import word_copies
 from cuda_ops.pool_format import SLOT_HEADER, HeaderState
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+PAUSE_S = 0.002
+"""Between two rounds of writing: evictions of several steps are written together, and wake the thread once."""
+ROUND_SLOTS = 4096
+"""Slots a round at least, if there are so many: a round takes them under the lock that `void` takes."""
+_DROPPED_WORD = SLOT_HEADER.fields["dropped_generation"][1] // 8 if SLOT_HEADER.fields else 0
 
 
 class Fillings(Protocol):
@@ -22,36 +35,176 @@ class Fillings(Protocol):
         """Wait until nobody looks at slots that were filled by now; whether that came true in time."""
 
 
+class _Round(NamedTuple):
+    """Invalidations that are being written, which are all up to number `last`; `epoch` is None if none was begun."""
+
+    last: int
+    slots: Slots
+    generations: NDArray[np.int64]
+    epoch: int | None
+
+
 class KeptRecord:
-    """A `core.kept.PoolRecord` in the file's headers. Memory only; called under the manager's lock."""
+    """A `core.kept.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
+
+    What is not written yet takes one entry a slot, however long the disk hangs.
+    """
 
     def __init__(self, file: KeptFile) -> None:
+        """Nothing is written before `start`."""
         self.fillings: Fillings | None = None
         """Without it, what tiers bring does not outlive this process."""
         self.file = file
-        self._dropped = file.headers(0)["dropped_generation"]
+        self._dropped = file.header_words(0).reshape(-1)
+        self._words_per_slot = SLOT_HEADER.itemsize // 8
+        self._lock = threading.Lock()
+        self._waiting = np.zeros(file.shape.max_slots, dtype=np.int64)
+        """The generation to invalidate of each slot that is in `_queue`, else 0."""
+        self._queue: deque[tuple[int, Slots]] = deque()
+        self._epoch: int | None = None
+        self._num_queued = 0
+        self._num_written = 0
+        self._round: _Round | None = None
+        self._unmarked: dict[int, SlotLabels] = {}
+        self._has_work = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- on the engine thread, under the manager's lock: memory of this process only ----------------------------------
 
     def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """See `PoolRecord`."""
-        self._dropped[slots] = generations
+        with self._lock:
+            self._num_queued += 1
+            new = slots[self._waiting[slots] == 0]
+            self._waiting[slots] = generations
+            if len(new):
+                self._queue.append((self._num_queued, new))
+            if self._unmarked:
+                for slot in slots.tolist():
+                    self._unmarked.pop(slot, None)
+        self._wake()
 
     def void_before(self, epoch: int) -> None:
         """See `PoolRecord`."""
-        self.file.min_epoch = epoch
+        with self._lock:
+            self._num_queued += 1
+            if self._epoch is None:
+                self._queue.append((self._num_queued, NO_SLOTS))
+            self._epoch = epoch
+        self._wake()
+
+    def num_invalidations(self) -> int:
+        """See `PoolRecord`."""
+        return self._num_queued
+
+    def are_written(self, count: int) -> bool:
+        """See `PoolRecord`."""
+        return self._num_written >= count
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `PoolRecord`."""
+        """See `PoolRecord`. The slots are marked by `before_filling`."""
         if self.fillings is not None:
-            self.fillings.begin_filling(labels)
+            parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
+            with self._lock:
+                self._unmarked |= parts
 
     def end_filling(self, labels: SlotLabels) -> None:
         """See `PoolRecord`."""
         if self.fillings is not None:
             self.fillings.end_filling(labels)
 
+    # --- any other thread ---------------------------------------------------------------------------------------------
+
+    def before_filling(self, slot: int) -> None:
+        """Mark a slot that a tier is about to fill, on the tier's thread. Raises `PoolCut`."""
+        self.file.check()
+        with self._lock:
+            labels = self._unmarked.pop(slot, None)
+        if labels is not None and self.fillings is not None:
+            self.fillings.begin_filling(labels)
+
     def settle(self, timeout_s: float) -> bool:
         """Wait, under no lock, until nobody looks at slots that have left the pool; whether that came true in time."""
         return self.fillings is None or self.fillings.settle(timeout_s)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs. What a dead one was writing is written again."""
+        if self._thread is not None:
+            if self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
+                return
+            _log.error("the thread that writes invalidations to the pool's headers died and is started again")
+        self._thread = threading.Thread(target=self._serve, name="kvferry-void", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> str | None:
+        """Return why invalidations are not written, None while they are. A file that was cut off is none of that."""
+        if self._thread is None or self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
+            return None
+        return "the thread that writes invalidations to the pool's headers does not run: its log says why"
+
+    def close(self) -> None:
+        """Write what is queued, within its time, and stop. The file is closed after this."""
+        self._closing.set()
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        if not self.are_written(self._num_queued):
+            _log.warning("evictions were not written to the pool's headers: a restart may bring evicted blocks back")
+
+    # --- on its thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                while self._write_round():
+                    continue
+            except PoolCut as error:
+                _log.error("invalidations are not written any more: %s", error)
+                return
+            if self._closing.is_set():
+                return
+            self._has_work.wait()
+            self._has_work.clear()
+            self._closing.wait(PAUSE_S)
+
+    def _write_round(self) -> bool:
+        """Write some of what is queued; False once there was nothing."""
+        if self._round is None:
+            self._round = self._take_round()
+        now = self._round
+        if now is None:
+            return False
+        self.file.check()
+        if now.epoch is not None:
+            self.file.write_min_epoch(now.epoch)
+        places = now.slots * self._words_per_slot + _DROPPED_WORD
+        word_copies().scatter(self._dropped, places, now.generations)
+        self._num_written = now.last
+        self._round = None
+        return True
+
+    def _take_round(self) -> _Round | None:
+        with self._lock:
+            if not self._queue:
+                # Calls that named only slots that were waiting already.
+                self._num_written = self._num_queued
+                return None
+            taken: list[Slots] = []
+            last = count = 0
+            while self._queue and count < ROUND_SLOTS:
+                last, slots = self._queue.popleft()
+                taken.append(slots)
+                count += len(slots)
+            slots = np.concatenate(taken)
+            generations = self._waiting[slots]
+            self._waiting[slots] = 0
+            epoch, self._epoch = self._epoch, None
+            return _Round(last if self._queue else self._num_queued, slots, generations, epoch)
+
+    def _wake(self) -> None:
+        if not self._has_work.is_set():
+            self._has_work.set()
 
 
 def recover_slots(file: KeptFile) -> KeptSlots:

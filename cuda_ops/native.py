@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from core.compiled import compiled
+
+Words = NDArray[np.int64]
 Addresses = NDArray[np.int64]
 
 LINE_BYTES = 64
@@ -153,3 +156,45 @@ def _intrinsics() -> tuple[Any, Any, Any]:
         return types.void(), generate
 
     return stream_line, fetch, fence
+
+
+class WordCopies(NamedTuple):
+    """Functions over mapped int64 words that run without the interpreter's lock.
+
+    A page fault on a file mapping takes milliseconds where the disk is busy, and NumPy would keep the lock meanwhile.
+    """
+
+    scatter: Callable[[Words, Words, Words], None]
+    """`scatter(words, places, values)`: `words[places[i]] = values[i]`."""
+    gather_rows: Callable[[Words, Words, Words], None]
+    """`gather_rows(rows, places, found)`: `found[i, :] = rows[places[i], :]`."""
+    scatter_columns: Callable[[Words, Words, Words, Words], None]
+    """`scatter_columns(rows, places, columns, values)`: `rows[places[i], c] = values[i, c]`, `columns` in order."""
+
+
+@functools.cache
+def word_copies() -> WordCopies:
+    """Compiled once on a machine."""
+    from numba import types
+
+    words, rows = types.int64[::1], types.int64[:, ::1]
+    given, given_rows = types.Array(types.int64, 1, "C", readonly=True), types.Array(types.int64, 2, "C", readonly=True)
+
+    @compiled(types.void(words, given, given), nogil=True)
+    def scatter(words: Words, places: Words, values: Words) -> None:
+        for i in range(len(places)):
+            words[places[i]] = values[i]
+
+    @compiled(types.void(given_rows, given, rows), nogil=True)
+    def gather_rows(rows: Words, places: Words, found: Words) -> None:
+        for i in range(len(places)):
+            for column in range(rows.shape[1]):
+                found[i, column] = rows[places[i], column]
+
+    @compiled(types.void(rows, given, given, given_rows), nogil=True)
+    def scatter_columns(rows: Words, places: Words, columns: Words, values: Words) -> None:
+        for i in range(len(places)):
+            for column in columns:
+                rows[places[i], column] = values[i, column]
+
+    return WordCopies(scatter, gather_rows, scatter_columns)

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from core.keys import Key
 from core.transfers import Slots
 from cuda_ops.extents import PoolPlan
 
 MAGIC = b"kvferry\n"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 POOL_HEADER_BYTES = 1 << 16
 MAX_KEY_BYTES = 72
 NEVER_DROPPED = 0
@@ -197,9 +197,14 @@ def are_sound(headers: Headers, slot_bytes: int) -> NDArray[np.bool_]:
     return sound
 
 
-def payload_checksum(key: Key, epoch: int, payload: NDArray[np.uint8]) -> int:
-    """XXH3 of a slot's bytes, seeded with that of its key, epoch (8 bytes) and length (8 bytes)."""
-    about = key + epoch.to_bytes(8, "little", signed=True) + len(payload).to_bytes(8, "little")
+def namespace_of(fingerprint: bytes) -> bytes:
+    """The 16 bytes of a pool's fingerprint, as its header has it, that every payload checksum covers."""
+    return xxh3_128_digest(fingerprint)
+
+
+def payload_checksum(namespace: bytes, key: Key, epoch: int, payload: NDArray[np.uint8]) -> int:
+    """XXH3 of a slot's bytes, seeded with that of its namespace, key, epoch (8 bytes) and length (8 bytes)."""
+    about = namespace + key + epoch.to_bytes(8, "little", signed=True) + len(payload).to_bytes(8, "little")
     return xxh3_64_intdigest(payload.data, seed=xxh3_64_intdigest(about))
 
 

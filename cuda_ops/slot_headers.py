@@ -1,7 +1,10 @@
 """One rank's slot headers while the pool is in use: written around each store, so that any moment may be the last.
 
-A store marks its slots as *writing* before their first byte. Once its bytes are there they are *sealed*: the checksum,
-then *valid*. Whoever is given a slot in between marks it again, with another generation, and the seal is abandoned.
+A slot is marked as *writing* before the first byte of a store. Once its bytes are there it is *sealed*: the checksum,
+then *valid*. A slot that is given out in between is marked again, with another generation, and the seal is abandoned.
+
+Headers lie in a file mapping, where each access may wait for the disk: no method belongs on the engine thread, and none
+accesses headers under the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import NO_SLOTS, SlotLabels, Slots
+from core.transfers import NO_SLOTS, Direction, SlotLabels, Slots, TransferJob
 from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.native import word_copies
 from cuda_ops.pool_format import (
     MAX_KEY_BYTES,
     SLOT_HEADER,
@@ -28,32 +33,54 @@ from cuda_ops.pool_format import (
 SEAL_SLOTS = 32
 """Slots that are made valid together, and for which a store that begins may have to wait."""
 
-_CHECKED = [name for name in SLOT_HEADER.names or () if name not in ("state", "dropped_generation", "unused")]
+_WORDS = SLOT_HEADER.itemsize // 8
+
+
+def _word_of(field: str) -> int:
+    return SLOT_HEADER.fields[field][1] // 8 if SLOT_HEADER.fields else 0
+
+
+_MARKED = np.array([_word_of("state"), _word_of("generation")])
+_STATE_LAST = np.array(
+    [word for word in range(_word_of("dropped_generation")) if word != _word_of("state")] + [_word_of("state")]
+)
+"""All words but the scheduler's own, the one with the state last."""
 
 
 class SlotHeaders:
-    """Any thread may call anything."""
+    """Thread: any but the engine's."""
 
-    def __init__(self, headers: Headers, pool: HostPool, rank: int | None = None) -> None:
-        """`headers` are those of `rank`, by default the pool's own."""
-        self._headers = headers
+    def __init__(self, file: KeptFile, pool: HostPool, rank: int | None = None) -> None:
+        """The headers of `rank`, by default the pool's own."""
+        self._file = file
         self._pool = pool
         self._rank = pool.rank if rank is None else rank
+        self._words = file.header_words(self._rank)
+        self._copies = word_copies()
         self._lock = threading.Lock()
 
+    def before_copy(self, job: TransferJob) -> None:
+        """Mark the slots of a store, on the thread that copies, before it does. Raises `PoolCut` for any job."""
+        self._check()
+        if job.direction is Direction.STORE and job.labels is not None:
+            self.begin(job.labels)
+
     def begin(self, labels: SlotLabels) -> None:
-        """The bytes of these slots are about to be overwritten."""
+        """Mark these slots as *writing*: their bytes are about to be overwritten. Raises `PoolCut`."""
+        self._check()
+        marks = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
+        marks["state"], marks["generation"] = HeaderState.WRITING, labels.generations
         with self._lock:
-            self._headers["state"][labels.slots] = HeaderState.WRITING
-            self._headers["generation"][labels.slots] = labels.generations
+            self._copies.scatter_columns(self._words, labels.slots, _MARKED, _as_words(marks))
 
     def seal(self, labels: SlotLabels) -> int:
-        """Vouch for the bytes of slots whose store has ended; how many are valid now."""
+        """Vouch for the bytes of slots whose store has ended; how many are valid now. Raises `PoolCut`."""
         return sum(self._seal(labels.part(at, at + SEAL_SLOTS)) for at in range(0, len(labels.slots), SEAL_SLOTS))
 
     def verify(self, slots: Slots) -> Slots:
-        """Those of these valid slots whose bytes are not what their headers say."""
-        headers = self._headers[slots]
+        """Those of these valid slots whose bytes are not what their headers say. Raises `PoolCut`."""
+        self._check()
+        headers = self._read(slots)
         good = are_sound(headers, self._pool.slot_bytes)
         candidates = good.nonzero()[0]
         columns = zip(
@@ -66,11 +93,14 @@ class SlotHeaders:
             strict=True,
         )
         for i, slot, key, epoch, length, checksum in columns:
-            good[i] = payload_checksum(key, epoch, self._bytes(slot, length)) == checksum
+            good[i] = self._checksum(key, epoch, slot, length) == checksum
         bad: Slots = slots[~good]
         return bad if len(bad) else NO_SLOTS
 
     def _seal(self, labels: SlotLabels) -> int:
+        self._check()
+        if not self._are_ours(labels).any():
+            return 0
         written = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         written["generation"], written["epoch"] = labels.generations, labels.epochs
         # A block has a part of equal size on every rank.
@@ -81,31 +111,35 @@ class SlotHeaders:
         columns = zip(
             labels.slots.tolist(), labels.keys, written["epoch"].tolist(), written["length"].tolist(), strict=True
         )
-        if not self._are_ours(labels).any():
-            return 0
-        written["payload_checksum"] = [
-            payload_checksum(key, epoch, self._bytes(slot, length)) for slot, key, epoch, length in columns
-        ]
+        written["payload_checksum"] = [self._checksum(key, epoch, slot, length) for slot, key, epoch, length in columns]
         written["checksum"] = header_checksums(written)
         with self._lock:
             ours = self._are_ours(labels)
-            slots, written = labels.slots[ours], written[ours]
-            for name in _CHECKED:
-                self._headers[name][slots] = written[name]
-            self._headers["state"][slots] = HeaderState.VALID
+            slots = labels.slots[ours]
+            self._copies.scatter_columns(self._words, slots, _STATE_LAST, _as_words(written[ours]))
         return len(slots)
 
-    def _bytes(self, slot: int, length: int) -> NDArray[np.uint8]:
-        """The rank's first bytes of a slot, not a copy."""
-        mine: NDArray[np.uint8] = self._pool.row(slot)[self._rank, :length]
-        return mine
+    def _check(self) -> None:
+        self._file.check(lambda: self._pool.hold().end_offset)
 
-    def _are_ours(self, labels: SlotLabels) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _checksum(self, key: bytes, epoch: int, slot: int, length: int) -> int:
+        """Of the rank's first bytes of a slot."""
+        payload: NDArray[np.uint8] = self._pool.row(slot)[self._rank, :length]
+        return payload_checksum(self._file.namespace, key, epoch, payload)
+
+    def _read(self, slots: Slots) -> Headers:
+        found = np.empty((len(slots), _WORDS), dtype=np.int64)
+        self._copies.gather_rows(self._words, slots, found)
+        return found.view(SLOT_HEADER).ravel()
+
+    def _are_ours(self, labels: SlotLabels) -> NDArray[np.bool_]:
         """Which of these slots have not been given to another store since."""
-        headers = self._headers
+        headers = self._read(labels.slots)
         fits = np.array([len(key) <= MAX_KEY_BYTES for key in labels.keys], dtype=np.bool_)
-        same = headers["generation"][labels.slots] == labels.generations
-        ours: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
-            fits & same & (headers["state"][labels.slots] == HeaderState.WRITING)
-        )
+        same = headers["generation"] == labels.generations
+        ours: NDArray[np.bool_] = fits & same & (headers["state"] == HeaderState.WRITING)
         return ours
+
+
+def _as_words(headers: Headers) -> NDArray[np.int64]:
+    return np.ascontiguousarray(headers).view(np.int64).reshape(len(headers), _WORDS)

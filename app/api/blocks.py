@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 import time
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Body, Path
+from fastapi import APIRouter, Body, Path, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +20,7 @@ from app.api.context import AdminContext
 from app.api.paging import DEFAULT_LIMIT, Cursor, Limit, Page, parse_position
 from app.api.policy_models import DEFAULT_TTL_S, Ttl
 from app.api.problems import Problem
+from app.api.reset import wait_until_written
 from app.times import rfc3339, rfc3339_or_none
 from core.events import SlotRows
 from core.grants import BlockState, PinOutcome
@@ -29,6 +32,7 @@ from core.tiers import HOST
 MAX_KEY_HEX = 512
 TIERS_S = 0.5
 """How long a listing waits for what tiers have to say; those on a network may not answer at all."""
+WRITE_TIMEOUT_S = 30.0
 _SILENT_S = 0.05
 """A tier need not tell that it has an answer; it is asked at least so often."""
 _PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
@@ -197,12 +201,31 @@ def blocks_router(context: AdminContext) -> APIRouter:
             raise _unknown(block_hash)
         return blocks[0]
 
-    @router.delete("/blocks/{hash}", summary="Drop one block", status_code=204, dependencies=[EMERGENCY])
-    def drop_block(block_hash: BlockHash) -> None:
-        """It is found no more at once, in tiers neither; its slot is free when the last transfer or pin on it ends."""
-        if not context.scheduler.resets.drop_block(_key_of(block_hash), time.time()):
-            raise _unknown(block_hash)
+    @router.delete(
+        "/blocks/{hash}",
+        summary="Drop one block",
+        status_code=204,
+        responses={
+            202: {
+                "description": f"The block is dropped; after {WRITE_TIMEOUT_S:g} s the headers of a pool that outlives "
+                "the process are still not written, so that a restart may bring it back"
+            }
+        },
+        dependencies=[EMERGENCY],
+    )
+    async def drop_block(request: Request, block_hash: BlockHash) -> Response:
+        """It is found no more at once, in tiers neither; its slot is free when the last transfer or pin on it ends.
+
+        With a pool that outlives the process, the answer (404, too) comes once no restart can bring it back.
+        """
+        key = _key_of(block_hash)
+        is_dropped = await run_in_threadpool(context.scheduler.resets.drop_block, key, time.time())
         context.wake()
+        # An earlier copy of the block may have been evicted a moment ago.
+        is_written = await wait_until_written(request, context, asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
+        if not is_dropped:
+            raise _unknown(block_hash)
+        return Response(status_code=204 if is_written else 202)
 
     @router.put(
         "/blocks/{hash}/pin",

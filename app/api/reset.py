@@ -24,7 +24,8 @@ MAX_DRAIN_S = 3600.0
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.1
 SEARCH_GRACE_S = 0.5
-"""What a search may take however short the timeout, so that a small pool answers with what it dropped."""
+"""What a search may take however short the timeout, so that a small pool answers with what it dropped. So long writing
+the pool's headers may take, too."""
 
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
@@ -72,7 +73,34 @@ class ResetAnswer(BaseModel):
     dropped_bytes: int
     tiers: dict[str, TierReset] = Field(description="what each tier dropped that has carried the reset out by now")
     drained_jobs: int = Field(description="disowned jobs that have ended")
-    pending_jobs: int = Field(description="disowned jobs (or a search) still under way; the reset holds all the same")
+    pending_jobs: int = Field(
+        description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
+        "way; the reset holds all the same, across a restart only once nothing is pending"
+    )
+
+
+async def wait_until_written(request: Request, context: AdminContext, deadline_s: float) -> bool:
+    """Wait until no restart can undo what has left the pool by now.
+
+    Args:
+        request: the call that waits; the wait ends when its client is gone.
+        context: the process.
+        deadline_s: in the event loop's time.
+
+    Returns:
+        Whether every invalidation queued so far is written to the pool's headers; at once without a pool that outlives
+        its process.
+    """
+    loop = asyncio.get_running_loop()
+    count = context.manager.num_invalidations()
+    poll_s = FIRST_POLL_S
+    while not context.manager.are_written(count):
+        wait_s = min(poll_s, deadline_s - loop.time())
+        if wait_s <= 0 or context.closing() or await request.is_disconnected():
+            return False
+        await asyncio.sleep(wait_s)
+        poll_s = min(poll_s * 2, LAST_POLL_S)
+    return True
 
 
 def reset_router(context: AdminContext) -> APIRouter:
@@ -118,7 +146,10 @@ def reset_router(context: AdminContext) -> APIRouter:
         summary="Forget stored blocks",
         response_model=ResetAnswer,
         responses={
-            202: {"model": ResetAnswer, "description": "The reset holds; transfers it disowned are still under way"}
+            202: {
+                "model": ResetAnswer,
+                "description": "The reset holds; transfers it disowned, or the writing of headers, are still under way",
+            }
         },
         dependencies=[EMERGENCY],
     )
@@ -143,6 +174,10 @@ def reset_router(context: AdminContext) -> APIRouter:
             )
         context.wake()
         pending = await drain(request, ticket, deadline_s)
+        # Behind the jobs, whose slots are invalidated as they end.
+        is_of_pool = asked.tiers is None or HOST in asked.tiers
+        written_by_s = max(deadline_s, asyncio.get_running_loop().time() + SEARCH_GRACE_S)
+        is_written = not is_of_pool or await wait_until_written(request, context, written_by_s)
         dropped = context.scheduler.resets.tier_results(ticket)
         return _answer(
             ResetAnswer(
@@ -154,7 +189,7 @@ def reset_router(context: AdminContext) -> APIRouter:
                     for name, one in dropped.items()
                 },
                 drained_jobs=len(ticket.job_ids) - pending,
-                pending_jobs=pending,
+                pending_jobs=pending + (not is_written),
             )
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from core.transfers import TransferJob
 from cuda_ops.cuda_copy import CudaCopyEngine
 from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
 from cuda_ops.host_pool import HostPool
@@ -55,8 +56,10 @@ class CudaSide:
         on_finished: Callable[[], None],
         state_dir: Path,
         kernel_below_bytes: int | None = None,
+        before: Callable[[TransferJob], None] | None = None,
     ) -> CudaCopyEngine:
-        """A copy engine between the device's blocks and the pool; see `choose_mover`. Raises `CudaUnavailable`."""
+        """A copy engine between the device's blocks and the pool; see `choose_mover` and, for `before`,
+        `CudaCopyEngine`. Raises `CudaUnavailable`."""
         try:
             mover = choose_mover(self._driver, self._index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
             return CudaCopyEngine(
@@ -68,6 +71,7 @@ class CudaSide:
                 current_stream=self._current_stream,
                 worker=pool.rank,
                 mover=mover,
+                before=before,
             )
         except CudaError as error:
             raise self._unavailable("gives no copy engine", error) from error

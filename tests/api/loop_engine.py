@@ -14,6 +14,7 @@ import numpy as np
 
 from core.engine import StepProgress
 from core.groups import GroupLayout, GroupSpec
+from core.kept import PoolRecord
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
 from core.scheduler import Hit, Later, OffloadScheduler
@@ -112,8 +113,12 @@ class GatedCopies:
 class LoopEngine:
     """Steps whenever there is something to do or somebody calls `wake`. It is the scheduler's `DeviceView` as well."""
 
-    def __init__(self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25) -> None:
-        self.manager = OffloadManager(num_slots, BLOCK_BYTES, sink=sink, max_pinned_fraction=max_pinned_fraction)
+    def __init__(
+        self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25, record: PoolRecord | None = None
+    ) -> None:
+        self.manager = OffloadManager(
+            num_slots, BLOCK_BYTES, sink=sink, max_pinned_fraction=max_pinned_fraction, record=record
+        )
         sources = {"offload_prompt_only": "env"}
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
         policies = PolicyBook(RequestPolicy(), sources, self.manager.lock)

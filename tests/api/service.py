@@ -22,6 +22,7 @@ from app.policies.kept import KeptPolicies
 from app.settings import Settings
 from app.settings.live import LiveSettings
 from app.store import Store
+from core.kept import PoolRecord
 
 from .loop_engine import BLOCK_TOKENS, LoopEngine
 from .serving import ClosingFlag, Running, serve, wait_until
@@ -118,6 +119,7 @@ def start_service(
     read_token: str | None = None,
     num_slots: int = 256,
     model: str = "tiny",
+    record: PoolRecord | None = None,
 ) -> Iterator[Service]:
     """Everything up, until the block ends; a second start in the same folder finds the same database."""
     database = folder / "kvferry.db"
@@ -135,7 +137,7 @@ def start_service(
         on_replaced=lambda: policies.write_again(time.time()),
     )
     feed = EventFeed(store.journal)
-    engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction)
+    engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     policies = KeptPolicies(store, engine.scheduler.policies, feed)
     policies.load(time.time())
     store.start(engine.manager.inventory)

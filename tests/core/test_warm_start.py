@@ -37,6 +37,12 @@ class Record:
     def void_before(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
+    def num_invalidations(self) -> int:
+        return len(self.voided) + len(self.epochs)
+
+    def are_written(self, count: int) -> bool:
+        return True
+
     def begin_filling(self, labels: SlotLabels) -> None:
         self.began += labels.slots.tolist()
 

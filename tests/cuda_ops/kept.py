@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from cuda_ops.kept_pool import KeptRecord, recover_slots
 from cuda_ops.kept_slots import KeptSlots
 from cuda_ops.pool_format import PoolShape
 from cuda_ops.slot_headers import SlotHeaders
+from tests.waiting import wait_until
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=4, max_slots=40)
 FINGERPRINT = {"model": "m", "revision": "r", "layers": [1, 2]}
@@ -56,6 +57,11 @@ class Kept:
             self.pool.slot(slot)[:length] = bytes_of(number, length)
         assert self.headers.seal(labels) == len(slots)
 
+    def write_invalidations(self) -> None:
+        """Wait until what was queued by now is written."""
+        count = self.record.num_invalidations()
+        wait_until(lambda: self.record.are_written(count), "invalidations are written", 30)
+
     def numbers(self) -> dict[int, int]:
         """What was recovered: slot to number."""
         return {
@@ -75,8 +81,12 @@ class Kept:
 
 
 @contextmanager
-def attached(path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object] | None = None) -> Iterator[Kept]:
-    """A pool that is let go at the end, as if its process had died."""
+def attached(
+    path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object] | None = None, *, is_started: bool = True
+) -> Iterator[Kept]:
+    """A pool that is let go at the end, as if its process had died. What was invalidated is written then, unless the
+    record was never started."""
+    undo = ExitStack()
     file = KeptFile(path, shape, FINGERPRINT if fingerprint is None else fingerprint)
     shape = file.shape
     try:
@@ -87,8 +97,14 @@ def attached(path: Path, shape: PoolShape = SHAPE, fingerprint: dict[str, object
             backing=file,
             num_ranks=shape.num_ranks,
         )
-        yield Kept(file, pool, SlotHeaders(file.headers(0), pool), KeptRecord(file), recover_slots(file))
+        record = KeptRecord(file)
+        undo.callback(record.close)
+        kept = Kept(file, pool, SlotHeaders(file, pool), record, recover_slots(file))
+        if is_started:
+            record.start()
+        yield kept
     finally:
+        undo.close()
         file.close()
 
 

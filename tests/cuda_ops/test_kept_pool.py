@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_a_reset_leaves_nothing_of_the_epochs_before(full: Path) -> None:
         late = kept.label([60], [1], 2)
         kept.headers.begin(late)
         kept.record.void_before(5)
+        kept.write_invalidations()
         kept.pool.slot(1)[:] = bytes_of(60)
         kept.headers.seal(late)
         kept.store([70], [0], 3)
@@ -335,6 +337,18 @@ def test_what_was_made_by_another_is_dropped_saying_which_field_differs(
         assert kept.file.found.dropped is None
 
 
+def test_slots_of_another_fingerprint_never_verify(full: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pool"
+    with attached(other, fingerprint=FINGERPRINT | {"model": "other"}) as kept:
+        kept.store(NUMBERS, SLOTS, 1)
+    with attached(full) as kept:
+        raw = other.read_bytes()[POOL_HEADER_BYTES:]
+        with full.open("r+b") as file:
+            file.seek(POOL_HEADER_BYTES)
+            file.write(raw)
+        assert kept.headers.verify(kept.found.slots).tolist() == SLOTS
+
+
 def test_another_format_version_and_foreign_files_are_dropped(full: Path) -> None:
     with full.open("r+b") as file:
         file.seek(8)
@@ -396,7 +410,7 @@ def test_slots_come_back_only_if_all_ranks_agree(path: Path) -> None:
     shape = replace(SHAPE, num_ranks=2)
     with attached(path, shape) as kept:
         pool = HostPool(12, 1000, 4 * 2000, backing=kept.file, num_ranks=2, rank=1)
-        other = type(kept.headers)(kept.file.headers(1), pool)
+        other = type(kept.headers)(kept.file, pool)
         for headers, whole in ((kept.headers, kept.pool), (other, pool)):
             labels = kept.label([1, 2, 3], [0, 1, 2], 1)
             headers.begin(labels)
@@ -431,7 +445,8 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
 
     with attached(path) as kept:
         layout = DeviceLayout.of_arrays([blocks])
-        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
+        copies = KeptCopies(below, kept.headers, lambda: None)
         copies.submit(job(1, Direction.STORE, 12, labels=kept.label(list(range(12)), SLOTS, 1)))
         assert copies.wait([1], 30)
         copies.close()
@@ -457,6 +472,26 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         copies.close()
         copies.submit(job(3, Direction.LOAD, 1, verify=np.array([0])))
         assert [result.error is None for result in copies.poll()] == [False]
+
+
+def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
+    with attached(path) as kept:
+        kept.store([0], [0], 1)
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        monkeypatch.setattr(kept.headers, "verify", lambda slots: sys.exit(1))
+        copies.submit(job(1, Direction.LOAD, 1, verify=np.array([0])))
+        wait_until(lambda: not copies.is_alive(), "the thread is dead", 30)
+        monkeypatch.undo()
+        assert copies.wait([1], 30)
+        (result,) = copies.poll()
+        assert "the thread died" in str(result.error)
+        assert copies.is_alive()
+        copies.submit(job(2, Direction.LOAD, 1, verify=np.array([0])))
+        assert copies.wait([2], 30)
+        copies.close()
+        assert [result.error for result in copies.poll()] == [None]
 
 
 def test_checksums_are_computed_where_they_are_told_to_be(path: Path) -> None:

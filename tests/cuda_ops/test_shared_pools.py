@@ -41,7 +41,7 @@ class Mapped:
 
     def store(self, rank: int, numbers: list[int], slots: list[int], num_bytes: int = 2000) -> None:
         """What a rank does with its part of blocks, of so many bytes on all ranks together."""
-        headers = SlotHeaders(self.file.headers(rank), self.pool, rank)
+        headers = SlotHeaders(self.file, self.pool, rank)
         count = len(slots)
         labels = SlotLabels(
             np.array(slots),
@@ -56,7 +56,7 @@ class Mapped:
         assert headers.seal(labels) == count
 
     def verify(self, rank: int, kept: KeptSlots) -> list[int]:
-        return SlotHeaders(self.file.headers(rank), self.pool, rank).verify(kept.slots).tolist()
+        return SlotHeaders(self.file, self.pool, rank).verify(kept.slots).tolist()
 
 
 @contextmanager

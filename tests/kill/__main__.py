@@ -50,6 +50,7 @@ def kill_rounds(folder: Path, rounds: int, seed: int) -> dict[str, object]:
         "checked": notes[Note.CHECKED],
         "steps": notes[Note.STEPS],
         "resets": notes[Note.RESETS],
+        "deletions": notes[Note.DELETIONS],
         "resizes": notes[Note.RESIZES],
         "deaths_at_start": deaths_at_start,
         "deaths_in_resizes": deaths_in_resizes,

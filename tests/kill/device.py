@@ -26,6 +26,21 @@ def tenant_and_era(key: bytes) -> tuple[int, int]:
     return tenant, era
 
 
+def family_of(key: bytes) -> int:
+    _, _, family, _ = _NAME.unpack_from(key)
+    return int(family)
+
+
+def number_of(key: bytes) -> int:
+    """A key as a positive number, of which `number_of_family` knows the family."""
+    return 1 + int.from_bytes(key[: _NAME.size][1:], "big")
+
+
+def number_of_family(number: int) -> int:
+    """-1 for 0, which is the number of no key."""
+    return (number - 1 >> 8) & 0xFFFF if number else -1
+
+
 def content_of(block_hash: bytes) -> np.ndarray:
     """The bytes that belong to a key; no two pieces of any two keys are alike."""
     start = np.frombuffer(hashlib.sha256(block_hash[:32]).digest()[:8], dtype=np.uint64)

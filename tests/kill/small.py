@@ -39,7 +39,10 @@ from tests.kill.device import (
     Device,
     ToyRequest,
     content_of,
+    family_of,
     hash_of,
+    number_of,
+    number_of_family,
     tenant_and_era,
 )
 
@@ -55,6 +58,9 @@ MOST_RUNNING = 4
 STEP_BLOCKS = 6
 RESET_CHANCE = 0.004
 RESIZE_CHANCE = 0.03
+DELETE_CHANCE = 0.05
+WRITE_S = 30.0
+"""How long a reset or a deletion may take to be written."""
 OTHER_SIZE_CHANCE = 0.3
 """How often a life begins with a pool of another size than the one before it left."""
 FINGERPRINT: dict[str, object] = {"model": "toy", "revision": "1"}
@@ -80,7 +86,10 @@ class Note(IntEnum):
     CUT = 12
     RESIZING = 13
     UNSEALED = 14
-    ERAS = 15
+    DELETED = 15
+    """The number of the block that was deleted last, since when none of its family was asked for; else 0."""
+    DELETIONS = 16
+    ERAS = 17
 
 
 class Notes:
@@ -107,12 +116,13 @@ class Small:
         self._num_families = CALM_FAMILIES if calm else NUM_FAMILIES
         self._reset_chance = 0.0 if calm else RESET_CHANCE
         self._resize_chance = 0.0 if calm else RESIZE_CHANCE
+        self._delete_chance = 0.0 if calm else DELETE_CHANCE
         shape = replace(SHAPE, num_slots=NUM_SLOTS if calm else self._first_slots())
         self._file = KeptFile(folder / "killed.pool", shape, FINGERPRINT)
         shape = self._file.shape
         pool = HostPool(shape.num_slots, BLOCK_BYTES, EXTENT_SLOTS * BLOCK_BYTES, backing=self._file)
         self._pool = pool
-        self._headers = SlotHeaders(self._file.headers(0), pool)
+        self._headers = SlotHeaders(self._file, pool)
         self._device = Device(DEVICE_BLOCKS)
         engine = EngineSide(
             name=ENGINE_NAME,
@@ -134,9 +144,11 @@ class Small:
         side = PoolSide(shape.plan, pool, pool, kept)
         self._ferry = Ferry(settings, engine, side, lambda level: None, threading.Event())
         self._scheduler, self._manager = self._ferry.scheduler, self._ferry.manager
-        copies = CpuCopyEngine(DeviceLayout.of_arrays([self._device.blocks]), pool, lambda: None, num_threads=2)
+        layout, before = DeviceLayout.of_arrays([self._device.blocks]), self._headers.before_copy
+        copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=2, before=before)
         self._copies = kept.fillings = KeptCopies(copies, self._headers, lambda: None)
         self._running: list[ToyRequest] = []
+        self._storing: dict[int, set[int]] = {}
         self._number = 0
         self._ferry.start()
         started = self._ferry.warm_start
@@ -153,7 +165,7 @@ class Small:
         self.notes[Note.READY] = self._manager.inventory.counts().ready
 
     def step(self) -> None:
-        """One step of the engine, and now and then a reset."""
+        """One step of the engine, and now and then a reset, a resize or a deletion."""
         now_s = time.time()
         self._end_transfers(now_s)
         self._admit(now_s)
@@ -173,7 +185,11 @@ class Small:
                 self._device.blocks[request.table[i]] = content_of(request.block_hashes[i])
             request.num_computed = end
         for job in plan.stores:
+            self._storing[job.job_id] = {family_of(key) for key in job.labels.keys} if job.labels else set()
             self._copies.submit(job)
+        # Here, where all that is to be stored is in a job.
+        if self._random.random() < self._delete_chance:
+            self._delete(now_s)
         for request, end in computing:
             if end == len(request.block_hashes):
                 self._finish(request, now_s)
@@ -191,7 +207,10 @@ class Small:
         self.notes[Note.STEPS] += 1
 
     def _end_transfers(self, now_s: float) -> None:
-        for outcome in self._scheduler.on_transfers_finished(self._copies.poll(), now_s):
+        results = self._copies.poll()
+        for result in results:
+            self._storing.pop(result.job_id, None)
+        for outcome in self._scheduler.on_transfers_finished(results, now_s):
             request = next(each for each in self._running if each.request_id == outcome.request_id)
             request.is_loading = False
             if outcome.ok:
@@ -209,6 +228,8 @@ class Small:
                 return
             self._number += 1
             family = self._random.randrange(self._num_families)
+            if family == number_of_family(self.notes[Note.DELETED]):
+                self.notes[Note.DELETED] = 0
             tenant = family % NUM_TENANTS
             era = self.notes[Note.ERAS + tenant]
             hashes = [hash_of(tenant, era, family, i) for i in range(num_blocks)]
@@ -235,10 +256,31 @@ class Small:
         for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
             self._finish(request, now_s)
         self._scheduler.resets.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
+        self._wait_until_written()
         self.notes[Note.READY] = self._manager.inventory.counts().ready
         for each in range(NUM_TENANTS) if tenant is None else [tenant]:
             self.notes[Note.ERAS + each] += 1
         self.notes[Note.RESETS] += 1
+
+    def _delete(self, now_s: float) -> None:
+        """Delete a block, of which an earlier copy may have been evicted just now; it may be asked for later."""
+        rows = self._manager.inventory.list_blocks(self._random.randrange(self._manager.num_slots), 1)
+        # A store under way may be of the same block, and would be published after the deletion.
+        families = {family_of(request.block_hashes[0]) for request in self._running}.union(*self._storing.values())
+        if not rows.keys or family_of(rows.keys[0]) in families:
+            return
+        self._scheduler.resets.drop_block(rows.keys[0], now_s)
+        self._wait_until_written()
+        self.notes[Note.DELETED] = number_of(rows.keys[0])
+        self.notes[Note.DELETIONS] += 1
+
+    def _wait_until_written(self) -> None:
+        count = self._manager.num_invalidations()
+        deadline_s = time.monotonic() + WRITE_S
+        while not self._manager.are_written(count):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("invalidations were not written in time")
+            time.sleep(0.0002)
 
     def _first_slots(self) -> int:
         """What the life before had when it was last looked at, or something else."""
@@ -253,6 +295,7 @@ class Small:
         for slot, key in zip(rows.slots.tolist(), rows.keys, strict=True):
             tenant, era = tenant_and_era(key)
             self.notes[Note.WRONG] += era != self.notes[Note.ERAS + tenant]
+            self.notes[Note.WRONG] += number_of(key) == self.notes[Note.DELETED]
             if slot not in bad:
                 self._check(self._pool.slot(slot), key)
 

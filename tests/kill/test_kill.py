@@ -53,6 +53,7 @@ def test_a_hundred_kills() -> None:
     assert report["checked"] > 10_000, report
     assert report["hits"] > 1000, report
     assert report["resets"] > 20, report
+    assert report["deletions"] > 30, report
     assert report["resizes"] > 100, report
     assert report["with_row"] > 0, report
     assert 0 < report["deaths_at_start"] < ROUNDS / 2, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 from collections.abc import Iterator
@@ -202,6 +203,70 @@ def test_what_a_reset_dropped_does_not_come_back_and_the_rest_does(tmp_path: Pat
         assert hashes(served, "") == set()
         assert served.stats()["epoch"] == 1, "it goes on"
         assert served.http.post("/admin/v1/reset", json={}).json()["epoch"] == 2
+
+
+SMALL = {"pool_bytes": 1 << 20, "block_size": 32}
+"""A pool that holds a few prompts only."""
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(11 * number + 3 * i) % 250 + 1 for i in range(161)]
+
+
+def test_what_was_evicted_before_a_reset_by_match_stays_away_after_a_kill(tmp_path: Path) -> None:
+    with kept(tmp_path, **SMALL) as served:
+        doomed: set[str] = set()
+        for number in range(12):
+            served.complete(prompt_of(number), f"doomed-{number}", max_tokens=1)
+            served.settle()
+            doomed |= hashes(served, "doomed")
+        left = hashes(served, "doomed")
+        served.complete(prompt_of(20), "other", max_tokens=1)
+        served.settle()
+        assert len(left) < len(doomed), "some were evicted"
+        answer = served.http.post("/admin/v1/reset", json={"match": {"request": "doomed-*"}})
+        kill(served)
+        assert answer.status_code == 200
+    with kept(tmp_path, **SMALL) as served:
+        assert not hashes(served, "") & doomed
+
+
+def test_a_deleted_block_that_was_evicted_before_stays_away_after_a_kill(tmp_path: Path) -> None:
+    with kept(tmp_path, **SMALL) as served:
+        for number in (0, *range(1, 12), 0):
+            served.complete(prompt_of(number), f"r-{number}", max_tokens=1)
+            served.settle()
+        assert served.stats()["evictions"]["total"] > 0
+        stored = [b for b in served.get("/admin/v1/blocks?limit=1000")["items"] if b["request"] == "r-0"]
+        block = next(block for block in stored if block["position"] == 0)
+        answer = served.http.delete(f"/admin/v1/blocks/{block['hash']}")
+        kill(served)
+        assert answer.status_code == 204
+    with kept(tmp_path, **SMALL) as served:
+        assert hashes(served, "")
+        assert block["hash"] not in hashes(served, "")
+
+
+def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) -> None:
+    pool = tmp_path / "pool" / "kept.pool"
+
+    def degraded() -> str:
+        answer = served.http.get("/readyz")
+        assert answer.status_code == 200
+        return "; ".join(answer.json()["degraded"])
+
+    with kept(tmp_path) as served:
+        expected = warm_up(served)
+        pool.rename(tmp_path / "elsewhere")
+        wait_until(lambda: "kept.pool was removed or renamed: " in degraded(), "it is named")
+        (tmp_path / "elsewhere").rename(pool)
+        wait_until(lambda: not degraded(), "it is back")
+        os.truncate(pool, 100_000)
+        wait_until(lambda: "kept.pool was cut to 100,000 bytes" in degraded(), "it is named")
+        assert "remove the file and start the engine again" in degraded()
+        assert served.stats()["pool"]["ready"] == 0
+        assert warm_up(served) == expected
+        assert served.stats()["pool"]["ready"] == 0
 
 
 def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) -> None:

@@ -33,14 +33,16 @@ class Engine:
     def __init__(self, folder: Path, journal: bool = True) -> None:
         self.file = KeptFile(folder / "e.pool", SHAPE, FINGERPRINT)
         self.pool = HostPool(NUM_SLOTS, SHAPE.slot_bytes, SHAPE.extent_slots * SHAPE.row_bytes, backing=self.file)
-        self.headers = SlotHeaders(self.file.headers(0), self.pool)
+        self.headers = SlotHeaders(self.file, self.pool)
         num_kept = NUM_SLOTS if self.file.found.is_kept else 0
         self.store = Store(f"sqlite:///{folder / 'e.db'}", "e", "file", num_kept_slots=num_kept)
+        self.record = KeptRecord(self.file)
+        self.record.start()
         self.manager = OffloadManager(
             NUM_SLOTS,
             SHAPE.slot_bytes,
             sink=self.store.journal,
-            record=KeptRecord(self.file),
+            record=self.record,
             epoch=self.file.min_epoch,
         )
         self.started = warm_start(self.file, self.store, self.manager)
@@ -72,6 +74,11 @@ class Engine:
 
     def die(self) -> None:
         self.store.close(DEADLINE_S)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave the file once all invalidations are written."""
+        self.record.close()
         self.file.close()
 
 
@@ -85,7 +92,7 @@ def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path
     assert first.store.journal.flush(DEADLINE_S)
     first.store.close(DEADLINE_S)
     first.put([9, 10, 11, 12], "unwritten", 40.0)
-    first.file.close()
+    first.let_go()
     second = Engine(tmp_path)
     assert (second.started.recovered, second.started.known, second.started.dropped) == (12, 8, {})
     assert second.manager.inventory.counts().unverified == 12
@@ -109,7 +116,7 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     first.store.close(DEADLINE_S)
     first.put([4], "r", 20.0)
     first.manager.leaving.drop_key(key_of(2), 1.0)
-    first.file.close()
+    first.let_go()
     second = Engine(tmp_path)
     assert second.present() == {1, 3, 4}
     assert second.store.journal.flush(DEADLINE_S)

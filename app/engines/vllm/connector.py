@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from app.crash_report import enable_crash_report
 from app.engines.digests import DigestCache
 from app.engines.vllm.adapters import Adapters
 from app.engines.vllm.admin import AdminServer
@@ -95,6 +96,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: KVEventSink | None = None
         self._facts: RankFacts | None = None
         self._logs: GuestLogs | None = None
+        enable_crash_report()
         try:
             check_caching(vllm_config.cache_config)
             check_parallel(vllm_config.parallel_config)

@@ -59,17 +59,20 @@ class Copies:
         self._pool = pool = mapped.pool
         self._cuda = cuda
         self._engine: CopyEngine
+        headers = None if mapped.file is None else SlotHeaders(mapped.file, pool)
+        before = None if headers is None else headers.before_copy
         if cuda is None:
-            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus)
+            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus, before=before)
         else:
             try:
-                self._engine = cuda.copies(regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes)
+                self._engine = cuda.copies(
+                    regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes, before
+                )
             except CudaUnavailable as error:
                 pool.close()
                 cuda.close()
                 raise ConnectorRefused(str(error)) from error
-        if mapped.file is not None:
-            headers = SlotHeaders(mapped.file.headers(pool.rank), pool)
+        if headers is not None:
             self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
         self.extents = RankExtents(pool, self._settle, on_finished, cpus)
 

@@ -25,12 +25,12 @@ class EngineFillings:
         self._last: Future[None] | None = None
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`."""
+        """See `cuda_ops.kept_pool.Fillings`. Thread: any but the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `core.kept.PoolRecord`."""
+        """See `cuda_ops.kept_pool.Fillings`."""
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:

@@ -1,0 +1,59 @@
+"""Supervision of a pool that outlives its process: its file, and the thread that writes its record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from cuda_ops.host_pool import HostPool
+from cuda_ops.kept_file import PoolCut
+from cuda_ops.kept_pool import KeptRecord
+
+_log = logging.getLogger(__name__)
+
+
+class PoolWatch:
+    """Thread: `check` on the supervisor's, the rest on any."""
+
+    def __init__(self, record: KeptRecord, mapped: HostPool, on_cut: Callable[[str], None]) -> None:
+        """`on_cut` is called once, with the reason, when no byte of the pool may be accessed any more."""
+        self._record = record
+        self._mapped = mapped
+        self._on_cut = on_cut
+        self._cut: str | None = None
+        self._moved: str | None = None
+
+    def check(self) -> None:
+        """Compare the file's size and the path's inode with what is mapped, and start a dead thread of the record."""
+        file = self._record.file
+        try:
+            file.check(lambda: self._mapped.hold().end_offset)
+        except PoolCut as error:
+            if self._cut is None:
+                self._cut = (
+                    f"{error}: offloading is off, and the process may end with SIGBUS; stop the engine, remove the "
+                    "file and start the engine again"
+                )
+                _log.error("pool: %s", self._cut)
+                self._on_cut(self._cut)
+            return
+        moved = file.moved()
+        if moved is not None and self._moved is None:
+            _log.error("pool: %s: blocks stored from now on do not survive a restart", moved)
+        self._moved = moved
+        self._record.start()
+
+    def reason(self) -> str | None:
+        """Why the process is not ready, as far as the record goes."""
+        return self._record.problem()
+
+    def degraded(self) -> list[str]:
+        """What is wrong with the file, and what to do."""
+        if self._cut is not None:
+            return [self._cut]
+        if self._moved is not None:
+            return [
+                f"{self._moved}: blocks stored from now on do not survive a restart; restart the engine, and stop it "
+                "before its file is moved"
+            ]
+        return []

@@ -1,0 +1,73 @@
+"""Resets and deletions with a pool that outlives its process: answered once a restart cannot undo them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from core.keys import make_keys
+from cuda_ops.kept_file import KeptFile
+from cuda_ops.kept_pool import KeptRecord
+from cuda_ops.pool_format import PoolShape
+
+from .loop_engine import BLOCK_BYTES, LoopRequest
+from .service import Service, start_service
+from .serving import wait_until
+
+NUM_SLOTS = 256
+RESET = "/admin/v1/reset"
+BLOCKS = "/admin/v1/blocks"
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[tuple[Service, KeptRecord]]:
+    """A service, and the record of its pool, which writes nothing before it is started."""
+    file = KeptFile(folder / "api.pool", PoolShape(NUM_SLOTS, BLOCK_BYTES, 1, NUM_SLOTS), {"model": "m"})
+    record = KeptRecord(file)
+    try:
+        with start_service(folder, num_slots=NUM_SLOTS, record=record) as service:
+            yield service, record
+    finally:
+        record.close()
+        file.close()
+
+
+@pytest.mark.parametrize("body", [{}, {"match": {"request": "one"}}])
+def test_a_reset_answers_200_once_invalidations_are_written(tmp_path: Path, body: dict[str, object]) -> None:
+    with kept(tmp_path) as (service, record), service.client() as client:
+        service.engine.run(LoopRequest("one", 160, seed=1))
+        service.settle()
+        answer = client.post(RESET, json=body | {"drain_timeout_s": 0})
+        assert (answer.status_code, answer.json()["pending_jobs"]) == (202, 1)
+        assert answer.json()["dropped_blocks"] == 10
+        dropped = record.file.headers(0)["dropped_generation"]
+        assert (record.file.min_epoch, int(dropped.max())) == (0, 0)
+        record.start()
+        answer = client.post(RESET, json=body)
+        assert (answer.status_code, answer.json()["pending_jobs"]) == (200, 0)
+        assert (record.file.min_epoch, int((dropped > 0).sum())) == ((0, 10) if body else (2, 0))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_deletion_answers_once_invalidations_are_written(tmp_path: Path, is_there: bool) -> None:
+    with kept(tmp_path) as (service, record), service.client() as client, ThreadPoolExecutor(1) as pool:
+        request = LoopRequest("one", 64, seed=1)
+        block = make_keys(request.block_hashes, 0)[0].hex()
+        service.engine.run(request)
+        service.settle()
+        if not is_there:
+            # As an eviction of the block would leave it.
+            service.context.scheduler.resets.drop_block(bytes.fromhex(block), 1.0)
+        deleting = pool.submit(client.delete, f"{BLOCKS}/{block}")
+        with service.client() as other:
+            wait_until(lambda: other.get(f"{BLOCKS}/{block}").status_code == 404, "the block is not found")
+            assert not deleting.done()
+        record.start()
+        answer: httpx.Response = deleting.result(30)
+        assert answer.status_code == (204 if is_there else 404)
+        assert int((record.file.headers(0)["dropped_generation"] > 0).sum()) == 1

@@ -1,0 +1,226 @@
+"""Invalidations of a pool in a file: no page of it is touched by the calling thread, and none is lost or too late."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.manager import OffloadManager
+from core.origins import Origin
+from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
+from cuda_ops.cpu_copy import CpuCopyEngine
+from cuda_ops.kept_copies import KeptCopies
+from cuda_ops.kept_pool import ROUND_SLOTS, KeptRecord
+from cuda_ops.layout import DeviceLayout
+from cuda_ops.pages import advise
+from cuda_ops.pool_format import SLOT_HEADER, HeaderState, PoolShape
+from tests.cuda_ops.kept import Kept, attached, bytes_of, key_of
+from tests.waiting import wait_until
+
+VICTIMS = 64
+SLOTS_PER_PAGE = mmap.PAGESIZE // SLOT_HEADER.itemsize
+SHAPE = PoolShape(num_slots=VICTIMS * SLOTS_PER_PAGE, slot_bytes=8, num_ranks=1, extent_slots=VICTIMS * SLOTS_PER_PAGE)
+DONTNEED = 4
+"""`MADV_DONTNEED`: unmap the pages, so that each touch of one is a page fault again."""
+
+
+def faults() -> int:
+    """Page faults of the calling thread so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def full_manager(record: KeptRecord) -> OffloadManager:
+    """A full pool whose next victims have their headers on different pages."""
+    manager = OffloadManager(SHAPE.num_slots, SHAPE.slot_bytes, record=record)
+    keys = [key_of(number) for number in range(SHAPE.num_slots)]
+    answer = manager.offer(keys, Origin("first"), np.arange(len(keys)), 1, 1.0)
+    manager.publish(answer.slots, 1.0)
+    others = [key for key, slot in zip(keys, answer.slots.tolist(), strict=True) if slot % SLOTS_PER_PAGE]
+    manager.offer(others, Origin("second"), np.arange(len(others)), 1, 2.0)
+    return manager
+
+
+def faults_on_headers(kept: Kept, call: Callable[[], object]) -> int:
+    """Page faults of this thread in a call that begins with no header page in its page table."""
+    headers = kept.file.headers(0)
+    advise(headers.ctypes.data, headers.nbytes, DONTNEED)
+    before = faults()
+    call()
+    return faults() - before
+
+
+def on_other_pages(generation: int) -> SlotLabels:
+    """Labels of slots whose headers lie on different pages."""
+    slots = np.arange(VICTIMS) * SLOTS_PER_PAGE
+    keys = [key_of(slot) for slot in slots.tolist()]
+    return SlotLabels(slots, keys, np.full(VICTIMS, generation), np.zeros(VICTIMS, np.int64), np.full(VICTIMS, 8))
+
+
+def test_an_offer_that_evicts_touches_no_page_of_the_file(tmp_path: Path) -> None:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
+        manager = full_manager(kept.record)
+        keys = [key_of(1_000_000 + number) for number in range(VICTIMS)]
+        taken = faults_on_headers(kept, lambda: manager.offer(keys, Origin("third"), np.arange(VICTIMS), 1, 3.0))
+        slots = manager.find_prefix([key_of(number) for number in range(SHAPE.num_slots)])
+        assert taken < VICTIMS / 2
+        assert len(slots) < SHAPE.num_slots
+        kept.write_invalidations()
+        dropped = kept.file.headers(0)["dropped_generation"].nonzero()[0]
+        assert dropped.tolist() == on_other_pages(1).slots.tolist()
+
+
+def test_a_submitted_store_touches_no_page_of_the_file(tmp_path: Path) -> None:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
+        blocks, labels = np.zeros((VICTIMS, 8), dtype=np.uint8), on_other_pages(1)
+        gate = threading.Event()
+
+        def before(job: TransferJob) -> None:
+            gate.wait(30)
+            kept.headers.before_copy(job)
+
+        layout = DeviceLayout.of_arrays([blocks])
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None, before=before), kept.headers, lambda: None)
+        run = BlockRun(0, np.arange(VICTIMS), labels.slots, np.zeros(VICTIMS, np.int64))
+        taken = faults_on_headers(kept, lambda: copies.submit(TransferJob(1, Direction.STORE, (run,), labels=labels)))
+        gate.set()
+        assert copies.wait([1], 30)
+        copies.close()
+        assert taken < VICTIMS / 2
+        assert (kept.file.headers(0)["state"][labels.slots] == HeaderState.VALID).all()
+
+
+def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> None:
+    with attached(tmp_path / "engine.pool", SHAPE) as kept:
+        layout = DeviceLayout.of_arrays([np.zeros((1, 8), dtype=np.uint8)])
+        copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
+        kept.record.fillings = copies
+        labels = on_other_pages(1)
+        states = kept.file.headers(0)["state"]
+        assert faults_on_headers(kept, lambda: kept.record.begin_filling(labels)) < VICTIMS / 2
+        assert not states.any()
+        slots = labels.slots.tolist()
+        kept.record.before_filling(slots[0])
+        assert states.nonzero()[0].tolist() == slots[:1]
+        kept.record.void(labels.slots[1:], labels.generations[1:])
+        kept.record.before_filling(slots[1])
+        assert states.nonzero()[0].tolist() == slots[:1], "a fill that was given up marks nothing"
+        kept.record.end_filling(labels.part(0, 1))
+        copies.close()
+        assert states[slots[0]] == HeaderState.VALID
+
+
+def test_a_late_invalidation_leaves_the_next_block_of_the_slot_alone(tmp_path: Path) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1, 2], [0, 1], 1)
+    with attached(path, is_started=False) as kept:
+        kept.record.void(np.array([0, 1]), np.array([1, 1]))
+        kept.store([3], [0], 2)
+        kept.record.start()
+    with attached(path) as kept:
+        assert kept.good() == {0: 3}
+
+
+def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1, 2, 3], [0, 1, 2], 1)
+    with attached(path, is_started=False) as kept:
+        kept.record.void(np.array([0, 1, 2]), np.array([1, 1, 1]))
+        # The first is stored again elsewhere, its slot is overwritten by a store that ends, the next one's by none.
+        kept.store([1], [5], 4)
+        kept.store([9], [0], 2)
+        kept.headers.begin(kept.label([8], [1], 2))
+        kept.pool.slot(1)[:500] = 0
+    with attached(path) as kept:
+        assert kept.good() == {0: 9, 2: 3, 5: 1}
+
+
+def test_what_waits_to_be_written_takes_one_entry_a_slot(tmp_path: Path) -> None:
+    slots = np.arange(0, SHAPE.num_slots, 7)
+    with attached(tmp_path / "engine.pool", SHAPE, is_started=False) as kept:
+        kept.record.void(slots, np.full(len(slots), 1))
+        tracemalloc.start()
+        try:
+            for generation in range(2, 5000):
+                kept.record.void(slots[:9], np.full(9, generation))
+                kept.record.void_before(generation)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 50_000
+        assert not kept.record.are_written(1)
+        kept.record.start()
+        kept.write_invalidations()
+        dropped = kept.file.headers(0)["dropped_generation"]
+        assert dropped[slots[:9]].tolist() == [4999] * 9
+        assert set(dropped[slots[9:]].tolist()) == {1}
+        assert kept.file.min_epoch == 4999
+
+
+def test_a_ticket_is_good_once_all_queued_before_it_is_written(tmp_path: Path) -> None:
+    count = 3 * ROUND_SLOTS
+    shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
+    with attached(tmp_path / "engine.pool", shape, is_started=False) as kept:
+        for start in range(0, count, 64):
+            kept.record.void(np.arange(start, start + 64), np.full(64, 1))
+        ticket = kept.record.num_invalidations()
+        dropped = kept.file.headers(0)["dropped_generation"]
+        kept.record.start()
+        wait_until(lambda: kept.record.are_written(ticket), "written", 30)
+        assert (dropped == 1).all()
+        kept.record.void(np.arange(count), np.full(count, 2))
+        kept.write_invalidations()
+        assert (dropped == 2).all()
+
+
+def test_a_dead_thread_is_a_problem_until_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attached(tmp_path / "engine.pool") as kept:
+        assert kept.record.problem() is None
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        monkeypatch.setattr(kept.file, "write_min_epoch", lambda epoch: sys.exit(1))
+        kept.record.void(np.array([3]), np.array([1]))
+        kept.record.void_before(7)
+        wait_until(lambda: kept.record.problem() is not None, "the thread is dead", 30)
+        assert not kept.record.are_written(2)
+        monkeypatch.undo()
+        kept.record.start()
+        kept.write_invalidations()
+        assert kept.record.problem() is None
+        assert kept.file.min_epoch == 7
+        assert kept.file.headers(0)["dropped_generation"][3] == 1
+        assert "died and is started again" in caplog.text
+
+
+def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "engine.pool"
+    with attached(path) as kept:
+        kept.store([1], [0], 1)
+        blocks = np.stack([bytes_of(7), bytes_of(8)])
+        layout = DeviceLayout.of_arrays([blocks])
+        below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
+        copies = KeptCopies(below, kept.headers, lambda: None)
+        os.truncate(path, 75_000)
+        for number, direction in enumerate(Direction):
+            run = BlockRun(0, np.array([0]), np.array([0]), np.array([0]))
+            labels = kept.label([7], [0], 2) if direction is Direction.STORE else None
+            copies.submit(TransferJob(number, direction, (run,), labels=labels))
+        assert copies.wait([0, 1], 30)
+        errors = [result.error for result in copies.poll()]
+        assert len(errors) == 2
+        assert all("was cut to 75,000 bytes" in str(error) for error in errors)
+        kept.record.void(np.array([0]), np.array([1]))
+        copies.close()
+        kept.record.close()
+        assert not kept.record.are_written(1)
