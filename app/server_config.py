@@ -7,14 +7,13 @@ import uuid
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.api.envelope import complete_headers
 from app.api.problems import Problem
-from app.api.repeats import RepeatedCalls
 
 
-class _Connection(RepeatedCalls):
+class _Connection(HttpToolsProtocol):
     """One whose answer to what is no HTTP is a problem document like all others."""
 
     def send_400_response(self, msg: str) -> None:
