@@ -91,7 +91,7 @@ def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) ->
 @pytest.mark.parametrize(
     "call",
     [
-        b"FOO /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /healthz HTTP/x\r\nHost: localhost\r\n\r\n",
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],
