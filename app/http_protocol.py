@@ -207,6 +207,10 @@ class HttpConnection(H11Protocol):
         else:
             super().timeout_keep_alive_handler()
 
+    def _should_upgrade(self) -> bool:
+        """No other protocol is spoken here; uvicorn logs each request for one."""
+        return False
+
     def _phase_now(self) -> _Phase:
         if self.transport.is_closing():
             return _Phase.CLOSING

@@ -16,9 +16,8 @@ _REPLACED_WARNINGS = frozenset(
     {
         # The API logs these responses itself, with the request's id.
         "ASGI callable returned without completing response.",
-        # A client could repeat these without end; the connection logs malformed requests once a minute.
+        # A client could repeat it without end; the connection logs malformed requests once a minute.
         "Invalid HTTP request received.",
-        "Unsupported upgrade request.",
     }
 )
 

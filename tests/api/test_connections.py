@@ -28,7 +28,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     body = b"x" * (LARGE if scope["path"] == "/large" else 2)
     scope.setdefault("state", {})
     headers = [(b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    status = 200 if scope["method"] in ("GET", "POST") else 405
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -190,9 +191,19 @@ def test_hostile_clients_cost_one_log_line_a_minute(caplog: pytest.LogCaptureFix
             assert is_refused(running, b"nonsense\r\n\r\n")
             stack.enter_context(connect(running)).sendall(GET)
         assert is_refused(running, GET)
-        with connect(running) as raw:
-            raw.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n")
-            read_all(raw)
+        close = b"Connection: close\r\n\r\n"
+        for request in (
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+            b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n" + close,
+            b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n" + close,
+            b"GET http://localhost/ HTTP/1.1\r\nHost: localhost\r\n" + close,
+            GET + b"Connection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n",
+            GET + b"Connection: close, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+            GET + b"\r\nnonsense\r\n\r\n",
+        ):
+            with connect(running) as raw:
+                raw.sendall(request)
+                read_all(raw)
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
