@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Annotated
 
+import anyio
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -21,6 +22,7 @@ from core.resets import ResetTicket
 from core.tiers import HOST
 
 MAX_DRAIN_S = 3600.0
+MAX_SEARCHES = 4
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.1
 SEARCH_GRACE_S = 0.5
@@ -76,6 +78,8 @@ def reset_router(context: AdminContext) -> APIRouter:
     """`POST /admin/v1/reset`."""
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
+    # Not the event loop's default executor: the engine tokenizes there.
+    threads = anyio.CapacityLimiter(MAX_SEARCHES)
 
     async def search(
         request: Request, match: OriginMatch, places: list[str] | None, deadline_s: float
@@ -83,7 +87,9 @@ def reset_router(context: AdminContext) -> APIRouter:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
         # It outlives the call that asked for it.
-        task = asyncio.create_task(asyncio.to_thread(context.scheduler.resets.reset, time.time(), match, places))
+        task = asyncio.create_task(
+            anyio.to_thread.run_sync(context.scheduler.resets.reset, time.time(), match, places, limiter=threads)
+        )
         searches.add(task)
         task.add_done_callback(searches.discard)
         deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
