@@ -51,7 +51,7 @@ def create_app(service: AdminContext) -> FastAPI:
             Middleware(RawIds),
         ],
     )
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, service.tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_problem_handlers(app)
     threads = StoreThreads()
     app.include_router(health_router(service))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 from fastapi import APIRouter, Body, Request
@@ -124,6 +124,9 @@ def reset_router(context: AdminContext) -> APIRouter:
             202: {"model": ResetAnswer, "description": "The reset holds; transfers it disowned are still under way"}
         },
         dependencies=[EMERGENCY],
+        openapi_extra=_body_schema(
+            {"properties": {"tiers": {"items": {"enum": [HOST, *context.scheduler.tiers.names]}}}}
+        ),
     )
     async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
         """Works while transfers are in flight: those under way finish or fail, publish nothing, and free their slots.
@@ -162,6 +165,11 @@ def reset_router(context: AdminContext) -> APIRouter:
         )
 
     return router
+
+
+def _body_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Add what only this process knows to the description of the body."""
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
 def _answer(answer: ResetAnswer) -> JSONResponse:

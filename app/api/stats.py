@@ -14,7 +14,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.context import AdminContext
 from app.api.stats_models import Stats
-from app.api.streams import CLOSING_POLL_S, MustEnd, Streams
+from app.api.streams import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from app.times import rfc3339
 
 MAX_STREAMS = 32
@@ -70,14 +70,15 @@ def stats_router(context: AdminContext) -> APIRouter:
         "/stats/stream",
         summary="All counters, as server-sent events",
         response_class=EventSourceResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses=STREAM_RESPONSES,
     )
     async def stream_stats(
         interval_s: Annotated[
             float, Query(ge=0.1, le=60, allow_inf_nan=False, description="seconds between events")
         ] = 1.0,
+        max_events: MaxEvents = None,
     ) -> EventSourceResponse:
         """Each event's data is the JSON of `GET /admin/v1/stats`. Ends when the client goes or the server stops."""
-        return streams.open(partial(follow, interval_s))
+        return streams.open(partial(follow, interval_s), max_events)
 
     return router
