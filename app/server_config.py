@@ -1,52 +1,72 @@
-"""How uvicorn serves in this project: quietly, in a process that it does not own."""
+"""Configuration of uvicorn for all servers of this project."""
 
 from __future__ import annotations
 
 import logging
-import uuid
+import resource
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from app.api.envelope import complete_headers
-from app.api.problems import Problem
-from app.api.repeats import RepeatedCalls
+from app.http_protocol import ConnectionLimits, Connections, HttpConnection
 
-
-class _Connection(RepeatedCalls):
-    """One whose answer to what is no HTTP is a problem document like all others."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer in place of uvicorn, and close."""
-        request_id = uuid.uuid4().hex
-        problem = Problem(400, f"{msg} It has a method, a target or headers that are not those of HTTP/1.1.")
-        answer = problem.response({"state": {"request_id": request_id}})
-        lines = [STATUS_LINE[400]]
-        headers = complete_headers(answer.raw_headers, 400, request_id)
-        for name, value in (*self.server_state.default_headers, *headers, (b"connection", b"close")):
-            lines += (name, b": ", value, b"\r\n")
-        self.transport.write(b"".join((*lines, b"\r\n", bytes(answer.body))))
-        self.transport.close()
+MAX_CONNECTIONS = 4096
+_REPLACED_WARNINGS = frozenset(
+    {
+        # The API logs these responses itself, with the request's id.
+        "ASGI callable returned without completing response.",
+        # A client could repeat it without end; the connection logs malformed requests once a minute.
+        "Invalid HTTP request received.",
+    }
+)
 
 
-def _says_more(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's is not about an answer that was broken off: the API says which one, and why."""
-    return record.msg != "ASGI callable returned without completing response."
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, and return the limit that holds then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        # Some systems forbid a soft limit as high as the hard one.
+        return soft
+    return hard
 
 
-def server_config(app: ASGIApp, grace_s: int | None = None) -> uvicorn.Config:
-    """Logging stays ours. A server that is told to stop gives answers under way `grace_s`; None waits for them all."""
-    logging.getLogger("uvicorn.error").addFilter(_says_more)
+def connection_limits() -> ConnectionLimits:
+    """Limits for this process; connections get at most half of its file descriptors."""
+    max_files = raise_file_limit()
+    if max_files == resource.RLIM_INFINITY:
+        return ConnectionLimits(MAX_CONNECTIONS)
+    return ConnectionLimits(min(MAX_CONNECTIONS, max(1, max_files // 2)))
+
+
+def _is_not_replaced(record: logging.LogRecord) -> bool:
+    return record.msg not in _REPLACED_WARNINGS
+
+
+def server_config(app: ASGIApp, grace_s: int | None = None, limits: ConnectionLimits | None = None) -> uvicorn.Config:
+    """Return a configuration that leaves logging as it is.
+
+    Args:
+        app: The application to serve.
+        grace_s: Time that requests under way get when the server stops; None waits for all of them.
+        limits: Limits of connections; None for those of this process.
+    """
+    logging.getLogger("uvicorn.error").addFilter(_is_not_replaced)
+    limits = limits or connection_limits()
     return uvicorn.Config(
         app,
-        http=_Connection,
+        http=partial(HttpConnection, kept=Connections(limits)),  # type: ignore[arg-type]  # called like the class
+        ws="none",
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=grace_s,
+        # Each connection has its own timer of idle time, which also discards output that is left unread.
+        timeout_keep_alive=int(limits.keep_alive_s) + 1,
         # Else whoever calls from this machine could name any address in X-Forwarded-For, and the audit would say so.
         proxy_headers=False,
     )

@@ -25,7 +25,11 @@ def _digest_glob(text: str) -> str:
     return text
 
 
-DigestGlob = Annotated[str, Field(min_length=1, max_length=MAX_GLOB_CHARS), AfterValidator(_digest_glob)]
+DigestGlob = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_GLOB_CHARS, json_schema_extra={"pattern": f"^{_DIGEST_GLOB.pattern}$"}),
+    AfterValidator(_digest_glob),
+]
 
 
 def _encodable(salt: SecretStr) -> SecretStr:
@@ -40,7 +44,16 @@ CacheSalt = Annotated[SecretStr, Field(min_length=1, max_length=MAX_SALT_CHARS),
 class TenantMatch(BaseModel):
     """Conditions of which one may name a tenant, in either way."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "not": {
+                "required": ["tenant", "cache_salt"],
+                "properties": {"tenant": {"type": "string"}, "cache_salt": {"type": "string"}},
+            }
+        },
+    )
     tenant: DigestGlob | None = Field(
         default=None, description=f"glob of the tenant's digest ({TENANT_HEX_DIGITS} hex digits); `?*` is any tenant"
     )

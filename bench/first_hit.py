@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.polling import save_llama
+from bench.keeping import save_llama
 from bench.report import spread
 from tests.service.process import Served, serving
 

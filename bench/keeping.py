@@ -21,10 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
 from app.engines.embedded.model import TINY
 from app.store import Store
-from bench.polling import save_llama
 from bench.report import median_interval, spread, verdict
 from core.groups import GroupLayout, GroupSpec
 from core.manager import OffloadManager
@@ -52,8 +54,24 @@ POOL_SLOTS = 256
 DEVICE_BLOCKS = 256
 SETTLE_S = 120.0
 SEED = 11
+LAYERS = 8
 
 BARE, AGAIN, JOURNAL, ALL = "bare", "bare again", "journal", "journal and checksums"
+
+
+def save_llama(folder: Path, hidden: int) -> None:
+    """Save a random Llama without a tokenizer; `hidden` must be a multiple of 64."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=2048,
+    )
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
 """What kvferry brings and costs inside vLLM: `vllm serve` with it and without, side by side on the CPU backend.
 
-Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy|polled]
+Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy]
 
 Both servers are up all the time, and asked in turns, in changing order; one that is not asked sleeps. The model is a
-random Llama large enough that prefill costs something. Four questions:
+random Llama large enough that prefill costs something. Three questions:
 
 load     a prompt of 4,000 tokens whose device blocks are gone: time to the first token, loaded against recomputed
 fresh    prompts that share nothing, the pool full and turning over: time for all of them, with and without kvferry; and
          on the server with kvferry, when the requests say that nothing is to be stored of them
 convoy   50 requests at once behind one long prefix, which is in the pool only: time for all of them
-polled   the admin API asked 50 times a second while tokens are generated; as a control, another process is asked
 
 Besides the wall time the CPU time of all processes of a server is compared, which others on the machine disturb less.
 """
@@ -37,7 +36,6 @@ from tests.vllm.conftest import ENVIRONMENT
 # vLLM reads it when it is imported.
 os.environ.update(ENVIRONMENT)
 
-from bench import vllm_polled
 from tests.vllm.engines import transfer_config
 from tests.vllm.models import write_llama
 from tests.vllm.server import VllmServer, serving
@@ -189,10 +187,6 @@ def measure_convoy(pair: Pair, pairs: int, rng: random.Random) -> None:
     show("with kvferry", with_s, "without", without_s, CONVOY_GOAL)
 
 
-def measure_polled(pair: Pair, pairs: int, rng: random.Random) -> None:
-    vllm_polled.measure_polled(pair.ours, pairs, rng, COST)
-
-
 def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], goal: float | None) -> None:
     for kind, with_s, without_s in (
         ("wall", [taken.wall_s for taken in ours], [taken.wall_s for taken in theirs]),
@@ -209,7 +203,7 @@ def show(name: str, ours: Sequence[Taken], other: str, theirs: Sequence[Taken], 
         )
 
 
-MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh, "polled": measure_polled}
+MEASURES = {"load": measure_load, "convoy": measure_convoy, "fresh": measure_fresh}
 
 
 def main() -> None:

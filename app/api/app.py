@@ -23,7 +23,6 @@ from app.api.openapi import describe
 from app.api.overrides import overrides_router
 from app.api.pages import pages_router
 from app.api.policy import policy_router
-from app.api.polled import polled_first
 from app.api.problems import install_problem_handlers
 from app.api.raw_ids import RawIds
 from app.api.requests import requests_router
@@ -53,7 +52,7 @@ def create_app(service: AdminContext) -> FastAPI:
             Middleware(RawIds),
         ],
     )
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, service.tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_problem_handlers(app)
     threads = StoreThreads()
     app.include_router(health_router(service))
@@ -74,5 +73,4 @@ def create_app(service: AdminContext) -> FastAPI:
         app.include_router(router, prefix=ADMIN_PREFIX)
     if service.engine_router is not None:
         app.include_router(service.engine_router)
-    polled_first(app)
     return app

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
-from app.api.paging import DEFAULT_LIMIT, Cursor, Limit, Page, refused_cursor
+from app.api.paging import DEFAULT_LIMIT, AuditCursor, Limit, Page
 from app.store import AuditRecord
 from app.times import rfc3339
 
@@ -52,10 +52,9 @@ def audit_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     @router.get(
         "/audit", summary="What operators did, the latest first", responses={503: {"description": "No database"}}
     )
-    async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[AuditItem]:
+    async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
         """Every call that changed something, or was refused."""
-        with refused_cursor():
-            page = await threads.run(context.store.reader.audit, cursor, limit)
+        page = await threads.run(context.store.reader.audit, cursor, limit)
         return Page(items=[_item(record) for record in page.items], next_cursor=page.next_cursor)
 
     return router

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.headers import values_of
-from app.api.pages import sign_in_page
+from app.api.pages import PAGE_PATHS, sign_in_page
 from app.api.problems import ENGINE_PREFIX, Problem
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
@@ -112,8 +112,23 @@ class Auth:
             # Reading cross-origin is already stopped by the browser; another local page must not change anything.
             if origin_port is None or (scope["method"] not in ("GET", "HEAD") and origin_port != port):
                 return Problem(403, "without a token, calls from the pages of another origin are refused")
+        if not _is_fetched_from_here(scope):
+            return Problem(403, "without a token, calls from the pages of another origin are refused")
         scope["state"]["authorized"] = True
         return None
+
+
+def _is_fetched_from_here(scope: Scope) -> bool:
+    """Return whether no browser says that a page of another origin makes this call; links to our pages may be followed.
+
+    The other page could not read the response, but it could hold streams open.
+    """
+    if all(site in ("none", "same-origin") for site in values_of(scope, b"sec-fetch-site")):
+        return True
+    is_link = values_of(scope, b"sec-fetch-mode") == ["navigate"] and values_of(scope, b"sec-fetch-dest") == [
+        "document"
+    ]
+    return is_link and scope["method"] == "GET" and scope["path"] in PAGE_PATHS
 
 
 def _is_bearer(shown: list[str]) -> bool:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.audit_trail import EMERGENCY
 from app.api.context import AdminContext
-from app.api.paging import DEFAULT_LIMIT, Cursor, Limit, Page, parse_position
+from app.api.paging import DEFAULT_LIMIT, Limit, Page, PositionCursor
 from app.api.policy_models import DEFAULT_TTL_S, Ttl
 from app.api.problems import Problem
 from app.api.reset import wait_until_written
@@ -179,9 +179,9 @@ def blocks_router(context: AdminContext) -> APIRouter:
     manager = context.manager
 
     @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
-    def list_blocks(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Response:
+    def list_blocks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> Response:
         """A block that stays in its slot is listed exactly once; those that come or go while you page may be missed."""
-        start = parse_position(cursor) or 0
+        start = int(cursor or 0)
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < limit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,8 +16,6 @@ SMALL_BODY_BYTES = 64 << 10
 MAX_LARGE_BODY_BYTES = 256 << 20
 """Memory for bodies that are larger than small while they arrive and until a route takes them."""
 BODY_TIMEOUT_S = 30.0
-LOOK_S = 0.25
-"""Whoever waits for a body looks at least so often whether it is worth it."""
 
 
 class ClientGoneError(Exception):
@@ -32,10 +29,11 @@ class Bodies:
     arrive at once are bounded together (429), so that they cannot take all memory.
     """
 
-    def __init__(self, app: ASGIApp, closing: Callable[[], bool]) -> None:
-        """Bodies that have not arrived once `closing` is true are waited for no more (503)."""
+    def __init__(self, app: ASGIApp, closing: Callable[[], bool], timeout_s: float = BODY_TIMEOUT_S) -> None:
+        """Bodies that have not arrived once `closing` is true (503), or within `timeout_s` (408), are refused."""
         self._app = app
         self._closing = closing
+        self._timeout_s = timeout_s
         self._large_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,30 +91,26 @@ class Bodies:
             raise too_large
         if "".join(values_of(scope, b"content-type")[:1]).split(";")[0].strip().lower() != "application/json":
             raise Problem(415, "bodies must be sent as Content-Type: application/json")
-        deadline_s = time.monotonic() + BODY_TIMEOUT_S
-        more = True
-        while more:
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    message = await receive()
-            except TimeoutError:
-                self._check(deadline_s)
-                continue
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            self._append(body, message.get("body", b""))
-            if len(body) > limit_bytes:
-                raise too_large
-            if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
-                detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"
-                raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
-            more = message.get("more_body", False)
-            if more:
-                self._check(deadline_s)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while await self._receive(receive, body):
+                    if len(body) > limit_bytes:
+                        raise too_large
+                    # The connection wakes a waiting request once when the server begins to stop.
+                    if self._closing():
+                        raise Problem(503, "the service is stopping, and the body has not arrived")
+        except TimeoutError:
+            raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+        if len(body) > limit_bytes:
+            raise too_large
 
-    def _check(self, deadline_s: float) -> None:
-        """Whether the rest of a body is still worth waiting for."""
-        if self._closing():
-            raise Problem(503, "the service is stopping, and the body has not arrived")
-        if time.monotonic() > deadline_s:
-            raise Problem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
+    async def _receive(self, receive: Receive, body: bytearray) -> bool:
+        """Append the next part of a body, and return whether more follows."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._append(body, message.get("body", b""))
+        if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
+            detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"
+            raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return bool(message.get("more_body", False))

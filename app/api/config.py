@@ -13,9 +13,11 @@ from app.api.context import AdminContext
 from app.api.problems import Problem, invalid_fields
 from app.event_feed import EventType
 from app.field_errors import BODY_FIELD, FieldError
+from app.policies.wire import whole
 from app.pool_size import PinnedBlocks
 from app.settings import BadSettings, NeedsRestart, Settings
 from app.settings.live import LiveSettings
+from app.settings.offered import OFFERED
 
 
 class SettingModel(BaseModel):
@@ -53,6 +55,21 @@ def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
     }
 
 
+def _patch_schema(live: LiveSettings) -> dict[str, Any]:
+    """JSON Schema of the settings by name; a setting that needs a restart is refused with 409 whatever its value."""
+    described = Settings.model_json_schema()
+    properties: dict[str, Any] = {name: {} for name in described["properties"]}
+    for name in live.mutable:
+        schema = described["properties"][name]
+        if "$ref" in schema:
+            schema = described["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        facts = {key: schema[key] for key in ("type", "enum", "minimum", "maximum") if key in schema}
+        if name in OFFERED:
+            facts["enum"] = list(OFFERED[name])
+        properties[name] = {"anyOf": [facts, {"type": "null"}]}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
 _PATCH_EXAMPLES = [{"log_level": "debug", "max_pinned_fraction": 0.1}]
 
 
@@ -71,6 +88,7 @@ def config_router(context: AdminContext) -> APIRouter:
         summary="Change settings while running",
         responses={409: {"description": "It needs a restart, or pinned blocks lie where a smaller pool ends"}},
         dependencies=[WRITE_AHEAD],
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema(live)}}}},
     )
     def patch_config(
         patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
@@ -85,7 +103,7 @@ def config_router(context: AdminContext) -> APIRouter:
         pinned blocks lie there, it is a 409 that names them.
         """
         try:
-            changed = live.change(patch)
+            changed = live.change({name: whole(value) for name, value in patch.items()})
         except BadSettings as exc:
             errors = [
                 FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in exc.problems

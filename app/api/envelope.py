@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.headers import values_of
 from app.api.problems import Problem
 from app.api.raw_ids import MAX_ID_CHARS
-from app.api.repeats import BODY_NOW, HEAD_NOW
 
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 
@@ -22,7 +21,6 @@ _Header = tuple[bytes, bytes]
 # Names are in lower case, as ASGI has them.
 _ID = b"x-request-id"
 _TYPE = b"content-type"
-_LENGTH = b"content-length"
 _ON_EVERY_ANSWER: list[_Header] = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -53,7 +51,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, is_drawn = _settle_request_id(scope, self._draw_id)
+        request_id = _settle_request_id(scope, self._draw_id)
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -61,8 +59,6 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = complete_headers(message["headers"], message["status"], request_id)
-                if BODY_NOW in scope["state"]:
-                    scope["state"][HEAD_NOW] = _head_maker(message["headers"], self._draw_id if is_drawn else None)
             await send(message)
 
         try:
@@ -80,28 +76,17 @@ def _request_ids() -> Callable[[], str]:
     return lambda: f"{prefix}{next(numbers):08x}"
 
 
-def _settle_request_id(scope: Scope, draw_id: Callable[[], str]) -> tuple[str, bool]:
-    """A call's id, and whether it was drawn for want of one that the client sent."""
+def _settle_request_id(scope: Scope, draw_id: Callable[[], str]) -> str:
+    """Return the request id: the client's if usable, else a new one, which also replaces the header."""
     sent = values_of(scope, _ID)
-    is_drawn = len(sent) != 1 or not is_request_id(sent[0])
-    if is_drawn:
+    if len(sent) == 1 and is_request_id(sent[0]):
+        request_id = sent[0]
+    else:
         request_id = draw_id()
         others = [header for header in scope["headers"] if header[0] != _ID]
         scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
-    else:
-        request_id = sent[0]
     scope.setdefault("state", {})["request_id"] = request_id
-    return request_id, is_drawn
-
-
-def _head_maker(headers: Iterable[_Header], draw_id: Callable[[], str] | None) -> Callable[[], bytes]:
-    """What makes the header lines of the same answer to the same call, but for the length and an id that was drawn."""
-    changing = {_LENGTH} if draw_id is None else {_LENGTH, _ID}
-    lines = b"".join(b"%b: %b\r\n" % header for header in headers if header[0] not in changing)
-    if draw_id is None:
-        return lambda: lines
-    lines += _ID + b": "
-    return lambda: b"%b%b\r\n" % (lines, draw_id().encode())
+    return request_id
 
 
 def complete_headers(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.context import AdminContext
-from app.api.streams import MustEnd, Streams
+from app.api.streams import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from app.event_feed import Change, Event, EventFeed, EventType, Regret
 from app.times import rfc3339
 from core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
@@ -118,7 +118,7 @@ def events_router(context: AdminContext) -> APIRouter:
         summary="What the cache does, as server-sent events",
         description=_DESCRIPTION,
         response_class=EventSourceResponse,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses=STREAM_RESPONSES,
     )
     async def stream_events(
         type_: Annotated[
@@ -127,8 +127,9 @@ def events_router(context: AdminContext) -> APIRouter:
         last_event_id: Annotated[
             str | None, Header(max_length=64, description="the `id` of the last event seen, to go on from there")
         ] = None,
+        max_events: MaxEvents = None,
     ) -> EventSourceResponse:
         wanted = frozenset(EventType if type_ is None else type_)
-        return streams.open(lambda must_end: follow(must_end, wanted, last_event_id))
+        return streams.open(lambda must_end: follow(must_end, wanted, last_event_id), max_events)
 
     return router

@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
-from app.api.paging import Page, PageQuery, refused_cursor
+from app.api.paging import EvictionCursor, Page, PageQuery
 from app.store import EvictionFilter, EvictionRecord
 from app.times import rfc3339, rfc3339_or_none
 from core.reasons import EvictionReason
@@ -89,6 +89,7 @@ class Window(BaseModel):
 class EvictionQuery(Window, PageQuery):
     """What to list; all conditions given hold together."""
 
+    cursor: EvictionCursor = None
     reason: EvictionReason | None = None
     request: str | None = Field(
         default=None, min_length=1, max_length=512, description="the request that stored the block"
@@ -135,8 +136,7 @@ def evictions_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
         """History is written behind the engine; how far behind is `journal` in stats."""
         since_s, until_s = _unix_s(query)
         wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
-        with refused_cursor():
-            page = await threads.run(reader.evictions, wanted, query.cursor, query.limit)
+        page = await threads.run(reader.evictions, wanted, query.cursor, query.limit)
         return Page(items=[_item(record) for record in page.items], next_cursor=page.next_cursor)
 
     @router.get("/summary", summary="Evictions in sum", responses=_NO_DATABASE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Literal
 
 import anyio
@@ -15,7 +14,6 @@ from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
 from app.api.metrics import build_registry
-from app.api.polled import PolledAnswer, PolledRoute
 
 READINESS_TIMEOUT_S = 5.0
 
@@ -94,18 +92,15 @@ def health_router(context: AdminContext) -> APIRouter:
         answer = await readiness.answer()
         return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
 
-    def metrics(request: Request) -> PolledAnswer:
-        """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return PolledAnswer(partial(encode, registry), content_type)
-
-    router.add_api_route(
+    @router.get(
         "/metrics",
-        metrics,
         summary="Counters for Prometheus",
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-        route_class_override=PolledRoute,
     )
+    async def metrics(request: Request) -> Response:
+        """Every name is prefixed `kvferry_`; all of core's numbers in one answer are of one moment."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
 
     return router

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 import anyio
 
-from app.api.problems import unavailable
+from app.api.problems import Problem, unavailable
+from app.store.claims import Claim, deciding
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,7 +19,7 @@ MAX_STORE_THREADS = 8
 
 
 class StoreThreads:
-    """Runs calls to the metadata store; a call that takes too long is left behind and answered 503.
+    """Runs calls to the metadata store; one that takes too long is abandoned, answered 503, and never committed.
 
     Its threads are not those of the other endpoints, so that a database that hangs takes nothing with it.
     """
@@ -28,11 +29,31 @@ class StoreThreads:
         self._timeout_s = timeout_s
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result, or a 503 problem when it did not come in time."""
+        """Run a call on a thread and return its result.
+
+        Raises:
+            Problem: 503 if the call did not end in time, and then nothing is written; 504 if it has begun to commit
+                and that does not end either.
+        """
+        claim = Claim()
+
+        def work() -> T:
+            with deciding(claim):
+                return call(*args, **kwargs)
+
+        task = asyncio.ensure_future(
+            anyio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True),
+        )
         try:
-            with anyio.fail_after(self._timeout_s):
-                return await anyio.to_thread.run_sync(
-                    partial(call, *args, **kwargs), limiter=self._limiter, abandon_on_cancel=True
-                )
-        except TimeoutError:
-            raise unavailable(f"the metadata store did not answer within {self._timeout_s:g} s") from None
+            await asyncio.wait({task}, timeout=self._timeout_s)
+            if not task.done():
+                if claim.abandon():
+                    raise unavailable(f"the metadata store did not answer within {self._timeout_s:g} s")
+                await asyncio.wait({task}, timeout=self._timeout_s)
+            if not task.done():
+                detail = f"the metadata store did not commit within {self._timeout_s:g} s: the outcome is not known"
+                raise Problem(504, detail, slug="outcome-unknown")
+            return task.result()
+        finally:
+            claim.abandon()
+            task.cancel()

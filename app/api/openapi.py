@@ -40,14 +40,14 @@ _EVERYWHERE = {
 _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json"}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document; built once, since routes do not change."""
+def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
+    """The OpenAPI document; built once, since routes do not change. Without a token set, no call needs one."""
     if app.openapi_schema is None:
-        app.openapi_schema = _build(app)
+        app.openapi_schema = _build(app, needs_token)
     return app.openapi_schema
 
 
-def _build(app: FastAPI) -> dict[str, Any]:
+def _build(app: FastAPI, needs_token: bool) -> dict[str, Any]:
     document = get_openapi(
         title="kvferry",
         version=app.version,
@@ -74,13 +74,13 @@ def _build(app: FastAPI) -> dict[str, Any]:
     for path, item in document["paths"].items():
         for method in _METHODS:
             if method in item:
-                _describe_operation(path, method, item[method])
+                _describe_operation(path, method, item[method], needs_token)
     return document
 
 
-def _describe_operation(path: str, method: str, operation: dict[str, Any]) -> None:
+def _describe_operation(path: str, method: str, operation: dict[str, Any], needs_token: bool) -> None:
     is_open = path in OPEN_PATHS
-    operation["security"] = [] if is_open else [{"token": []}]
+    operation["security"] = [{"token": []}] if needs_token and not is_open else []
     responses = operation["responses"]
     missing = {} if is_open else dict(_EVERYWHERE)
     if "{" in path:

@@ -58,6 +58,7 @@ def _page(name: str, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 _PAGES = {"/ui/": "index.html", "/docs": "docs.html"}
+PAGE_PATHS = frozenset({"/", "/ui", *_PAGES})
 
 
 def sign_in_page(scope: Scope, refusal: Problem) -> Response | None:

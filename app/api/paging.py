@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.problems import Problem, invalid_field
-
 T = TypeVar("T")
 
 MAX_LIMIT = 1000
 DEFAULT_LIMIT = 100
-MAX_CURSOR_CHARS = 8192
-_MAX_POSITION = 2**63 - 1
-_POSITION = re.compile(r"[0-9]{1,19}", re.ASCII)
+_CURSOR_TEXT = "`next_cursor` of the page before"
+# Every text that matches is a cursor, so that the API's description says exactly which are refused. Floats are the hex
+# digits of positive finite numbers.
+_TIME_AND_ID = "_x[0-6][0-9a-f]{15}_[0-9]{1,18}$"
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="how many items at most")]
-Cursor = Annotated[str | None, Query(max_length=MAX_CURSOR_CHARS, description="`next_cursor` of the page before")]
+PositionCursor = Annotated[str | None, Query(pattern="^[0-9]{1,18}$", description=_CURSOR_TEXT)]
+AuditCursor = Annotated[str | None, Query(pattern="^audit" + _TIME_AND_ID, description=_CURSOR_TEXT)]
+EvictionCursor = Annotated[str | None, Query(pattern="^evictions" + _TIME_AND_ID, description=_CURSOR_TEXT)]
+RuleCursor = Annotated[
+    str | None, Query(pattern="^rules_-?[0-9]{1,18}_[A-Za-z0-9._-]{1,64}$", description=_CURSOR_TEXT)
+]
 
 
 class PageQuery(BaseModel):
@@ -30,7 +31,6 @@ class PageQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     limit: Limit = DEFAULT_LIMIT
-    cursor: Cursor = None
 
 
 class Page(BaseModel, Generic[T]):
@@ -38,25 +38,3 @@ class Page(BaseModel, Generic[T]):
 
     items: list[T]
     next_cursor: str | None = Field(description="give it as `cursor` to read on; null at the end")
-
-
-def _refusal() -> Problem:
-    return invalid_field("cursor", "is not a cursor of this list: pass next_cursor on as it came, or leave it out")
-
-
-def parse_position(cursor: str | None) -> int | None:
-    """The position that a cursor of a list in memory stands for; 422 for one that we never gave out."""
-    if cursor is None:
-        return None
-    if not _POSITION.fullmatch(cursor) or int(cursor) > _MAX_POSITION:
-        raise _refusal()
-    return int(cursor)
-
-
-@contextmanager
-def refused_cursor() -> Iterator[None]:
-    """Around a call to the store's reader, which raises ValueError for a cursor that it never gave out."""
-    try:
-        yield
-    except ValueError:
-        raise _refusal() from None

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from app.field_errors import FieldError, field_errors
@@ -140,7 +141,17 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     detail = _DETAILS.get(exc.status_code, str(exc.detail))
     if exc.status_code in _DETAILS:
         detail = detail.format(method=request.method, path=request.url.path)
-    return Problem(exc.status_code, detail, headers=exc.headers).response(request.scope)
+    headers = dict(exc.headers or {})
+    if exc.status_code == 405:
+        headers["Allow"] = ", ".join(_methods_of(request))
+    return Problem(exc.status_code, detail, headers=headers).response(request.scope)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """All methods that some route takes at the path of a request; a 405 of the router names one route's only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted(set().union(*(route.methods or () for route in matching)))
 
 
 _DETAILS = {404: "nothing is at {path}", 405: "{path} does not take {method}"}

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from app.api.context import AdminContext
-from app.api.paging import Page, PageQuery, parse_position
+from app.api.paging import Page, PageQuery, PositionCursor
 from app.api.policy_models import PolicyView, view_fields
 from app.api.problems import Problem
 from app.api.raw_ids import RequestId
@@ -113,6 +113,7 @@ def _show_expected(context: AdminContext, override: Override, now_s: float) -> d
 class RequestQuery(PageQuery):
     """Which requests to list."""
 
+    cursor: PositionCursor = None
     state: RequestPhase | None = Field(default=None, description="only those in this state")
 
 
@@ -127,7 +128,7 @@ def requests_router(context: AdminContext) -> APIRouter:
     ) -> dict[str, Any]:
         """Every live request, and the last 1,000 that finished."""
         now_s = time.time()
-        after = parse_position(query.cursor)
+        after = None if query.cursor is None else int(query.cursor)
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < query.limit:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
+import anyio
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -21,6 +22,7 @@ from core.resets import ResetTicket
 from core.tiers import HOST
 
 MAX_DRAIN_S = 3600.0
+MAX_SEARCHES = 4
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.1
 SEARCH_GRACE_S = 0.5
@@ -107,6 +109,8 @@ def reset_router(context: AdminContext) -> APIRouter:
     """`POST /admin/v1/reset`."""
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
+    # Not the event loop's default executor: the engine tokenizes there.
+    threads = anyio.CapacityLimiter(MAX_SEARCHES)
 
     async def search(
         request: Request, match: OriginMatch, places: list[str] | None, deadline_s: float
@@ -114,7 +118,9 @@ def reset_router(context: AdminContext) -> APIRouter:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
         # It outlives the call that asked for it.
-        task = asyncio.create_task(asyncio.to_thread(context.scheduler.resets.reset, time.time(), match, places))
+        task = asyncio.create_task(
+            anyio.to_thread.run_sync(context.scheduler.resets.reset, time.time(), match, places, limiter=threads)
+        )
         searches.add(task)
         task.add_done_callback(searches.discard)
         deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
@@ -152,6 +158,9 @@ def reset_router(context: AdminContext) -> APIRouter:
             }
         },
         dependencies=[EMERGENCY],
+        openapi_extra=_body_schema(
+            {"properties": {"tiers": {"items": {"enum": [HOST, *context.scheduler.tiers.names]}}}}
+        ),
     )
     async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
         """Works while transfers are in flight: those under way finish or fail, publish nothing, and free their slots.
@@ -194,6 +203,11 @@ def reset_router(context: AdminContext) -> APIRouter:
         )
 
     return router
+
+
+def _body_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Add what only this process knows to the description of the body."""
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
 def _answer(answer: ResetAnswer) -> JSONResponse:

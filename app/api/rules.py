@@ -11,17 +11,20 @@ from fastapi import APIRouter, Body, Path, Response
 from app.api.audit_trail import WRITE_AHEAD
 from app.api.context import AdminContext
 from app.api.offthread import StoreThreads
-from app.api.paging import DEFAULT_LIMIT, Cursor, Limit, Page, refused_cursor
-from app.api.problems import Problem, invalid_field, too_many
+from app.api.paging import DEFAULT_LIMIT, Limit, Page, RuleCursor
+from app.api.problems import Problem, too_many
 from app.api.rule_models import PutRuleBody, RuleView
+from app.field_errors import FieldError
 from app.policies.kept import RuleExistsError, TooManyError
-from app.policies.rule_wire import NamedRuleBody, RuleName, rule_to_wire
+from app.policies.rule_wire import NamedRuleBody, RuleBody, RuleName, rule_to_wire
 from app.store.cursors import decode_cursor, encode_cursor
-from core.rules import MAX_RULES
+from core.rules import MAX_RULES, Rule
 
 _CURSOR = "rules"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    409: {"description": f"The name is taken, or there are {MAX_RULES} rules already"}
+    409: {
+        "description": f"The name is taken or not the path's, a span is empty, or there are {MAX_RULES} rules already"
+    }
 }
 
 Name = Annotated[RuleName, Path()]
@@ -33,13 +36,12 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     scheduler, policies = context.scheduler, context.policies
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
-    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: Cursor = None) -> Page[RuleView]:
+    def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Page[RuleView]:
         """The first rule that matches a request is the only one that counts for it."""
         rules = scheduler.policies.rules()
         start = 0
         if cursor is not None:
-            with refused_cursor():
-                order, name = decode_cursor(_CURSOR, [int, str], cursor)
+            order, name = decode_cursor(_CURSOR, [int, str], cursor)
             start = bisect.bisect_right(rules, (order, name), key=lambda rule: rule.place)
         shown = rules[start : start + limit]
         more = start + limit < len(rules)
@@ -57,7 +59,7 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     )
     async def add_rule(body: Annotated[NamedRuleBody, Body()], response: Response) -> dict[str, Any]:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name is taken."""
-        rule = body.to_core(body.name)
+        rule = _to_core(body, body.name)
         try:
             await threads.run(policies.add_rule, rule, time.time())
         except RuleExistsError as error:
@@ -91,8 +93,9 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
     async def put_rule(name: Name, body: Annotated[PutRuleBody, Body()], response: Response) -> dict[str, Any]:
         """Replaces the rule of this name whole, or adds it. Applies to the blocks not yet offered."""
         if body.name not in (None, name):
-            raise invalid_field("name", f"must be {name!r}, as in the path, or be left out")
-        rule = body.to_core(name)
+            detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: leave one out"
+            raise Problem(409, detail, slug="name-differs", title="Names differ")
+        rule = _to_core(body, name)
         try:
             existed = await threads.run(policies.put_rule, rule, time.time())
         except TooManyError as error:
@@ -109,6 +112,19 @@ def rules_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
         context.wake()
 
     return router
+
+
+def _to_core(body: RuleBody, name: str) -> Rule:
+    """Return the rule; 409 for conditions that contradict each other, which no schema of the body can describe."""
+    spans = {"match.priority": body.match.priority, "match.prompt_tokens": body.match.prompt_tokens}
+    errors = [
+        FieldError(field=field, message=f"min is {span.min}, which is more than max, {span.max}")
+        for field, span in spans.items()
+        if span is not None and span.is_empty
+    ]
+    if errors:
+        raise Problem(409, f"nothing lies in {errors[0].field}", slug="empty-span", title="Empty span", errors=errors)
+    return body.to_core(name)
 
 
 def _unknown(name: str) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -10,10 +10,9 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    model_validator,
 )
 
-from app.policies.wire import MAX_TOKENS, PolicyBody, patch_to_wire
+from app.policies.wire import MAX_TOKENS, PolicyBody, patch_to_wire, whole
 from app.tenants import TenantMatch
 from core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
@@ -27,7 +26,9 @@ RuleName = Annotated[
 ]
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GLOB_CHARS)]
 
-Number = Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS)]
+Length = Annotated[int, Field(ge=0, le=MAX_TOKENS), BeforeValidator(whole)]
+Number = Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), BeforeValidator(whole)]
+Order = Annotated[int, Field(ge=-MAX_ORDER, le=MAX_ORDER), BeforeValidator(whole)]
 
 
 class NumberSpan(BaseModel):
@@ -37,11 +38,10 @@ class NumberSpan(BaseModel):
     min: Number | None = None
     max: Number | None = None
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min is {self.min}, which is more than max, {self.max}: nothing lies in between")
-        return self
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number lies in it."""
+        return self.min is not None and self.max is not None and self.min > self.max
 
     def to_core(self) -> Span:
         """The same, as core says it."""
@@ -51,16 +51,20 @@ class NumberSpan(BaseModel):
 class LengthSpan(NumberSpan):
     """Lengths from `min` to `max`, both included; null is without end."""
 
-    min: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    max: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min: Length | None = None
+    max: Length | None = None
 
 
-def _one_number(value: object) -> object:
+def _one_number(given: object) -> object:
+    value = whole(given)
     return {"min": value, "max": value} if type(value) is int else value
 
 
-NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_input_type=NumberSpan | int)]
-LengthOrSpan = Annotated[LengthSpan, BeforeValidator(_one_number, json_schema_input_type=LengthSpan | int)]
+NumberOrSpan = Annotated[NumberSpan, BeforeValidator(_one_number, json_schema_input_type=NumberSpan | Number)]
+LengthOrSpan = Annotated[
+    LengthSpan,
+    BeforeValidator(_one_number, json_schema_input_type=LengthSpan | Length),
+]
 
 
 class RuleMatchBody(TenantMatch):
@@ -102,7 +106,7 @@ class RuleBody(BaseModel):
             ]
         },
     )
-    order: int = Field(default=0, ge=-MAX_ORDER, le=MAX_ORDER, description="the lowest is tried first")
+    order: Order = Field(default=0, description="the lowest is tried first")
     match: RuleMatchBody = Field(default_factory=RuleMatchBody)
     policy: PolicyBody = Field(
         default_factory=PolicyBody,

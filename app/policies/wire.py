@@ -1,6 +1,6 @@
 """Policies as JSON values: how they are read from whoever sets them or from where they are kept, and written again.
 
-Validation is strict, since a mistake must not be guessed around: `true`, `"5"` and `5.0` are no whole numbers.
+Validation is strict: `true` and `"5"` are no whole numbers. `5.0` is one, as in JSON Schema.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ MAX_TOKENS = 2**53 - 1
 MAX_TIERS = 64
 
 
-def _cap(value: object) -> int | str | None:
+def whole(value: object) -> object:
+    """Return a float without a fraction as the integer that it is in JSON Schema; all else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _cap(given: object) -> int | str | None:
+    value = whole(given)
     if value is None or value == UNLIMITED or (type(value) is int and 0 <= value <= MAX_TOKENS):
         return value
     raise ValueError(f'must be a whole number from 0 to {MAX_TOKENS}, "{UNLIMITED}", or null')

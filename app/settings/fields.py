@@ -32,6 +32,11 @@ def _read(reader: Callable[[Any], Any]) -> BeforeValidator:
     return BeforeValidator(reader)
 
 
+def _bounds(minimum: float, maximum: float) -> Any:
+    """Describe the bounds that the reader of a number checks, for the JSON Schema."""
+    return Field(json_schema_extra={"minimum": minimum, "maximum": maximum})
+
+
 class SettingFields(BaseModel):
     """What is set, whoever read it; `Settings` reads it."""
 
@@ -130,10 +135,10 @@ class SettingFields(BaseModel):
         default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
     )
-    store_threshold: Annotated[int, _read(values.whole(1, MAX_THRESHOLD)), MUTABLE] = Field(
+    store_threshold: Annotated[int, _read(values.whole(1, MAX_THRESHOLD)), _bounds(1, MAX_THRESHOLD), MUTABLE] = Field(
         default=1, description="Offers of a block before it is stored."
     )
-    max_pinned_fraction: Annotated[float, _read(values.fraction), MUTABLE] = Field(
+    max_pinned_fraction: Annotated[float, _read(values.fraction), _bounds(0, 1), MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
     engine_api_key: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
@@ -150,10 +155,10 @@ class SettingFields(BaseModel):
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
-    eviction_history_rows: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
+    eviction_history_rows: Annotated[int, _read(values.whole(0)), _bounds(0, values.MAX_INT64), MUTABLE] = Field(
         default=1_000_000, description="How many rows of eviction history are kept."
     )
-    eviction_history_days: Annotated[int, _read(values.whole(0)), MUTABLE] = Field(
+    eviction_history_days: Annotated[int, _read(values.whole(0)), _bounds(0, values.MAX_INT64), MUTABLE] = Field(
         default=30, description="For how many days eviction history is kept."
     )
     tiers: Annotated[tuple[TierSettings, ...], _read(read_tiers)] = Field(

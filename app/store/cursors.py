@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
+import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,6 +14,9 @@ T = TypeVar("T")
 MAX_LIMIT = 1000
 _MAX_CURSOR_CHARS = 8192
 _INT64 = 2**63
+_SEPARATOR = "_"
+_FLOAT = re.compile(r"x[0-9a-f]{16}", re.ASCII)
+_INT = re.compile(r"-?[0-9]{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +28,32 @@ class Page(Generic[T]):
 
 
 def encode_cursor(kind: str, position: Sequence[float | int | str]) -> str:
-    """A cursor of one kind of list: the sort values of the last item shown."""
-    return base64.urlsafe_b64encode(json.dumps([kind, *position]).encode()).decode().rstrip("=")
+    """Return a cursor of one kind of list: the sort values of the last item shown, a text only as the last value."""
+    return _SEPARATOR.join([kind, *map(_encode, position)])
 
 
 def decode_cursor(kind: str, types: Sequence[type], cursor: str) -> list[float | int | str]:
-    """The sort values in a cursor; `ValueError` for what `encode_cursor` did not make for this kind of list."""
-    bad = ValueError("cursor is not one of this list; pass next_cursor on as it came, or leave it out")
-    if len(cursor) > _MAX_CURSOR_CHARS:
-        raise bad
-    try:
-        padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
-        found = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (ValueError, RecursionError):
-        raise bad from None
-    if not isinstance(found, list) or len(found) != len(types) + 1 or found[0] != kind:
-        raise bad
-    values: list[float | int | str] = found[1:]
-    if not all(_is(value, wanted) for value, wanted in zip(values, types, strict=True)):
-        raise bad
-    return values
+    """Return the sort values in a cursor. Raises `ValueError` if `encode_cursor` did not make it for this list."""
+    found, *parts = cursor.split(_SEPARATOR, len(types))
+    values = [_decode(part, wanted) for part, wanted in zip(parts, types, strict=False)]
+    if found != kind or len(parts) != len(types) or len(cursor) > _MAX_CURSOR_CHARS or None in values:
+        raise ValueError("cursor is not one of this list; pass next_cursor on as it came, or leave it out")
+    return [value for value in values if value is not None]
 
 
-def _is(value: object, wanted: type) -> bool:
-    if type(value) is not wanted:
-        return False
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, str):
-        return "\0" not in value and value.encode("utf-8", "replace") == value.encode("utf-8", "surrogatepass")
-    return not isinstance(value, int) or -_INT64 <= value < _INT64
+def _encode(value: float | int | str) -> str:
+    return "x" + struct.pack(">d", value).hex() if isinstance(value, float) else str(value)
+
+
+def _decode(part: str, wanted: type) -> float | int | str | None:
+    if wanted is float and _FLOAT.fullmatch(part):
+        (number,) = struct.unpack(">d", bytes.fromhex(part[1:]))
+        return float(number) if math.isfinite(number) else None
+    if wanted is int and _INT.fullmatch(part):
+        return int(part) if -_INT64 <= int(part) < _INT64 else None
+    if wanted is str and "\0" not in part and not any("\ud800" <= char <= "\udfff" for char in part):
+        return part
+    return None
 
 
 def check_limit(limit: int) -> int:

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
 from app.folders import nearest_folder
+from app.store.claims import claim_commit
 from app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
 from app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, Trouble, diagnose, unavailable_on_trouble
 from app.store.file_watch import FileWatch
@@ -86,11 +87,12 @@ class Database:
 
     @contextmanager
     def write_for_person(self) -> Iterator[Connection]:
-        """A transaction that somebody waits for. `StoreUnavailable` after a bounded time, and then nothing was done."""
+        """A transaction that a caller waits for. Raises `StoreUnavailable`; then nothing was written."""
         with unavailable_on_trouble(self.name), self._turns.person(PERSON_TIMEOUT_S):
             self.check()
             with self._opened(self._writer).begin() as connection:
                 yield connection
+                claim_commit()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -86,6 +87,10 @@ def engine_router() -> APIRouter:
     @router.get("/id")
     async def request_id(request: Request) -> dict[str, str | None]:
         return {"id": request.headers.get("X-Request-ID")}
+
+    @router.get("/thread")
+    async def thread() -> str:
+        return await asyncio.to_thread(lambda: "done")
 
     @router.get("/fail")
     async def fail() -> None:

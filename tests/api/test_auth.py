@@ -186,6 +186,43 @@ def test_without_tokens_a_foreign_origin_is_refused(service: Service, origin: st
         assert client.post("/v1/echo", headers={"Origin": origin}, json={}).status_code == 403
 
 
+STREAMS = ("/admin/v1/stats/stream", "/admin/v1/events")
+
+
+def fetched(site: str, mode: str = "cors", dest: str = "empty") -> dict[str, str]:
+    return {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+
+
+@pytest.mark.parametrize("path", [*STREAMS, "/admin/v1/stats", "/metrics", "/v1/models", "/openapi.json"])
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "unheard-of"])
+def test_without_tokens_a_get_by_a_foreign_page_is_refused(service: Service, path: str, site: str) -> None:
+    with service.client() as client:
+        for mode, dest in (("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe"), ("navigate", "document")):
+            with client.stream("GET", path, headers=fetched(site, mode, dest)) as answer:
+                assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("site", ["none", "same-origin"])
+def test_without_tokens_browsers_may_get_from_our_own_origin(service: Service, site: str) -> None:
+    with service.client() as client:
+        for path in (*STREAMS, "/admin/v1/stats", "/ui/"):
+            with client.stream("GET", path, headers=fetched(site)) as answer:
+                assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/ui/", "/docs"])
+def test_without_tokens_a_link_on_a_foreign_page_leads_to_pages(service: Service, path: str) -> None:
+    with service.client() as client:
+        assert client.get(path, headers=fetched("cross-site", "navigate", "document")).status_code in (200, 307)
+        for mode, dest in (("navigate", "iframe"), ("no-cors", "script"), ("cors", "empty")):
+            assert client.get(path, headers=fetched("cross-site", mode, dest)).status_code == 403
+
+
+def test_with_a_token_the_site_of_a_page_does_not_matter(guarded: Service) -> None:
+    with guarded.client(READ) as client:
+        assert client.get("/admin/v1/stats", headers=fetched("cross-site")).status_code == 200
+
+
 def test_without_tokens_only_our_own_pages_may_change_anything(service: Service) -> None:
     with service.client() as client:
         for name in ("127.0.0.1", "localhost", "[::1]"):

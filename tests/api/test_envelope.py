@@ -43,6 +43,27 @@ def test_unknown_routes_and_methods_are_problems(api: httpx.Client) -> None:
     assert answer.headers["Allow"] == "GET"
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/admin/v1/policy", "GET, PATCH"),
+        ("/admin/v1/config", "GET, PATCH"),
+        ("/admin/v1/rules", "GET, POST"),
+        ("/admin/v1/rules/one", "DELETE, GET, PUT"),
+        ("/admin/v1/requests/r1/policy", "DELETE, GET, PUT"),
+        ("/admin/v1/requests/a%2Fb/policy", "DELETE, GET, PUT"),
+        ("/admin/v1/blocks/00ff", "DELETE, GET"),
+        ("/admin/v1/blocks/00ff/pin", "DELETE, PUT"),
+        ("/admin/v1/reset", "POST"),
+        ("/v1/echo", "POST"),
+    ],
+)
+def test_a_refused_method_names_all_that_the_path_takes(api: httpx.Client, path: str, methods: str) -> None:
+    for method in ("OPTIONS", "TRACE", "HEAD", "FOO"):
+        answer = api.request(method, path)
+        assert (answer.status_code, answer.headers["Allow"]) == (405, methods)
+
+
 def test_bad_json_is_a_problem(api: httpx.Client) -> None:
     for body in (b"{", b"nope", b"\xff\xfe", b'{"store": tru}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
         answer = api.patch("/admin/v1/policy", content=body, headers={"Content-Type": "application/json"})
@@ -130,7 +151,7 @@ def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) ->
 @pytest.mark.parametrize(
     "call",
     [
-        b"FOO /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /healthz HTTP/x\r\nHost: localhost\r\n\r\n",
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],

@@ -34,7 +34,7 @@ BAD_FIELDS: list[tuple[Any, list[str]]] = [
     ({"max_offload_tokens": True}, ["max_offload_tokens"]),
     ({"max_offload_tokens": False}, ["max_offload_tokens"]),
     ({"max_offload_tokens": "5"}, ["max_offload_tokens"]),
-    ({"max_offload_tokens": 5.0}, ["max_offload_tokens"]),
+    ({"max_offload_tokens": 5.5}, ["max_offload_tokens"]),
     ({"max_offload_tokens": -1}, ["max_offload_tokens"]),
     ({"max_offload_tokens": 2**53}, ["max_offload_tokens"]),
     ({"max_offload_tokens": "Unlimited"}, ["max_offload_tokens"]),

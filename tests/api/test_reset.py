@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,3 +258,15 @@ def test_a_search_that_outlasts_its_timeout_goes_on(fresh: Service, monkeypatch:
             return {item["request"] for item in client.get("/admin/v1/blocks").json()["items"]} == {"b1"}
 
         wait_until(is_done, "the search has dropped what matches")
+
+
+def test_searches_that_wait_leave_the_engine_its_threads(fresh: Service) -> None:
+    num_resets = 2 * (os.cpu_count() or 1) + 8
+    with ThreadPoolExecutor(num_resets) as pool, fresh.client() as client:
+        with fresh.context.manager.lock:
+            body = {"match": {"request": "none-*"}}
+            resets = [pool.submit(fresh.shared_client.post, "/admin/v1/reset", json=body) for _ in range(num_resets)]
+            tasks = fresh.running.server.server_state.tasks
+            wait_until(lambda: len(tasks) == num_resets, "all searches are under way")
+            assert client.get("/v1/thread").json() == "done"
+        assert {reset.result().status_code for reset in resets} == {200}

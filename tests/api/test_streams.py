@@ -92,3 +92,17 @@ def test_a_client_that_does_not_read_is_let_go_and_that_is_no_error(
         wait_until(lambda: feed.num_watchers == 0, "the client is let go")
         wait_until(lambda: any("does not read" in record.message for record in caplog.records), "it is said")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("url", [f"{STATS}?interval_s=0.1&max_events=3", f"{EVENTS}?max_events=1"])
+def test_a_stream_ends_after_as_many_events_as_were_asked_for(service: Service, url: str) -> None:
+    with service.client() as client, connect_sse(client, "GET", url) as source:
+        assert len(list(source.iter_sse())) == int(url[-1])
+
+
+@pytest.mark.parametrize("max_events", ["0", "-1", "x", "1.5"])
+def test_a_stream_of_no_events_is_refused(service: Service, max_events: str) -> None:
+    with service.client() as client:
+        for url in (STATS, EVENTS):
+            answer = client.get(url, params={"max_events": max_events})
+            assert [error["field"] for error in answer.json()["errors"]] == ["max_events"]

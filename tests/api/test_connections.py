@@ -1,0 +1,218 @@
+"""What hostile or slow clients can do to the server before, while and after it looks at their request."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api.bodies import Bodies
+from app.http_protocol import ConnectionLimits
+from app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
+
+from .serving import DEADLINE_S, ClosingFlag, Running, serve, wait_until
+
+SOON_S = 0.2
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+LARGE = 64 << 20
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a little, or a lot at `/large`, without reading the body."""
+    body = b"x" * (LARGE if scope["path"] == "/large" else 2)
+    scope.setdefault("state", {})
+    headers = [(b"content-length", b"%d" % len(body))]
+    status = 200 if scope["method"] in ("GET", "POST") else 405
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def limited(served: ASGIApp = app, closing: ClosingFlag | None = None, **limits: float) -> Iterator[Running]:
+    chosen = ConnectionLimits(**({"max_connections": 100} | limits))  # type: ignore[arg-type]
+    with serve(served, closing, chosen) as running:
+        yield running
+
+
+def connect(running: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE_S)
+
+
+def read_all(raw: socket.socket) -> bytes:
+    """Everything that arrives until the server closes the connection."""
+    received = bytearray()
+    with suppress(ConnectionError):
+        while piece := raw.recv(65536):
+            received += piece
+    return bytes(received)
+
+
+def is_well(running: Running) -> bool:
+    with connect(running) as raw:
+        raw.sendall(GET + b"Connection: close\r\n\r\n")
+        return read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+def is_refused(running: Running, request: bytes) -> bool:
+    with connect(running) as raw:
+        with suppress(ConnectionError):
+            raw.sendall(request)
+        return not read_all(raw).startswith(b"HTTP/1.1 2")
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"X: " + b"y" * (1 << 20),
+        b"X: y\r\n" * (1 << 17),
+        b"X: " + b"y" * (66 << 10) + b"\r\n\r\n",
+        b"X:\r\n" * 200 + b"\r\n",
+    ],
+    ids=["endless line", "endless lines", "large", "many lines"],
+)
+def test_a_head_beyond_its_limits_is_refused(rest: bytes) -> None:
+    with limited() as running:
+        assert is_refused(running, GET + rest)
+        assert is_refused(running, b"GET /" + rest[:200_000])
+        # Also behind another request on the same connection.
+        with connect(running) as raw:
+            with suppress(ConnectionError):
+                raw.sendall(GET + b"\r\n" + GET + rest)
+            assert read_all(raw).count(b"HTTP/1.1 200") <= 1
+        assert is_well(running)
+
+
+def test_a_head_of_60_kib_and_100_lines_is_answered() -> None:
+    with limited() as running, connect(running) as raw:
+        lines = b"".join(b"X-%d: %s\r\n" % (number, b"y" * 600) for number in range(99))
+        raw.sendall(GET + lines + b"Connection: close\r\n\r\n")
+        assert read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_byte_by_byte_or_at_once_are_answered_in_order() -> None:
+    with limited() as running, connect(running) as raw:
+        for number in range(len(GET) + 2):
+            raw.sendall((GET + b"\r\n")[number : number + 1])
+        raw.sendall((GET + b"\r\n") * 50 + GET + b"Connection: close\r\n\r\n")
+        assert read_all(raw).count(b"HTTP/1.1 200") == 52
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", GET, GET + b"\r\n" + GET], ids=["nothing", "word", "line", "second"])
+def test_a_connection_without_a_complete_head_is_closed(sent: bytes) -> None:
+    with limited(head_s=SOON_S, keep_alive_s=SOON_S) as running, connect(running) as raw:
+        raw.sendall(sent)
+        assert read_all(raw).count(b"HTTP/1.1") == (1 if sent.count(b"\r\n\r\n") else 0)
+
+
+def test_a_head_that_trickles_is_closed_though_bytes_arrive() -> None:
+    with limited(head_s=SOON_S) as running, connect(running) as raw:
+        raw.sendall(GET)
+        raw.settimeout(SOON_S / 20)
+        closed = False
+        for _ in range(1000):
+            try:
+                raw.sendall(b"X: y\r\n")
+                closed = raw.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                closed = True
+            break
+        assert closed
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with limited(keep_alive_s=SOON_S) as running, connect(running) as raw:
+        raw.sendall(GET + b"\r\n")
+        assert read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_does_not_end_is_closed_after_its_answer() -> None:
+    with limited(head_s=SOON_S) as running, connect(running) as raw:
+        raw.sendall(POST)
+        assert read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_does_not_arrive_is_refused_in_time() -> None:
+    closing = ClosingFlag()
+    with limited(with_state(Bodies(app, closing, SOON_S)), closing) as running, connect(running) as raw:
+        raw.sendall(POST)
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_has_not_arrived_does_not_hold_a_stop() -> None:
+    closing = ClosingFlag()
+    with limited(with_state(Bodies(app, closing)), closing) as running, connect(running) as raw:
+        raw.sendall(POST)
+        wait_until(lambda: bool(running.server.server_state.tasks), "the request has begun")
+        running.server.should_exit = True
+        assert raw.recv(100).startswith(b"HTTP/1.1 503")
+
+
+def with_state(inner: ASGIApp) -> ASGIApp:
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})
+        await inner(scope, receive, send)
+
+    return run
+
+
+def test_a_client_that_does_not_read_is_disconnected() -> None:
+    with limited(stall_s=SOON_S) as running, connect(running) as raw:
+        raw.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: len(running.server.server_state.connections) == 1, "the connection is open")
+        wait_until(lambda: not running.server.server_state.connections, "the connection is closed")
+        assert len(read_all(raw)) < LARGE
+
+
+def test_with_too_many_connections_the_longest_waiting_is_closed() -> None:
+    with limited(max_connections=20) as running, ExitStack() as stack:
+        held = [stack.enter_context(connect(running)) for _ in range(20)]
+        for raw in held[::2]:
+            raw.sendall(GET)
+        assert all(is_well(running) for _ in range(5))
+        more = [stack.enter_context(connect(running)) for _ in range(100)]
+        assert is_well(running)
+        wait_until(lambda: len(running.server.server_state.connections) <= 20, "there are few connections")
+        assert [read_all(raw) for raw in held] == [b""] * 20
+        more[-1].sendall(GET + b"Connection: close\r\n\r\n")
+        assert read_all(more[-1]).startswith(b"HTTP/1.1 200")
+
+
+def test_hostile_clients_cost_one_log_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), limited(max_connections=5, head_s=SOON_S) as running, ExitStack() as stack:
+        for _ in range(20):
+            assert is_refused(running, b"nonsense\r\n\r\n")
+            stack.enter_context(connect(running)).sendall(GET)
+        assert is_refused(running, GET)
+        close = b"Connection: close\r\n\r\n"
+        for request in (
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+            b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n" + close,
+            b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n" + close,
+            b"GET http://localhost/ HTTP/1.1\r\nHost: localhost\r\n" + close,
+            GET + b"Connection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n",
+            GET + b"Connection: close, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+            GET + b"\r\nnonsense\r\n\r\n",
+        ):
+            with connect(running) as raw:
+                raw.sendall(request)
+                read_all(raw)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+def test_the_file_limit_is_raised_and_leaves_room_for_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        assert raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert 0 < connection_limits().max_connections <= min(MAX_CONNECTIONS, hard // 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,127 @@
+"""A database call that takes too long has no effect after its 503, whenever its thread goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from app.api.offthread import StoreThreads
+from app.api.problems import Problem
+from app.store import AuditEntry, StoreUnavailable
+from core.policy import Override
+from core.rules import Rule, RuleMatch
+
+from .service import Service
+from .serving import DEADLINE_S
+from .test_store_gone import locked
+
+SOON_S = 0.1
+
+
+def override(request_id: str) -> Override:
+    return Override(request_id, {"store": False}, time.time() + 3600)
+
+
+WRITES: dict[str, Callable[[Service], Any]] = {
+    "set override": lambda service: service.context.policies.set_override(override("new"), time.time()),
+    "drop override": lambda service: service.context.policies.drop_override("kept", time.time()),
+    "add rule": lambda service: service.context.policies.add_rule(rule("new"), time.time()),
+    "put rule": lambda service: service.context.policies.put_rule(rule("kept", 7), time.time()),
+    "drop rule": lambda service: service.context.policies.drop_rule("kept", time.time()),
+    "audit": lambda service: service.store.intents.begin_audit(
+        AuditEntry(1.0, "none", "127.0.0.1", "late", "PUT", "/late", None)
+    ),
+}
+
+
+def rule(name: str, order: int = 1) -> Rule:
+    return Rule(name, order, RuleMatch(), {"store": False})
+
+
+def state(service: Service) -> tuple[Any, ...]:
+    """Overrides, rules and audit, in memory and in the database."""
+    policies = service.context.scheduler.policies
+    reader = service.store.reader
+    return (
+        sorted(found.request_id for found in policies.overrides()),
+        [(found.name, found.order) for found in policies.rules()],
+        sorted(record.request for record in reader.load_overrides(time.time())),
+        [(record.name, record.order) for record in reader.load_rules()],
+        len(reader.audit(None, 100).items),
+    )
+
+
+@pytest.fixture
+def patient(fresh: Service) -> Service:
+    """A service whose database waits for a lock for longer than its callers."""
+    fresh.context.policies.set_override(override("kept"), time.time())
+    fresh.context.policies.add_rule(rule("kept"), time.time())
+    fresh.store.database.busy_timeout_s = DEADLINE_S
+    fresh.store.database.limit_bytes(None)
+    return fresh
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_that_was_answered_503_has_no_effect_later(patient: Service, name: str) -> None:
+    before = state(patient)
+    ended = threading.Event()
+    failures: list[Exception] = []
+
+    def write() -> None:
+        try:
+            WRITES[name](patient)
+        except Exception as error:
+            failures.append(error)
+            raise
+        finally:
+            ended.set()
+
+    with locked(patient), pytest.raises(Problem) as refused:
+        asyncio.run(StoreThreads(timeout_s=SOON_S).run(write))
+    assert refused.value.status == 503
+    assert ended.wait(DEADLINE_S)
+    assert [type(error) for error in failures] == [StoreUnavailable]
+    assert state(patient) == before
+    with suppress(StoreUnavailable):
+        WRITES[name](patient)
+    assert state(patient) != before, "the same write takes effect when it is not abandoned"
+
+
+def test_a_write_that_has_been_committed_is_not_answered_503(patient: Service) -> None:
+    released = threading.Event()
+
+    def write() -> str:
+        patient.context.policies.set_override(override("new"), time.time())
+        released.wait(DEADLINE_S)
+        return "written"
+
+    async def run() -> str:
+        threads = StoreThreads(timeout_s=0.5)
+        asyncio.get_running_loop().call_later(0.6, released.set)
+        return await threads.run(write)
+
+    assert asyncio.run(run()) == "written"
+
+
+def test_a_commit_that_does_not_end_is_answered_504(patient: Service) -> None:
+    released = threading.Event()
+
+    def write() -> None:
+        patient.context.policies.set_override(override("new"), time.time())
+        released.wait(DEADLINE_S)
+
+    async def run() -> None:
+        try:
+            await StoreThreads(timeout_s=0.5).run(write)
+        finally:
+            released.set()
+
+    with pytest.raises(Problem) as refused:
+        asyncio.run(run())
+    assert refused.value.status == 504
