@@ -69,7 +69,12 @@ def health_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["health"])
     readiness = _ReadinessCheck(context)
     registry: CollectorRegistry = build_registry(
-        context.scheduler, context.store, context.engine_info, context.started_s, context.warm_start
+        context.scheduler,
+        context.store,
+        context.engine_info,
+        context.guard,
+        context.started_s,
+        context.warm_start,
     )
 
     @router.get("/healthz", summary="Whether the process can answer")

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from app.api.context import EngineInfo
+from app.offload_guard import OffloadGuard
 from app.store import JournalStats
 from app.warm_start import WarmStart
 from core.histograms import Histogram
@@ -228,6 +229,21 @@ class _UptimeCollector(Collector):
         yield _gauge("uptime_seconds", "Seconds since the service started", max(0.0, self._clock() - self._started_s))
 
 
+class _OffloadingCollector(Collector):
+    """Unexpected errors in kvferry's own code, and whether offloading is on."""
+
+    def __init__(self, guard: OffloadGuard) -> None:
+        self._guard = guard
+
+    def collect(self) -> Iterator[Metric]:
+        """Both families."""
+        status = self._guard.status
+        yield _gauge(
+            "offloading_on", "Whether offloading is on (1), or off after repeated errors (0)", int(status.is_on)
+        )
+        yield _counter("unexpected_errors", "Unexpected errors in kvferry's own code", status.num_errors)
+
+
 class _WarmStartCollector(Collector):
     """What this process began with; it does not change any more."""
 
@@ -244,7 +260,12 @@ class _WarmStartCollector(Collector):
 
 
 def build_registry(
-    source: HasSnapshot, journal: HasJournal, engine: EngineInfo, started_s: float, begun: WarmStart | None = None
+    source: HasSnapshot,
+    journal: HasJournal,
+    engine: EngineInfo,
+    guard: OffloadGuard,
+    started_s: float,
+    begun: WarmStart | None = None,
 ) -> CollectorRegistry:
     """A registry of our own: another engine's metrics in this process stay out of it, and ours out of theirs.
 
@@ -252,6 +273,7 @@ def build_registry(
     """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(source, journal, engine))
+    registry.register(_OffloadingCollector(guard))
     registry.register(_UptimeCollector(started_s))
     if begun is not None:
         registry.register(_WarmStartCollector(begun))

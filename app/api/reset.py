@@ -165,7 +165,8 @@ def reset_router(context: AdminContext) -> APIRouter:
     async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
         """Works while transfers are in flight: those under way finish or fail, publish nothing, and free their slots.
 
-        No request loses its answer. Idempotent, and durable. Works without the database, too.
+        No request loses its answer. Idempotent, and durable. Works without the database, too. Where offloading was
+        switched off after unexpected errors, a whole reset of the pool switches it on again.
         """
         asked = body or ResetBody()
         _check_places(asked.tiers, context.scheduler.tiers.names)
@@ -174,6 +175,8 @@ def reset_router(context: AdminContext) -> APIRouter:
         # A whole reset costs no more than the open jobs, and must not queue behind searches.
         if match is None:
             ticket: ResetTicket | None = context.scheduler.resets.reset(time.time(), places=asked.tiers)
+            if asked.tiers is None or HOST in asked.tiers:
+                context.guard.resume()
         else:
             ticket = await search(request, match, asked.tiers, deadline_s)
         if ticket is None:

@@ -37,6 +37,7 @@ def take_stats(context: AdminContext, now_s: float) -> Stats:
             "load": snapshot.load,
             "evictions": snapshot.evictions,
             "tiers": {name: asdict(tier.counts) | asdict(tier.use) for name, tier in snapshot.tiers.items()},
+            "offloading": context.guard.status,
             "journal": context.store.journal_stats()._asdict(),
             "recovery": context.warm_start,
         },

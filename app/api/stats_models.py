@@ -155,6 +155,15 @@ class JournalStats(BaseModel):
     lag_s: float
 
 
+class OffloadingStats(BaseModel):
+    """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
+
+    is_on: bool = Field(description="false after repeated errors, until a whole reset")
+    reason: str | None = Field(description="why offloading is off; null while it is on")
+    num_errors: int = Field(description="unexpected errors so far; the log has each place once, with its traceback")
+    last_error: str | None
+
+
 class Stats(BaseModel):
     """One consistent snapshot."""
 
@@ -172,5 +181,6 @@ class Stats(BaseModel):
     load: LoadStats
     evictions: EvictionStats
     tiers: dict[str, TierStats]
+    offloading: OffloadingStats
     journal: JournalStats
     recovery: RecoveryStats | None = Field(description="null where the pool does not outlive its process")

@@ -139,6 +139,11 @@ def _flows(snapshot: Json) -> Table:
     grid.add_row(
         "journal", _listed(journal, "queued", "written", "dropped") + f", {duration(journal.get('lag_s', 0))} behind"
     )
+    offloading = snapshot.get("offloading", {})
+    if offloading.get("num_errors"):
+        state = "on" if offloading.get("is_on") else "OFF until a reset"
+        text = f"{state}; {offloading['num_errors']} unexpected errors, the last one {offloading.get('last_error')}"
+        grid.add_row("offloading", text)
     recovery = snapshot.get("recovery")
     if recovery is not None:
         text = f"{_listed(recovery, 'recovered', 'known')} in {duration(recovery.get('seconds', 0))}"

@@ -19,6 +19,7 @@ from app.api.app import create_app
 from app.api.auth import Tokens
 from app.api.context import AdminContext, EngineInfo
 from app.event_feed import EventFeed
+from app.offload_guard import ErrorLog, OffloadGuard
 from app.policies.kept import KeptPolicies
 from app.settings import Settings
 from app.settings.live import LiveSettings
@@ -151,6 +152,7 @@ def start_service(
     degraded: list[str] = []
     context = AdminContext(
         scheduler=engine.scheduler,
+        guard=OffloadGuard(engine.scheduler, 1, ErrorLog()),
         manager=engine.manager,
         store=store,
         policies=policies,
