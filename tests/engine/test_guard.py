@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 
+from app.engines.embedded import FinishReason
 from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import Offload
+from app.engines.embedded.request import Request
 from app.offload_guard import MAX_ERRORS
 from core.admission import Admission
 from core.hits import PrefixHit
@@ -34,7 +37,17 @@ from core.slots import SlotTable
 from core.stores import StoreSide
 from cuda_ops.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
-from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model, run, until
+from tests.engine.serving import (
+    Answer,
+    ask,
+    ask_all,
+    greedy,
+    random_prompts,
+    reference_answer,
+    reference_model,
+    run,
+    until,
+)
 from tests.faults import Faults
 
 MAX_TOKENS = 8
@@ -201,4 +214,28 @@ def test_requests_are_answered_when_anything_raises(
     faults.enabled = False
     assert_nothing_left(offloaded)
     assert_offloads(offloaded, prompts, answers)
+    assert_nothing_left(offloaded)
+
+
+def test_other_requests_are_answered_when_one_cannot_go_on(
+    prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = make_offloaded(**SMALL)
+    plain = Request.append
+
+    def append(self: Request, *args: object) -> object:
+        if self.request_id == "bad":
+            raise RuntimeError("no text, says the test")
+        return plain(self, *args)
+
+    monkeypatch.setattr(Request, "append", append)
+
+    async def both() -> tuple[Answer, Answer]:
+        bad = ask(offloaded.engine, prompts[1], greedy(MAX_TOKENS), request_id="bad")
+        return await asyncio.gather(bad, ask(offloaded.engine, prompts[2], greedy(MAX_TOKENS)))
+
+    bad, good = run(both())
+    assert bad.last is not None
+    assert bad.last.finish_reason is FinishReason.ERROR
+    assert good.token_ids == answers[2]
     assert_nothing_left(offloaded)

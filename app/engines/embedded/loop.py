@@ -175,13 +175,21 @@ class EngineLoop:
             return
         self._submit(plan.stores, now_s)  # offload: stores go after the compute that fills their blocks
         for chunk, token in zip(chunks, tokens, strict=True):
-            self._scheduler.advance(chunk)
-            if token is None:
-                continue
-            delta = chunk.request.append(token, token in self._eos_token_ids)
-            if delta.finish_reason is not None:
-                self._finish(chunk.request, now_s)
-            chunk.request.tell(delta)
+            try:
+                self._advance(chunk, token, now_s)
+            except Exception as error:  # noqa: BLE001 - this request alone ends with an error
+                self._complain("a request could not go on, and ends with an error", error)
+                self._fail([chunk.request], error)
+
+    def _advance(self, chunk: Chunk, token: int | None, now_s: float) -> None:
+        """Record what a step computed for one request, and send its next token to the client."""
+        self._scheduler.advance(chunk)
+        if token is None:
+            return
+        delta = chunk.request.append(token, token in self._eos_token_ids)
+        if delta.finish_reason is not None:
+            self._finish(chunk.request, now_s)
+        chunk.request.tell(delta)
 
     def _submit(self, jobs: Iterable[TransferJob], now_s: float) -> None:
         """Hand jobs to the copy engine. One that it does not take has failed."""
