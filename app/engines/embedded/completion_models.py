@@ -102,7 +102,10 @@ class CompletionRequest(BaseModel):
         f"to {MAX_PARAMS_VALUES} values and {MAX_PARAMS_CHARS} characters",
     )
     priority: int = Field(
-        default=0, ge=-(2**53), le=2**53, description="for policy rules; this engine serves in the order of arrival"
+        default=0,
+        ge=-(2**53),
+        le=2**53,
+        description="for policy rules; in this engine, calls take turns in the order of arrival",
     )
     n: int | None = None
     best_of: int | None = None

@@ -211,7 +211,8 @@ class EmbeddedEngine:
         """
         self._reserve(requests)
         streams = []
-        for request in requests:
+        for number, request in enumerate(requests):
+            request.number_in_call = number
             stream = RequestStream(request.request_id, partial(self._cancel, request))
             request.sink = stream.push
             streams.append(stream)

@@ -97,6 +97,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_loading_tokens = 0
         self.arrival = 0
+        self.number_in_call = 0
         self.generator: torch.Generator | None = None
         self._block_size = block_size
         self._chain_root = chain_root(cache_salt, self.lora)

@@ -6,7 +6,6 @@ When blocks run out, the request that came last gives its own back and starts ov
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +13,7 @@ from itertools import islice
 from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import Offload
 from app.engines.embedded.request import Request, RequestState
+from app.engines.embedded.waiting import WaitingQueue
 from core.engine import StepProgress
 from core.scheduler import Hit, Later
 from core.transfers import LoadOutcome
@@ -76,7 +76,7 @@ class StepScheduler:
         self.block_size = block_size
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.waiting = WaitingQueue()
         self.loading: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self._arrivals = 0
@@ -85,7 +85,7 @@ class StepScheduler:
         """Queue a new request."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        self.waiting[request.request_id] = request
+        self.waiting.add(request)
 
     def is_live(self, request: Request) -> bool:
         """Whether this very request was added and has not finished."""
@@ -93,7 +93,7 @@ class StepScheduler:
 
     def requests(self) -> list[Request]:
         """Every live request."""
-        return [*self.running.values(), *self.loading.values(), *self.waiting.values()]
+        return [*self.running.values(), *self.loading.values(), *self.waiting]
 
     def schedule(self, now_s: float) -> Step:
         """Choose the next step's tokens and take the blocks that they need."""
@@ -142,8 +142,9 @@ class StepScheduler:
 
     def finish(self, request: Request, now_s: float) -> None:
         """Let a request go, in whatever state it is. Blocks under transfer stay held by whoever moves them."""
-        for queue in (self.running, self.waiting, self.loading):
+        for queue in (self.running, self.loading):
             queue.pop(request.request_id, None)
+        self.waiting.discard(request)
         request.state = RequestState.FINISHED
         try:
             self.offload.on_request_finished(request.request_id, now_s)
@@ -159,7 +160,7 @@ class StepScheduler:
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
         """Start waiting requests in order, until one finds no room; pass over those that wait for another's load."""
-        for request in list(islice(self.waiting.values(), self.max_running + MAX_LATER_PER_STEP)):
+        for request in list(islice(self.waiting, self.max_running + MAX_LATER_PER_STEP)):
             if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self.max_running:
                 return
             loadable = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
@@ -175,7 +176,7 @@ class StepScheduler:
             table = self.pool.allocate(on_device, num_blocks)
             if table is None:
                 return
-            del self.waiting[request.request_id]
+            self.waiting.start(request)
             request.block_table = table
             request.num_computed_tokens = num_hit
             request.num_loading_tokens = num_load
@@ -210,8 +211,7 @@ class StepScheduler:
 
     def _queue_first(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self.waiting.add_first(request)
 
     def _give_back(self, request: Request) -> None:
         self.pool.free(request.block_table)

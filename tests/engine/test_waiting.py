@@ -1,0 +1,85 @@
+"""Calls take turns: one of many prompts does not delay all others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engines.embedded import EmbeddedEngine
+from app.engines.embedded.waiting import WaitingQueue
+from tests.engine.serving import collect, greedy, random_prompts, run
+
+
+class Waiting:
+    """As much of a request as the queue uses."""
+
+    def __init__(self, number: int, number_in_call: int) -> None:
+        self.request_id = f"{number}-{number_in_call}"
+        self.arrival = number
+        self.number_in_call = number_in_call
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["start", "again", "cancel"])), max_size=40), st.data())
+def test_order_is_that_of_a_sorted_list(steps: list[int | str], data: st.DataObject) -> None:
+    queue, turn, arrivals, firsts = WaitingQueue(), 0, 0, 0
+    model: list[tuple[int, int, Waiting]] = []
+    started: list[Waiting] = []
+    for step in steps:
+        if isinstance(step, int):
+            for number in range(step):
+                arrivals += 1
+                request = Waiting(arrivals, number)
+                queue.add(request)  # type: ignore[arg-type]
+                model.append((turn + 1 + number, arrivals, request))
+        elif step == "again" and started:
+            firsts -= 1
+            request = started.pop(data.draw(st.integers(0, len(started) - 1)))
+            queue.add_first(request)  # type: ignore[arg-type]
+            model.append((-1, firsts, request))
+        elif model:
+            model.sort(key=lambda one: one[:2])
+            at = 0 if step == "start" else data.draw(st.integers(0, len(model) - 1))
+            place, _, request = model.pop(at)
+            if step == "start":
+                assert next(iter(queue)) is request
+                queue.start(request)  # type: ignore[arg-type]
+                turn = max(turn, place)
+                started.append(request)
+            else:
+                queue.discard(request)  # type: ignore[arg-type]
+                queue.discard(request)  # type: ignore[arg-type]
+        model.sort(key=lambda one: one[:2])
+        assert list(queue) == [request for _, _, request in model]
+        assert len(queue) == len(model)
+        assert all(queue.get(request.request_id) is request for _, _, request in model)
+
+
+def test_a_call_of_one_prompt_waits_for_few_of_a_large_call(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine = make_engine(max_running=2)
+    both_wait = threading.Event()
+    engine.model.module.register_forward_pre_hook(lambda *_: both_wait.wait() and None)
+    engine.start()
+    ended: list[str] = []
+
+    async def answer(name: str, stream: object) -> None:
+        await collect(stream)  # type: ignore[arg-type]
+        ended.append(name)
+
+    async def both() -> None:
+        prompts = random_prompts(41, 30, 20)
+        large = engine.submit_all(
+            [engine.prepare(prompt, greedy(4), request_id=f"large-{at}") for at, prompt in enumerate(prompts)]
+        )
+        small = engine.submit(prompts[0], greedy(4), request_id="small")
+        both_wait.set()
+        await asyncio.gather(*(answer("large", one) for one in large), answer("small", small))
+
+    run(both())
+    assert len(ended) == 31
+    # The first two of the large call run, the third has the same turn as the small call.
+    assert ended.index("small") < 5
