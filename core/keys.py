@@ -7,9 +7,6 @@ groups of one model apart. The digest of a tenant lives here too, since a cache 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 Key = bytes
 
 GROUP_BYTES = 1
@@ -56,12 +53,12 @@ class Prefix:
     def __len__(self) -> int:
         return self._count
 
-    def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> NDArray[np.bool_]:
+    def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Which of these keys, at these positions within their request's group, belong to it."""
-        found = np.zeros(len(keys), dtype=np.bool_)
-        for i, (key, position) in enumerate(zip(keys, positions, strict=True)):
+        found = []
+        for key, position in zip(keys, positions, strict=True):
             known, count = self._groups.get(group_of(key), ((), 0))
-            found[i] = (position < count and known[position] == key) or key in self._others
+            found.append((position < count and known[position] == key) or key in self._others)
         return found
 
 

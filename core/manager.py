@@ -136,7 +136,10 @@ class OffloadManager:
             else:
                 own, wanted_at = found[~absent], absent.nonzero()[0]
                 # `Prefix` relies on them, and of recovered blocks they may be unknown.
-                table.positions[own] = positions[~absent]
+                elsewhere = table.positions[own] != positions[~absent]
+                if elsewhere.any():
+                    table.positions[own] = positions[~absent]
+                    table.dirty[own[elsewhere]] = True
                 self._use_again(own, priority_class)
             counted, held_back_at = None, NO_SLOTS
             if is_counted and self.admission.threshold > 1:

@@ -94,7 +94,7 @@ class Room:
 
     def _holds(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
         table = self._table
-        return prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist())
+        return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
 
     def _candidates(self, slots: Slots) -> Slots:
         """Those of these ready slots that could go."""

@@ -69,6 +69,7 @@ SHAPE: dict[str, Any] = {
     },
     "evictions": {"total": int, "by_reason": {}, "regretted": int},
     "tiers": {},
+    "offloading": {"is_on": bool, "reason": type(None), "num_errors": int, "last_error": type(None)},
     "journal": {"queued": int, "written": int, "dropped": int, "lag_s": float},
     "recovery": type(None),
 }
@@ -135,6 +136,7 @@ def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> 
         "pool": {"kind": context.pool_kind, **asdict(snapshot.pool)},
         **{name: asdict(getattr(snapshot, name)) for name in sections},
         "tiers": {},
+        "offloading": asdict(context.guard.status),
         "journal": store.journal_stats()._asdict() | {"lag_s": written["journal"]["lag_s"]},
         "recovery": asdict(started),
     }

@@ -106,7 +106,7 @@ def test_a_pinned_pool_asks_for_huge_pages() -> None:
 
 
 def test_a_device_that_the_driver_does_not_have_is_refused() -> None:
-    with pytest.raises(CudaUnavailable, match=r"cuda:1 cannot be used for copies .*; set DEVICE=cpu"):
+    with pytest.raises(CudaUnavailable, match=r"cuda:1 cannot be used for copies .*; set KVFERRY_DEVICE=cpu"):
         CudaSide(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
 
 
@@ -114,7 +114,7 @@ def test_a_device_that_gives_no_stream_is_refused(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
-    with pytest.raises(CudaUnavailable, match=r"cuda:0 gives no copy engine .*ILLEGAL_ADDRESS.*; set DEVICE=cpu"):
+    with pytest.raises(CudaUnavailable, match=r"cuda:0 gives no copy engine .*ILLEGAL_ADDRESS.*set KVFERRY_DEVICE"):
         side.copies(
             DeviceLayout.of_tensors([[torch.zeros(4, 64, dtype=torch.uint8)]]),
             HostPool(4, 64),

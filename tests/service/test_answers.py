@@ -127,7 +127,10 @@ def test_answers_are_equal_while_resets_come_in_mid_flight(served: Served, truth
         done.set()
         resets.result(60)
     assert len(epochs) > 3
-    assert epochs == sorted(set(epochs))
+    # A reset by match begins no epoch.
+    whole = [epoch for number, epoch in enumerate(epochs) if number % 3 != 2]
+    assert whole == sorted(set(whole))
+    assert epochs == sorted(epochs)
 
 
 def test_answers_are_equal_under_preemption(tmp_path: Path, truth) -> None:

@@ -19,7 +19,7 @@ from app.engines.cuda import CudaSide
 from app.engines.vllm import connector
 from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from app.engines.vllm.layout import VllmLayout, read_layout
-from app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders
+from app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders, StepReports
 from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.worker_side import WorkerSide
@@ -61,14 +61,26 @@ class Rig:
         """What vLLM sees of a block in each of its group's layers."""
         return [block_bytes(self.caches[name], block) for name in self.config.kv_cache_groups[group].layer_names]
 
+    def collect(self, *, is_idle: bool = False) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended, and those whose load failed, as the connector takes them."""
+        self.worker.collect(StepOrders(is_idle=is_idle))
+        taken = self.worker.received, self.worker.failed
+        self.worker.received, self.worker.failed = set(), set()
+        return taken
+
+    def take_reports(self) -> StepReports:
+        """What the connector sends to the scheduler."""
+        self.worker.collect_reports()
+        reports, self.worker.reports = self.worker.reports, StepReports()
+        return reports
+
     def collect_all(self, count: int) -> list[str | None]:
         """Steps without work until so many jobs have ended; their errors."""
         errors: list[str | None] = []
 
         def step() -> bool:
-            self.worker.collect(StepOrders())
-            reports = self.worker.take_reports()
-            errors.extend(result.error for result in (reports.results if reports else ()))
+            self.collect()
+            errors.extend(result.error for result in self.take_reports().results)
             return len(errors) >= count
 
         wait_until(step, "the jobs have ended", PATIENCE_S)
@@ -113,8 +125,8 @@ def test_a_store_waits_for_the_steps_compute_and_a_load_for_what_was_queued_befo
         rig.cuda.launch(lambda: seen.append(rig.seen(1, 7)))
         rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [0])]))
         rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [3])]))
-        assert rig.worker.collect(StepOrders(is_idle=True)) == (set(), set())
-        assert rig.worker.take_reports() is None
+        assert rig.collect(is_idle=True) == (set(), set())
+        assert not rig.take_reports()
         assert not rig.pool.slot(0).any()
         assert [rig.seen(1, block) for block in range(NUM_BLOCKS)] == before
     assert rig.collect_all(2) == [None, None]
@@ -133,9 +145,8 @@ def test_another_size_is_known_to_the_device_when_it_is_told_of_and_forgotten_wh
         told: list[SizeReport] = []
 
         def step() -> bool:
-            rig.worker.collect(StepOrders(is_idle=True))
-            reports = rig.worker.take_reports()
-            told.extend(reports.sizes if reports else ())
+            rig.collect(is_idle=True)
+            told.extend(rig.take_reports().sizes)
             return bool(told)
 
         wait_until(step, "it is told of", PATIENCE_S)
@@ -166,7 +177,7 @@ def test_a_lost_device_fails_its_loads_and_vllm_is_told_of_each(rig: Rig) -> Non
     failed: set[str] = set()
 
     def step() -> bool:
-        told, lost = rig.worker.collect(StepOrders())
+        told, lost = rig.collect()
         received.update(told)
         failed.update(lost)
         return len(received) == 2

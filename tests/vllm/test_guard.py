@@ -30,7 +30,7 @@ NUM_FAULTS = int(os.environ.get("FAULTS", "40"))
 ADAPTER = [
     (SchedulerSide, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
                                        "has_open_work", "_note_preemption", "_checked")
-] + [(WorkerSide, name) for name in ("start_loads", "start_stores", "collect", "take_reports", "_poll", "_submit")] + [
+] + [(WorkerSide, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")] + [
     (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_orders"),
 ]  # fmt: skip
 

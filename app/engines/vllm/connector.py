@@ -35,7 +35,7 @@ from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.logs import GuestLogs
-from app.engines.vllm.metadata import RankFacts, StepOrders
+from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
 from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
@@ -187,7 +187,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended. Failures go by request, since blocks are named alike in several groups."""
-        received, failed = self._the_worker().collect(orders_of(self._connector_metadata))
+        worker = self._the_worker()
+        try:
+            worker.collect(orders_of(self._connector_metadata))
+        except Exception as error:  # noqa: BLE001 - what was collected before is returned all the same
+            worker.record_error("get_transfer_results", error)
+        received, worker.received = worker.received, set()
+        failed, worker.failed = worker.failed, set()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     @_guarded(lambda: (None, None))
@@ -199,7 +205,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The jobs that have ended."""
-        return None if self._worker is None else self._worker.take_reports()
+        worker = self._worker
+        if worker is None:
+            return None
+        try:
+            worker.collect_reports()
+        except Exception as error:  # noqa: BLE001 - the results below must reach the scheduler all the same
+            worker.record_error("build_connector_worker_meta", error)
+        reports, worker.reports = worker.reports, StepReports()
+        return reports if reports else None
 
     # --- scheduler ------------------------------------------------------------------------------------------------
 
@@ -246,9 +260,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerSide`."""
         side = self._the_scheduler()
         try:
-            return side.plan(scheduler_output)
+            orders = side.plan(scheduler_output)
         except Exception as error:  # noqa: BLE001 - nothing is stored or loaded in this step
-            return side.plan_failed(error)
+            orders = side.plan_failed(error)
+        side.planned = None
+        return orders
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:

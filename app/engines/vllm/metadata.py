@@ -65,6 +65,9 @@ class StepReports(KVConnectorWorkerMetadata):
     sizes: list[SizeReport] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.results or self.sizes or self.errors)
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """The reports of both."""
         if not isinstance(other, StepReports):

@@ -28,6 +28,8 @@ from core.transfers import TransferResult
 SLOW_STEP_S = 10.0
 """A step that takes longer is reported by `/readyz`."""
 
+INVALID_BLOCKS = "its blocks were found to be invalid"
+
 Match = tuple[int | None, bool]
 _NOTHING: Match = (0, False)
 _LATER: Match = (None, False)
@@ -76,6 +78,8 @@ class SchedulerSide:
         self._unread: list[TransferResult] = []
         self._open_stores: dict[int, int] = {}
         self._distrusted: set[int] = set()
+        self.planned: StepOrders | None = None
+        """The orders of a plan that the connector has not returned yet."""
         self._step_since_s: float | None = None
         self.num_changes = 0
         """Raised with every step that started or ended a transfer, or that others wanted."""
@@ -145,13 +149,16 @@ class SchedulerSide:
         self._take_lost(now_s)
         plan = self.offload.plan_step(progress, now_s)
         self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
-        lost, self._lost = self._lost, []
-        self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
         is_idle = output.total_num_scheduled_tokens == 0
-        if is_idle and not plan and not lost:
+        # Kept at once, so that no exception below can lose what the workers have to be told.
+        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle)
+        self._lost = []
+        self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
+        if is_idle and not plan and not orders.lost:
             self._wait_for_tiers()
-        sizes = [] if self._extents is None else self._extents.take_orders()
-        return StepOrders(plan.loads, plan.stores, lost, is_idle, sizes)
+        if self._extents is not None:
+            orders.sizes += self._extents.take_orders()
+        return orders
 
     def take_reports(self, output: Any) -> None:
         """What the workers report after a step."""
@@ -197,7 +204,8 @@ class SchedulerSide:
         self.offload.lose_plan(now_s)
         self._take_lost(now_s)
         lost, self._lost = self._lost, []
-        return StepOrders(lost=lost)
+        made = self.planned
+        return StepOrders(lost=lost) if made is None else StepOrders(lost=[*made.lost, *lost], sizes=made.sizes)
 
     def reports_failed(self, output: Any, error: Exception) -> None:
         """`take_reports` raised: what the workers reported is read again with the next plan."""
@@ -288,6 +296,10 @@ class SchedulerSide:
     def _take_unread(self, now_s: float) -> None:
         """Results that were reported in a step that failed. vLLM has the requests' loads for done already."""
         unread, self._unread = self._unread, []
+        for at, result in enumerate(unread):
+            self._open_stores.pop(result.job_id, None)
+            if result.job_id in self._distrusted:
+                unread[at] = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
         if unread:
             self.offload.on_transfers_finished(unread, now_s)
 
@@ -300,7 +312,7 @@ class SchedulerSide:
         checked: list[TransferResult] = []
         for result in results:
             if result.job_id in self._distrusted:
-                result = TransferResult(result.job_id, result.worker, "its blocks were found to be invalid")
+                result = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
             if result.job_id in self._open_stores:
                 self._open_stores[result.job_id] -= 1
                 if not self._open_stores[result.job_id]:

@@ -28,11 +28,13 @@ class WorkerSide:
         self._errors = ErrorLog()
         self._error_texts: list[str] = []
         self._size_reports: list[SizeReport] = []
+        self._polled: list[TransferResult] = []
         self._ended = threading.Event()
         self._open: dict[int, TransferJob] = {}
-        self._results: list[TransferResult] = []
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
+        # The connector takes these by attribute, so that no exception can lose what vLLM has to be told once.
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.reports = StepReports()
 
     def attach(self, make_copies: Callable[[Callable[[], None]], Copies]) -> None:
         """Make the copy engine; it calls what it is given whenever a job has ended, or an order of another size."""
@@ -48,8 +50,8 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
         for request_id in orders.lost:
-            self._received.add(request_id)
-            self._failed.add(request_id)
+            self.received.add(request_id)
+            self.failed.add(request_id)
         for job in orders.loads:
             self._submit(job)
         for order in orders.sizes:
@@ -63,37 +65,30 @@ class WorkerSide:
     def jobs_failed(self, where: str, jobs: Sequence[TransferJob], error: Exception, lost: Sequence[str] = ()) -> None:
         """Starting these jobs raised: those that were not submitted have failed, and the loads of `lost` requests."""
         self.record_error(where, error)
-        self._received.update(lost)
-        self._failed.update(lost)
+        self.received.update(lost)
+        self.failed.update(lost)
         for job in jobs:
             if job.job_id not in self._open:
                 self._open[job.job_id] = job
                 self._end(TransferResult(job.job_id, self._rank, f"not submitted: {error}"))
 
-    def collect(self, orders: StepOrders) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended since the last call, and those among them whose load failed."""
+    def collect(self, orders: StepOrders) -> None:
+        """Add the requests whose loads have ended since the last call to `received`, and to `failed` if they failed."""
         self._poll()
         if orders.is_idle and self._is_waiting():
             self._ended.wait(IDLE_WAIT_S)
             self._ended.clear()
             self._poll()
-        received, failed = self._received, self._failed
-        self._received, self._failed = set(), set()
-        return received, failed
 
-    def take_reports(self) -> StepReports | None:
-        """What has ended since the last call."""
-        try:
-            sizes = [] if self._copies is None else self._copies.extents.take_reports()
-        except Exception as error:  # noqa: BLE001 - the results below must reach the scheduler all the same
-            self.record_error("reports of another pool size", error)
-            sizes = []
-        sizes += self._size_reports
-        if not (self._results or sizes or self._error_texts):
-            return None
-        reports = StepReports(self._results, sizes, self._error_texts)
-        self._results, self._size_reports, self._error_texts = [], [], []
-        return reports
+    def collect_reports(self) -> None:
+        """Add what has ended since the last call to `reports`."""
+        sizes = self._size_reports
+        if self._copies is not None:
+            sizes = sizes + self._copies.extents.take_reports()
+        self._size_reports = []
+        self.reports.sizes += sizes
+        self.reports.errors += self._error_texts
+        self._error_texts = []
 
     def close(self) -> None:
         """Stop copying."""
@@ -103,7 +98,7 @@ class WorkerSide:
 
     def _is_waiting(self) -> bool:
         """Whether something is under way, and nothing is to be told."""
-        if self._copies is None or self._results or self._received or self._copies.extents.has_reports:
+        if self._copies is None or self.reports.results or self.received or self._copies.extents.has_reports:
             return False
         return bool(self._open) or self._copies.extents.is_busy
 
@@ -125,18 +120,20 @@ class WorkerSide:
 
     def _poll(self) -> None:
         if self._guarded is not None:
-            for result in self._guarded.poll():
-                self._end(result)
+            self._polled += self._guarded.poll()
+        while self._polled:
+            self._end(self._polled[0])
+            del self._polled[0]
 
     def _end(self, result: TransferResult) -> None:
         job = self._open.pop(result.job_id, None)
         if job is None:
             return
-        self._results.append(result)
+        self.reports.results.append(result)
         if job.direction is Direction.LOAD and job.request_id is not None:
-            self._received.add(job.request_id)
+            self.received.add(job.request_id)
             if result.error is not None:
-                self._failed.add(job.request_id)
+                self.failed.add(job.request_id)
 
 
 def orders_of(metadata: Any) -> StepOrders:
