@@ -136,6 +136,7 @@ class World:
         return self.side.plan(
             SimpleNamespace(
                 preempted_req_ids=(),
+                finished_req_ids=(),
                 total_num_scheduled_tokens=sum(new for _, new in computed.values()),
                 num_scheduled_tokens={name: new for name, (_, new) in computed.items()},
                 scheduled_spec_decode_tokens=drafts or {},

@@ -142,6 +142,11 @@ class SchedulerSide:
         try:
             for request_id in output.preempted_req_ids or ():
                 self._note_preemption(request_id, now_s)
+            for request_id in output.finished_req_ids:
+                ours = self._requests.get(request_id)
+                if ours is not None and ours.request.is_finished():
+                    # An exception kept it from being finished here when it ended.
+                    self.finish(request_id)
             progress = list(self._progress(output))
         except Exception as error:  # noqa: BLE001 - tables may be out of date, so that nothing of them may be stored
             self.offload.fail("build_connector_meta", error, now_s)
