@@ -379,38 +379,29 @@ class GuardedSink:
 
     def stored(self, batch: StoreBatch) -> None:
         """See `EventSink`."""
-        try:
-            self._inner.stored(batch)
-        except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record("event stored", error)
+        self._emit("stored", lambda: self._inner.stored(batch))
 
     def evicted(self, batch: EvictionBatch) -> None:
         """See `EventSink`."""
-        try:
-            self._inner.evicted(batch)
-        except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record("event evicted", error)
+        self._emit("evicted", lambda: self._inner.evicted(batch))
 
     def was_reset(self, event: ResetEvent) -> None:
         """See `EventSink`."""
-        try:
-            self._inner.was_reset(event)
-        except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record("event reset", error)
+        self._emit("was_reset", lambda: self._inner.was_reset(event))
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """See `EventSink`."""
-        try:
-            self._inner.regretted(keys, time_s)
-        except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record("event regretted", error)
+        self._emit("regretted", lambda: self._inner.regretted(keys, time_s))
 
     def request_ended(self, end: RequestEnd) -> None:
         """See `EventSink`."""
+        self._emit("request_ended", lambda: self._inner.request_ended(end))
+
+    def _emit(self, name: str, emit: Callable[[], None]) -> None:
         try:
-            self._inner.request_ended(end)
+            emit()
         except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record("event request_ended", error)
+            self._errors.record(f"event {name}", error)
 
 
 class GuardedCopies:
