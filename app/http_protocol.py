@@ -26,7 +26,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _HEALTH_CHECK = b"GET /healthz "
 REQUESTS_PER_ITERATION = 8
 """Requests that may start in one iteration of the event loop; each takes the loop about a millisecond."""
-ACCEPTS_PER_REQUEST = 16
+ACCEPTS_PER_REQUEST = 8
 """Iterations that accept a connection for each request that starts meanwhile: uvloop accepts one in an iteration, and
 a health check may be behind thousands."""
 SHORT_WAIT_S = 1.0
@@ -248,12 +248,12 @@ class HttpConnection(H11Protocol):
     def handle_events(self) -> None:
         """Parse and dispatch what was received; a request may be queued first, but not a health check."""
         if self._is_queued:
+            # Bounds the memory of what is received before the request starts. Until then a client that goes is noticed.
+            self.flow.pause_reading()
             return
         if self.conn.has_next_request() and not self.conn.is_health_check() and not self._kept.may_start(self):
             self._is_queued = True
             self._unset_keepalive_if_required()
-            # Bounds the memory of what is received before the request starts.
-            self.flow.pause_reading()
             return
         super().handle_events()
 

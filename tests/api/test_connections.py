@@ -205,7 +205,9 @@ class BlockingApp:
 CLOSE = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
-def burst(running: Running, served: BlockingApp, num_requests: int, stack: ExitStack) -> list[socket.socket]:
+def burst(
+    running: Running, served: BlockingApp, num_requests: int, stack: ExitStack, *, release: bool = True
+) -> list[socket.socket]:
     """Send requests, and a health check last, that the server finds all at once."""
     first = stack.enter_context(connect(running))
     first.sendall(b"GET /block" + CLOSE)
@@ -215,7 +217,8 @@ def burst(running: Running, served: BlockingApp, num_requests: int, stack: ExitS
         raw.sendall(b"GET /work" + CLOSE)
     sent.append(stack.enter_context(connect(running)))
     sent[-1].sendall(b"GET /healthz" + CLOSE)
-    served.released.set()
+    if release:
+        served.released.set()
     return sent
 
 
@@ -234,6 +237,17 @@ def test_pipelined_requests_take_turns_with_other_connections() -> None:
         many.sendall(b"GET /many HTTP/1.1\r\nHost: localhost\r\n\r\n" * 30 + b"GET /block" + CLOSE)
         burst(running, served, 40, stack)
         assert read_all(many).count(b"HTTP/1.1 200") == 31
+
+
+def test_queued_requests_whose_clients_have_gone_do_not_start() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running:
+        with ExitStack() as gone:
+            burst(running, served, 100, gone, release=False)
+        served.released.set()
+        assert is_well(running)
+        wait_until(lambda: not running.server.server_state.connections, "all connections are closed")
+    assert len(served.paths) < 50
 
 
 def test_beyond_the_limit_queued_requests_yield_to_a_health_check() -> None:
