@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
@@ -17,11 +18,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from app.api.envelope import complete_headers
-from app.api.problems import Problem
+from app.api.problems import RETRY_AFTER_S, Problem
 from app.seldom import SeldomLogger
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
+_HEALTH_CHECK = b"GET /healthz "
+REQUESTS_PER_ITERATION = 8
+"""Requests that may start in one iteration of the event loop; each takes the loop about a millisecond."""
+ACCEPTS_PER_REQUEST = 8
+"""Iterations that accept a connection for each request that starts meanwhile: uvloop accepts one in an iteration, and
+a health check may be behind thousands."""
+SHORT_WAIT_S = 1.0
+"""A connection that has waited no longer for its client may have a request that has not been read yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +62,83 @@ class _Phase(Enum):
 
 
 class Connections:
-    """The connections of one server that wait for their client, in the order in which they began to wait."""
+    """The connections of one server: those that wait for their client, and those whose next request waits to start.
+
+    Both are in the order in which they began to wait. Only a few requests start in each iteration of the event loop,
+    so that thousands that arrive at once cannot delay health checks and answers under way.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._waiting: dict[HttpConnection, None] = {}
+        self._waiting: dict[HttpConnection, float] = {}
+        self._queued: dict[HttpConnection, None] = {}
+        self._num_accepted = 0
+        self._accepting_iterations = 0
+        self._quota = REQUESTS_PER_ITERATION
+        self._is_scheduled = False
         self._seldom = SeldomLogger(_log)
 
     def set_waiting(self, connection: HttpConnection, waiting: bool) -> None:
         """Record that a connection waits for its client from now on, or that it does not."""
         self._waiting.pop(connection, None)
         if waiting:
-            self._waiting[connection] = None
+            self._waiting[connection] = connection.loop.time()
 
     def make_room(self, newest: HttpConnection, num_open: int) -> None:
-        """Close the connection that has waited longest if there are too many, or the newest if none waits."""
-        if num_open > self.limits.max_connections:
-            longest = next((one for one in self._waiting if one is not newest), newest)
-            self.drop(longest, f"more than {self.limits.max_connections} connections are open")
+        """Count a new connection, and close one if there are too many.
+
+        That is the one which has waited longest for its client, unless that is a short time and requests are queued:
+        then the connection of the request that was queued last.
+        """
+        self._num_accepted += 1
+        if num_open <= self.limits.max_connections:
+            return
+        reason = f"more than {self.limits.max_connections} connections are open"
+        longest = next((one for one in self._waiting if one is not newest), newest)
+        since_s = self._waiting.get(longest)
+        has_waited = since_s is not None and newest.loop.time() - since_s > SHORT_WAIT_S
+        if has_waited or not self._queued:
+            self.drop(longest, reason)
+        else:
+            last, _ = self._queued.popitem()
+            self.log(reason)
+            last.refuse(503, f"{reason}: try again later", {"Retry-After": str(RETRY_AFTER_S)})
+
+    def may_start(self, connection: HttpConnection) -> bool:
+        """Return whether the next request of a connection may start now; otherwise the request is queued."""
+        if self._quota > 0 and not self._queued:
+            self._quota -= 1
+            self._schedule(connection.loop)
+            return True
+        self._queued[connection] = None
+        self._schedule(connection.loop)
+        return False
+
+    def discard_queued(self, connection: HttpConnection) -> None:
+        """Forget the queued request of a connection, if there is one."""
+        self._queued.pop(connection, None)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._begin_iteration, loop)
+
+    def _begin_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start queued requests: few while connections are accepted, which may be behind others."""
+        self._is_scheduled = False
+        if self._num_accepted:
+            self._num_accepted = 0
+            self._accepting_iterations = (self._accepting_iterations + 1) % ACCEPTS_PER_REQUEST
+            self._quota = int(self._accepting_iterations == 0)
+        else:
+            self._quota = REQUESTS_PER_ITERATION
+        while self._queued and self._quota > 0:
+            connection = next(iter(self._queued))
+            del self._queued[connection]
+            self._quota -= 1
+            connection.start_queued()
+        if self._queued or self._quota < REQUESTS_PER_ITERATION:
+            self._schedule(loop)
 
     def drop(self, connection: HttpConnection, reason: str) -> None:
         """Close a connection at once; unsent output is discarded."""
@@ -91,6 +159,25 @@ class _Parser(h11.Connection):
         self._tail = b""
         self._may_hold_head = False
 
+    def has_next_request(self) -> bool:
+        """Return whether the complete head of a request that has not begun has been received."""
+        return self._held_head()[1] is not None
+
+    def is_health_check(self) -> bool:
+        """Return whether what has not been parsed yet begins with a health check."""
+        return self.trailing_data[0].startswith(_HEALTH_CHECK)
+
+    def _held_head(self) -> tuple[bytes, re.Match[bytes] | None]:
+        """Return what has not been parsed yet, and the end of the complete head in it, if there is one."""
+        if not self._may_hold_head or self.their_state is not h11.IDLE:
+            return b"", None
+        held, _ = self.trailing_data
+        blank_line = _BLANK_LINE.search(held)
+        if blank_line is None:
+            self._may_hold_head = False
+            self._tail = held[-2:]
+        return held, blank_line
+
     def receive_data(self, data: bytes) -> None:
         """Note whether a head may be complete now, so that each byte is searched once."""
         if not self._may_hold_head:
@@ -101,17 +188,12 @@ class _Parser(h11.Connection):
 
     def next_event(self) -> Any:
         """Raises `h11.RemoteProtocolError` for what is malformed or beyond the limits."""
-        if self._may_hold_head and self.their_state is h11.IDLE:
-            held, _ = self.trailing_data
-            blank_line = _BLANK_LINE.search(held)
-            if blank_line is None:
-                self._may_hold_head = False
-                self._tail = held[-2:]
-            elif (
-                blank_line.end() > self._limits.head_bytes
-                or held.count(b"\n", 0, blank_line.start()) > self._limits.header_lines
-            ):
-                raise h11.RemoteProtocolError("request head too large")
+        held, blank_line = self._held_head()
+        if blank_line is not None and (
+            blank_line.end() > self._limits.head_bytes
+            or held.count(b"\n", 0, blank_line.start()) > self._limits.header_lines
+        ):
+            raise h11.RemoteProtocolError("request head too large")
         return super().next_event()
 
 
@@ -130,8 +212,9 @@ class HttpConnection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._kept = kept
         self._limits = kept.limits
-        self.conn = _Parser(kept.limits)
+        self.conn: _Parser = _Parser(kept.limits)
         self._head_begun = True
+        self._is_queued = False
         self._phase: _Phase | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -144,6 +227,7 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._kept.set_waiting(self, False)
+        self._kept.discard_queued(self)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -152,12 +236,33 @@ class HttpConnection(H11Protocol):
         """Close at once, whatever is unsent."""
         self.connections.discard(self)
         self._kept.set_waiting(self, False)
+        self._kept.discard_queued(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse and dispatch."""
         self._head_begun = True
         super().data_received(data)
+        self._update()
+
+    def handle_events(self) -> None:
+        """Parse and dispatch what was received; a request may be queued first, but not a health check."""
+        if self._is_queued:
+            # Bounds the memory of what is received before the request starts. Until then a client that goes is noticed.
+            self.flow.pause_reading()
+            return
+        if self.conn.has_next_request() and not self.conn.is_health_check() and not self._kept.may_start(self):
+            self._is_queued = True
+            self._unset_keepalive_if_required()
+            return
+        super().handle_events()
+
+    def start_queued(self) -> None:
+        """Parse and dispatch the request that was queued."""
+        self._is_queued = False
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            super().handle_events()
         self._update()
 
     def on_response_complete(self) -> None:
@@ -188,17 +293,22 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.abort()
             return
-        request_id = uuid.uuid4().hex
         limits = self._limits
         too_large = f"a head of more than {limits.head_bytes} bytes or {limits.header_lines} lines"
-        detail = f"Malformed HTTP/1.1 request, or {too_large}."
-        answer = Problem(400, detail).response({"state": {"request_id": request_id}})
-        lines = [b"HTTP/1.1 400 %s\r\n" % HTTPStatus.BAD_REQUEST.phrase.encode()]
-        headers = complete_headers(answer.raw_headers, 400, request_id)
+        self.refuse(400, f"Malformed HTTP/1.1 request, or {too_large}.")
+
+    def refuse(self, status: int, detail: str, own_headers: Mapping[str, str] | None = None) -> None:
+        """Answer with a problem document, and close. Requires: no response has begun."""
+        request_id = uuid.uuid4().hex
+        answer = Problem(status, detail, headers=own_headers).response({"state": {"request_id": request_id}})
+        lines = [b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode())]
+        headers = complete_headers(answer.raw_headers, status, request_id)
         for name, value in (*self.server_state.default_headers, *headers, (b"connection", b"close")):
             lines += (name, b": ", value, b"\r\n")
         self.transport.write(b"".join((*lines, b"\r\n", bytes(answer.body))))
         self.transport.close()
+        self._is_queued = False
+        self._update()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; output that the client has left unread is discarded."""
@@ -216,6 +326,8 @@ class HttpConnection(H11Protocol):
             return _Phase.CLOSING
         if self.flow.write_paused:
             return _Phase.STALLED
+        if self._is_queued:
+            return _Phase.ANSWER
         is_reading_body = self.conn.their_state is h11.SEND_BODY
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_begun = False

@@ -46,6 +46,10 @@ class PinnedBlocks(Exception):
         )
 
 
+class SizeNotPossible(BadSettings):
+    """A valid size that the pool of this process cannot have now."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResizeEnd:
     """How a resize ended: with so many slots, `bytes` in all. `error` says why `asked_bytes` could not be had."""
@@ -95,7 +99,7 @@ class PoolSize:
         self._thread: threading.Thread | None = None
 
     def check(self, pool_bytes: int) -> None:
-        """Raise `BadSettings` for a size that cannot be, `PinnedBlocks` for one that would lose what is pinned.
+        """Raise `SizeNotPossible` for a size that cannot be, `PinnedBlocks` for one that would lose what is pinned.
 
         What is good may be begun.
         """
@@ -116,7 +120,7 @@ class PoolSize:
             except NotEnoughMemory as error:
                 advice = str(error)
         if advice is not None:
-            raise BadSettings([Problem(SETTING, f"{SETTING}={pool_bytes}: {advice}", advice)])
+            raise SizeNotPossible([Problem(SETTING, f"{SETTING}={pool_bytes}: {advice}", advice)])
         pinned = self._resize.pinned_by_operators(num_slots)
         if pinned:
             raise PinnedBlocks(pinned)

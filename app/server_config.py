@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 from app.http_protocol import ConnectionLimits, Connections, HttpConnection
 
 MAX_CONNECTIONS = 4096
+BACKLOG = 4096
+"""Connections that wait to be accepted. Linux drops others, whose clients try again only after a second."""
 _REPLACED_WARNINGS = frozenset(
     {
         # The API logs these responses itself, with the request's id.
@@ -65,6 +67,7 @@ def server_config(app: ASGIApp, grace_s: int | None = None, limits: ConnectionLi
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=grace_s,
+        backlog=BACKLOG,
         # Each connection has its own timer of idle time, which also discards output that is left unread.
         timeout_keep_alive=int(limits.keep_alive_s) + 1,
         # Else whoever calls from this machine could name any address in X-Forwarded-For, and the audit would say so.

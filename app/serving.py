@@ -12,13 +12,12 @@ import uvicorn
 
 from app.api.app import create_app
 from app.api.context import AdminContext
-from app.server_config import server_config
+from app.server_config import BACKLOG, server_config
 from app.starting import StartRefused
 
 GRACE_S = 5
 """How long answers under way may take once the service is told to stop; then they are aborted, and told so."""
 ABORT_S = 5
-BACKLOG = 2048
 
 
 class Served(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -14,10 +16,12 @@ from app.api.problems import Problem, invalid_fields
 from app.event_feed import EventType
 from app.field_errors import BODY_FIELD, FieldError
 from app.policies.wire import whole
-from app.pool_size import PinnedBlocks
+from app.pool_size import PinnedBlocks, SizeNotPossible
 from app.settings import BadSettings, NeedsRestart, Settings
 from app.settings.live import LiveSettings
 from app.settings.offered import OFFERED
+
+SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 
 
 class SettingModel(BaseModel):
@@ -55,10 +59,10 @@ def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
     }
 
 
-def _patch_schema(live: LiveSettings) -> dict[str, Any]:
-    """JSON Schema of the settings by name; a setting that needs a restart is refused with 409 whatever its value."""
+def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:
+    """JSON Schema of the value of each setting that may change, without null."""
     described = Settings.model_json_schema()
-    properties: dict[str, Any] = {name: {} for name in described["properties"]}
+    schemas: dict[str, dict[str, Any]] = {}
     for name in live.mutable:
         schema = described["properties"][name]
         if "$ref" in schema:
@@ -66,17 +70,50 @@ def _patch_schema(live: LiveSettings) -> dict[str, Any]:
         facts = {key: schema[key] for key in ("type", "enum", "minimum", "maximum") if key in schema}
         if name in OFFERED:
             facts["enum"] = list(OFFERED[name])
-        properties[name] = {"anyOf": [facts, {"type": "null"}]}
+        schemas[name] = facts
+    return schemas
+
+
+def _patch_schema(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """JSON Schema of the settings by name; a setting that needs a restart is refused with 409 whatever its value."""
+    properties: dict[str, Any] = {name: {} for name in Settings.model_fields}
+    for name, facts in schemas.items():
+        sizes = [{"type": "string", "pattern": f"^{SIZE_PATTERN}$"}] if name.endswith("_bytes") else []
+        properties[name] = {"anyOf": [facts, *sizes, {"type": "null"}]}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
+def _check_spelling(patch: Mapping[str, Any], schemas: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse text that only an environment variable may hold: numbers as text, words in another case."""
+    errors = []
+    for name, value in patch.items():
+        facts = schemas.get(name)
+        if facts is None or not isinstance(value, str):
+            continue
+        if name.endswith("_bytes"):
+            if re.fullmatch(SIZE_PATTERN, value) is None:
+                errors.append(FieldError(field=name, message="must be a number of bytes, or a size such as 8GiB"))
+        elif "enum" in facts:
+            if value not in facts["enum"] and value.strip().lower() in facts["enum"]:
+                errors.append(FieldError(field=name, message=f"must be one of {', '.join(facts['enum'])}"))
+        elif facts["type"] in ("integer", "number"):
+            errors.append(FieldError(field=name, message="must be a number, not a string"))
+    if errors:
+        raise invalid_fields(errors)
+
+
 _PATCH_EXAMPLES = [{"log_level": "debug", "max_pinned_fraction": 0.1}]
+
+
+def _field_errors(bad: BadSettings) -> list[FieldError]:
+    return [FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in bad.problems]
 
 
 def config_router(context: AdminContext) -> APIRouter:
     """`/admin/v1/config`."""
     router = APIRouter(prefix="/config", tags=["config"])
     live = context.settings
+    schemas = _patch_schemas(live)
 
     @router.get("", summary="Every setting, its value and where it came from")
     async def get_config() -> dict[str, SettingModel]:
@@ -86,9 +123,14 @@ def config_router(context: AdminContext) -> APIRouter:
     @router.patch(
         "",
         summary="Change settings while running",
-        responses={409: {"description": "It needs a restart, or pinned blocks lie where a smaller pool ends"}},
+        responses={
+            409: {
+                "description": "It needs a restart, pinned blocks lie where a smaller pool ends, or the pool cannot "
+                "have that size now"
+            }
+        },
         dependencies=[WRITE_AHEAD],
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema(live)}}}},
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema(schemas)}}}},
     )
     def patch_config(
         patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
@@ -98,17 +140,19 @@ def config_router(context: AdminContext) -> APIRouter:
         A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
 
         `pool_bytes` is rounded down to whole extents, and the pool is on its way to that size when this answers: stats
-        show how far (`slots`, `wanted_slots`). A size for which there is no memory, or no room on the disk, is a 422
+        show how far (`slots`, `wanted_slots`). A size for which there is no memory, or no room on the disk, is a 409
         with both numbers. What lies in a part that goes is evicted (`shrink`), slots in use when they are free; while
         pinned blocks lie there, it is a 409 that names them.
         """
+        _check_spelling(patch, schemas)
         try:
             changed = live.change({name: whole(value) for name, value in patch.items()})
+        except SizeNotPossible as exc:
+            raise Problem(
+                409, str(exc), slug="size-not-possible", title="Size not possible", errors=_field_errors(exc)
+            ) from None
         except BadSettings as exc:
-            errors = [
-                FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in exc.problems
-            ]
-            raise invalid_fields(errors) from None
+            raise invalid_fields(_field_errors(exc)) from None
         except NeedsRestart as exc:
             raise Problem(
                 409,

@@ -88,7 +88,7 @@ class SettingFields(BaseModel):
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
         "429 and `Retry-After`; its prompts are accepted all or none.",
     )
-    pool_bytes: Annotated[int, _read(values.size), MUTABLE] = Field(
+    pool_bytes: Annotated[int, _read(values.size), _bounds(1, values.MAX_EXACT), MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
         "extents: an eighth of the pool as it started, but at most 1 GiB.",
@@ -155,12 +155,12 @@ class SettingFields(BaseModel):
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
-    eviction_history_rows: Annotated[int, _read(values.whole(0)), _bounds(0, values.MAX_INT64), MUTABLE] = Field(
-        default=1_000_000, description="How many rows of eviction history are kept."
-    )
-    eviction_history_days: Annotated[int, _read(values.whole(0)), _bounds(0, values.MAX_INT64), MUTABLE] = Field(
-        default=30, description="For how many days eviction history is kept."
-    )
+    eviction_history_rows: Annotated[
+        int, _read(values.whole(0, values.MAX_EXACT)), _bounds(0, values.MAX_EXACT), MUTABLE
+    ] = Field(default=1_000_000, description="How many rows of eviction history are kept.")
+    eviction_history_days: Annotated[
+        int, _read(values.whole(0, values.MAX_EXACT)), _bounds(0, values.MAX_EXACT), MUTABLE
+    ] = Field(default=30, description="For how many days eviction history is kept.")
     tiers: Annotated[tuple[TierSettings, ...], _read(read_tiers)] = Field(
         default=(),
         description="JSON list of the tiers below the pool, the fastest first: an object a tier, with its `type`, "

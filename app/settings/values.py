@@ -22,6 +22,8 @@ from core.policy import POLICY_FIELDS, UNLIMITED
 Reader = Callable[[Any], Any]
 
 MAX_INT64 = 2**63 - 1
+MAX_EXACT = 2**53 - 1
+"""The largest whole number that every reader of JSON has exactly."""
 SIZE_UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     SIZE_UNITS[f"{_letter}B"] = 1000**_power

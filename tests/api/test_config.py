@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,39 @@ def test_what_is_no_setting_is_refused(api: httpx.Client, body: Any, fields: lis
     assert sorted(error["field"] for error in answer.json()["errors"]) == fields
     assert all(error["message"] for error in answer.json()["errors"])
     assert api.get(CONFIG).json() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("store_threshold", "2"),
+        ("max_pinned_fraction", "0.1"),
+        ("eviction_history_rows", "5"),
+        ("pool_bytes", "1048576"),
+        ("pool_bytes", "0GiB"),
+        ("log_level", "INFO"),
+        ("eviction_policy", " lru"),
+        ("eviction_history_days", 2**53),
+    ],
+)
+def test_a_value_outside_of_its_description_is_refused(api: httpx.Client, name: str, value: object) -> None:
+    answer = api.patch(CONFIG, json={name: value})
+    assert answer.status_code == 422, answer.text
+    assert [error["field"] for error in answer.json()["errors"]] == [name]
+
+
+def test_the_bounds_of_settings_are_described_exactly(api: httpx.Client) -> None:
+    body = api.get("/openapi.json").json()["paths"][CONFIG]["patch"]["requestBody"]
+    properties = body["content"]["application/json"]["schema"]["properties"]
+    assert properties["eviction_history_days"]["anyOf"][0]["maximum"] == 2**53 - 1
+    assert properties["pool_bytes"]["anyOf"][0]["minimum"] == 1
+    (size,) = [one for one in properties["pool_bytes"]["anyOf"] if one["type"] == "string"]
+    assert [bool(re.search(size["pattern"], text)) for text in ("8GiB", "1.5 GB", "8", "0GiB")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -12,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.bodies import Bodies
-from app.http_protocol import ConnectionLimits
+from app.http_protocol import REQUESTS_PER_ITERATION, ConnectionLimits
 from app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
 
 from .serving import DEADLINE_S, ClosingFlag, Running, serve, wait_until
@@ -183,6 +184,78 @@ def test_with_too_many_connections_the_longest_waiting_is_closed() -> None:
         assert [read_all(raw) for raw in held] == [b""] * 20
         more[-1].sendall(GET + b"Connection: close\r\n\r\n")
         assert read_all(more[-1]).startswith(b"HTTP/1.1 200")
+
+
+class BlockingApp:
+    """Answers, and records the paths in order; `/block` holds the event loop until `released` is set."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.blocked = threading.Event()
+        self.released = threading.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        if scope["path"] == "/block":
+            self.blocked.set()
+            self.released.wait(DEADLINE_S)
+        await app(scope, receive, send)
+
+
+CLOSE = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+def burst(
+    running: Running, served: BlockingApp, num_requests: int, stack: ExitStack, *, release: bool = True
+) -> list[socket.socket]:
+    """Send requests, and a health check last, that the server finds all at once."""
+    first = stack.enter_context(connect(running))
+    first.sendall(b"GET /block" + CLOSE)
+    assert served.blocked.wait(DEADLINE_S)
+    sent = [stack.enter_context(connect(running)) for _ in range(num_requests)]
+    for raw in sent:
+        raw.sendall(b"GET /work" + CLOSE)
+    sent.append(stack.enter_context(connect(running)))
+    sent[-1].sendall(b"GET /healthz" + CLOSE)
+    if release:
+        served.released.set()
+    return sent
+
+
+def test_a_health_check_behind_a_burst_is_answered_among_the_first() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running, ExitStack() as stack:
+        answers = [read_all(raw) for raw in burst(running, served, 100, stack)]
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+    assert served.paths.index("/healthz") <= 1 + 4 * REQUESTS_PER_ITERATION
+
+
+def test_pipelined_requests_take_turns_with_other_connections() -> None:
+    served = BlockingApp()
+    with limited(served) as running, ExitStack() as stack:
+        many = stack.enter_context(connect(running))
+        many.sendall(b"GET /many HTTP/1.1\r\nHost: localhost\r\n\r\n" * 30 + b"GET /block" + CLOSE)
+        burst(running, served, 40, stack)
+        assert read_all(many).count(b"HTTP/1.1 200") == 31
+
+
+def test_queued_requests_whose_clients_have_gone_do_not_start() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=200) as running:
+        with ExitStack() as gone:
+            burst(running, served, 100, gone, release=False)
+        served.released.set()
+        assert is_well(running)
+        wait_until(lambda: not running.server.server_state.connections, "all connections are closed")
+    assert len(served.paths) < 50
+
+
+def test_beyond_the_limit_queued_requests_yield_to_a_health_check() -> None:
+    served = BlockingApp()
+    with limited(served, max_connections=20) as running, ExitStack() as stack:
+        answers = [read_all(raw) for raw in burst(running, served, 60, stack)]
+        assert answers[-1].startswith(b"HTTP/1.1 200")
+        assert is_well(running)
 
 
 def test_hostile_clients_cost_one_log_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.engines.embedded import EmbeddedEngine, EngineConfig, completions
+from app.engines.embedded.completion_models import CompletionRequest
 from app.engines.embedded.completions import completions_router
 from app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
 from app.engines.embedded.offload import NoCopies, NoOffload
@@ -256,6 +257,32 @@ def test_a_bad_body_is_400_and_names_its_field(body: dict[str, object], param: s
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert 0 < len(error["message"]) < 300
     assert len(service.seen.requests) == before
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [[5], []], ["x", ""]])
+def test_a_prompt_when_empty_is_400_and_described_so(prompt: object, service: Service) -> None:
+    answer = service.post(prompt=prompt)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert answer.json()["error"]["message"] == "prompt is empty: send at least one token"
+    described = CompletionRequest.model_json_schema()["properties"]["prompt"]["anyOf"]
+    sizes = [one.get("minLength") or one["minItems"] for one in described]
+    assert sizes == [1] * 4
+    assert all(one["items"].get("minLength") or one["items"]["minItems"] for one in described[2:])
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": [7.0, 8]}, {"prompt": [[7.0], [8]]}, {"max_tokens": 1.0}, {"seed": 5.0}, {"priority": 1.0}]
+)
+def test_whole_numbers_when_sent_as_floats_are_accepted(body: dict[str, object], service: Service) -> None:
+    assert service.post(**({"prompt": "x", "max_tokens": 1} | body)).status_code == 200
+
+
+def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
+    document = httpx.get(f"{service.url.removesuffix('/v1')}/openapi.json", trust_env=False).json()
+    operation = document["paths"]["/v1/completions"]["post"]
+    prompt = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]["prompt"]
+    assert prompt["items"]["maximum"] == prompt["items"]["items"]["maximum"] == service.engine.model.vocab_size - 1
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
 def test_what_is_no_json_and_another_model(service: Service, client: openai.OpenAI) -> None:

@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_with_both_numbers_and_changes_nothing(tmp_pat
             (1 << 50, "is more than this process can come to have, which is 268,435,456 bytes"),
         ):
             answer = resize(served, num_bytes)
-            assert answer.status_code == 422
+            assert answer.status_code == 409
             (error,) = answer.json()["errors"]
             assert error["field"] == "pool_bytes"
             assert words in error["message"]
@@ -162,7 +162,7 @@ def test_memory_that_is_not_there_is_refused_by_its_numbers(tmp_path: Path) -> N
         largest = resize(served, 1 << 60).json()["errors"][0]["message"]
         most = int(largest.split("which is ")[1].split(" bytes")[0].replace(",", ""))
         answer = resize(served, most)
-        assert answer.status_code == 422
+        assert answer.status_code == 409
         assert f"POOL_BYTES asks for {most - before:,} bytes" in answer.json()["errors"][0]["message"]
         assert served.stats()["pool"]["bytes"] == before
         assert resize(served, before // 2).status_code == 200

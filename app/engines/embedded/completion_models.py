@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from app.policies.wire import whole
 from core.policy import POLICY_FIELDS
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,7 +32,29 @@ UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
 """Fields that are accepted only with values that ask for nothing."""
 
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+def _whole_ids(value: object) -> object:
+    """Return a list whose floats without a fraction are integers."""
+    # Looks at the types first: a list may hold a million ids.
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [whole(item) for item in value]
+    return value
+
+
+def _only(name: str) -> WithJsonSchema:
+    """Describe a field of which only values that ask for nothing are supported."""
+    return WithJsonSchema({"enum": list(UNSUPPORTED_UNLESS[name])})
+
+
+WholeNumber = Annotated[int, BeforeValidator(whole)]
+"""An integer as JSON Schema has it: 16.0 is one too."""
+
+TokenIds = Annotated[
+    list[int],
+    Field(fail_fast=True, min_length=1),
+    BeforeValidator(_whole_ids),
+    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}),
+]
+Text = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -73,19 +96,23 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     prompt: (
-        str
+        Text
         | TokenIds
-        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     ) = Field(
         description=f"one prompt or up to {MAX_PROMPTS}, as text or token ids; each must leave room for an answer in "
         "the model's context"
     )
     model: str | None = None
-    max_tokens: int | None = Field(default=None, description=f"tokens of the answer, {DEFAULT_MAX_TOKENS} by default")
+    max_tokens: WholeNumber | None = Field(
+        default=None,
+        description=f"tokens of the answer, {DEFAULT_MAX_TOKENS} by default",
+        json_schema_extra={"minimum": 1},
+    )
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; 1 by default")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: WholeNumber | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None = Field(
         default=None, description=f"up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARS} characters"
     )
@@ -101,17 +128,17 @@ class CompletionRequest(BaseModel):
         description="the request's own offload policy; keys other than its fields are ignored, and the fields hold up "
         f"to {MAX_PARAMS_VALUES} values and {MAX_PARAMS_CHARS} characters",
     )
-    priority: int = Field(
+    priority: WholeNumber = Field(
         default=0,
         ge=-(2**53),
         le=2**53,
         description="for policy rules; in this engine, calls take turns in the order of arrival",
     )
-    n: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
+    n: Annotated[WholeNumber | None, _only("n")] = None
+    best_of: Annotated[WholeNumber | None, _only("best_of")] = None
+    echo: Annotated[bool | None, _only("echo")] = None
+    logprobs: Annotated[WholeNumber | None, _only("logprobs")] = None
+    suffix: Annotated[str | None, _only("suffix")] = None
+    presence_penalty: Annotated[float | None, _only("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, _only("frequency_penalty")] = None
+    logit_bias: Annotated[dict[str, Any] | None, _only("logit_bias")] = None

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 
-from app.api.streams import SEND_TIMEOUT_S, Stream
+from app.api.streams import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
 from app.engines.embedded.completion_models import CompletionRequest
 from app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
 from app.engines.embedded.intake import ApiError, Intake, too_busy
@@ -113,10 +113,33 @@ _MEANINGS = {
 }
 
 
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The choices; with `stream`, as server-sent events",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["id", "object", "created", "model", "choices", "usage"],
+                    "properties": {"choices": {"type": "array", "items": {"type": "object"}}},
+                }
+            },
+            **STREAM_RESPONSES[200]["content"],
+        },
+    }
+}
+
+
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Answers in OpenAI's error shape, as the API's description has them."""
     content = {"application/json": {"schema": _ERROR}}
     return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
+
+
+def _token_bounds(engine: EmbeddedEngine) -> dict[str, Any]:
+    """JSON Schema of the token ids that this engine's model has, beside the schema of every engine."""
+    token = {"maximum": engine.model.vocab_size - 1, "items": {"maximum": engine.model.vocab_size - 1}}
+    return {"properties": {"prompt": {"items": token}}}
 
 
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
@@ -148,7 +171,12 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         _check_model(engine, model)
         return card
 
-    @router.post("/completions", response_model=None, responses=_errors(*_MEANINGS))
+    @router.post(
+        "/completions",
+        response_model=None,
+        responses={**_ANSWERS, **_errors(*_MEANINGS)},
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _token_bounds(engine)}}}},
+    )
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts, given as text or token ids."""
         _check_model(engine, body.model)

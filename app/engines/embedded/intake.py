@@ -186,8 +186,6 @@ def _token_prompts(engine: EmbeddedEngine, prompt: str | list[int] | list[str] |
     """Return every prompt as token ids."""
     if isinstance(prompt, str):
         return [_encode(engine, prompt)]
-    if not prompt:
-        raise ApiError(400, "prompt is empty: send at least one token", "prompt")
     if isinstance(prompt[0], int):
         return [prompt]  # validated: all of them are token ids
     return [item if isinstance(item, list) else _encode(engine, str(item)) for item in prompt]
@@ -219,6 +217,8 @@ def _explain(invalid: ValidationError) -> ApiError:
 
 
 def _explain_prompt(types: Set[str]) -> str:
+    if types & {"too_short", "string_too_short"}:
+        return "prompt is empty: send at least one token"
     if "too_long" in types:
         return f"prompt has more than {MAX_PROMPTS} prompts: send them in several calls"
     return "prompt must be a string, a list of token ids, a list of strings or a list of lists of token ids"
