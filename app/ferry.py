@@ -266,7 +266,7 @@ class Ferry:
             watermark_blocks=engine.watermark_blocks,
             tiers=tiers,
         )
-        self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors)
+        self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.step)
         undo.callback(lambda: self.scheduler.tiers.close(time.time()))
         self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
         size = PoolSize(
@@ -276,6 +276,7 @@ class Ferry:
             settle=lambda timeout_s: kept is None or kept.settle(timeout_s),
             wake=engine.step,
             tell=lambda end: self._upkeep.note_resize(end),
+            guarding=self.guard.guarding,
         )
         self._pool_watch = (
             None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_cut)
@@ -287,6 +288,7 @@ class Ferry:
             self.feed,
             self.scheduler,
             self.manager,
+            self.guard,
             size,
             self._stopping,
             self._pool_watch,

@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from core.engine import BlockTables, EngineRequest, StepProgress
@@ -89,7 +90,8 @@ class OffloadGuard:
     scheduler knows: jobs that the workers have keep their blocks until they end and publish nothing, and requests that
     wait for another load recompute. After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
 
-    Thread: engine, except `record_error`, `count_error`, `status`, `degraded` and `resume`, which any thread may call.
+    Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded` and `resume`, which any
+    thread may call.
     """
 
     def __init__(
@@ -98,7 +100,10 @@ class OffloadGuard:
         num_workers: int,
         errors: ErrorLog,
         clock: Callable[[], float] = time.time,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` has an idle engine take a step."""
+        self._wake = wake
         self._scheduler = scheduler
         self._num_workers = num_workers
         self._errors = errors
@@ -266,6 +271,20 @@ class OffloadGuard:
         self.resume()
 
     # --- any thread ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def guarding(self, where: str) -> Iterator[None]:
+        """Discard the scheduler's state in the engine's next hook if the body raises; the exception is not suppressed.
+
+        For calls that change the scheduler beside the engine's hooks, after which its state may be half-changed.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._must_discard = True
+            self._count(self._errors.record(where, error), self._clock())
+            self._wake()
+            raise
 
     def record_error(self, where: str, error: Exception) -> None:
         """Count an unexpected error beside the scheduler: in the engine's adapter or a copy engine."""

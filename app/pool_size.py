@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,10 +80,12 @@ class PoolSize:
         settle: Callable[[float], bool],
         wake: Callable[[], None],
         tell: Callable[[ResizeEnd], None],
+        guarding: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         """`settle` waits, within seconds, until nobody looks at slots that have left the pool; whether that is so.
 
-        `tell` is told how a resize ended, on the thread that does it.
+        `tell` is told how a resize ended, on the thread that does it. `guarding` is the context in which the pool's
+        slots are changed.
         """
         self._resize = resize
         self._pool = pool
@@ -90,6 +93,7 @@ class PoolSize:
         self._settle = settle
         self._wake = wake
         self._tell = tell
+        self._guarding = guarding
         self._error: str | None = None
         self._checked: _Size | None = None
         self._wanted = _Size(pool.num_bytes, pool.num_slots)
@@ -173,7 +177,8 @@ class PoolSize:
                 self._rest(TROUBLE_S)
 
     def _step(self) -> None:
-        todo = self._resize.step(time.time())
+        with self._guarding("resize"):
+            todo = self._resize.step(time.time())
         if todo is Todo.AGAIN:
             time.sleep(BETWEEN_STEPS_S)
         elif todo is Todo.MEMORY:

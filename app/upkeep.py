@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 
 from app.event_feed import EventFeed, EventType
+from app.offload_guard import OffloadGuard
 from app.pool_size import PoolSize, ResizeEnd
 from app.pool_watch import PoolWatch
 from app.settings import Settings
@@ -36,6 +37,7 @@ class Upkeep:
         feed: EventFeed,
         scheduler: OffloadScheduler,
         manager: OffloadManager,
+        guard: OffloadGuard,
         pool_size: PoolSize,
         stopping: threading.Event,
         pool_watch: PoolWatch | None = None,
@@ -46,6 +48,7 @@ class Upkeep:
         self._feed = feed
         self._scheduler = scheduler
         self._manager = manager
+        self._guard = guard
         self._pool_size = pool_size
         self._stopping = stopping
         self._pool_watch = pool_watch
@@ -66,13 +69,14 @@ class Upkeep:
     def apply(self, settings: Settings) -> None:
         """Carry settings that changed while running to whoever holds a copy."""
         self._set_log_level(settings.log_level)
-        self._manager.operator_pins.max_fraction = settings.max_pinned_fraction
-        self._scheduler.choice.decision = settings.load_decision
-        self._scheduler.set_store_mode(settings.store_mode)
-        self._manager.admission.threshold = settings.store_threshold
-        while self._manager.switch_policy(settings.eviction_policy):
-            # In short turns, between which the engine has the lock.
-            continue
+        with self._guard.guarding("settings"):
+            self._manager.operator_pins.max_fraction = settings.max_pinned_fraction
+            self._scheduler.choice.decision = settings.load_decision
+            self._scheduler.set_store_mode(settings.store_mode)
+            self._manager.admission.threshold = settings.store_threshold
+            while self._manager.switch_policy(settings.eviction_policy):
+                # In short turns, between which the engine has the lock.
+                continue
         self._store.set_limits(history_limits(settings))
         self._pool_size.begin()
 
@@ -108,7 +112,8 @@ class Upkeep:
                 self._pool_size.start()
                 if self._pool_watch is not None:
                     self._pool_watch.check()
-                self._scheduler.expire(time.time())
+                with self._guard.guarding("expire"):
+                    self._scheduler.expire(time.time())
             except Exception:  # noqa: BLE001 - a supervisor that dies is no supervisor
                 _log.exception("the supervisor failed at a round")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from core.grants import Pin
 from core.keys import Key
 from core.manager import OffloadManager
 from core.origins import OriginMatch
@@ -31,6 +32,7 @@ class CascadeSide:
         self._links = links
         self._new_number = new_number
         self._holds = np.zeros(manager.table.max_slots, dtype=np.int32)
+        self._open: dict[int, Pin] = {}
 
     def stored(self, states: Sequence[RequestState], slots: Slots, now_s: float) -> None:
         """These slots of some requests were just published: every tier that any of these allows gets them."""
@@ -75,6 +77,16 @@ class CascadeSide:
         allowed = allowed_links(self._links, policy)
         return allowed if policy.level is Level.REQUEST else [link for link in allowed if link in session.wishers]
 
+    def abandon(self) -> None:
+        """Release what is held for cascades that no tier works on, after an exception."""
+        worked_on = {job.number for link in self._links for job in link.open_jobs}
+        self._open = {number: pin for number, pin in self._open.items() if number in worked_on}
+        self._holds[:] = 0
+        for pin in self._open.values():
+            self._holds[pin.slots] += 1
+        self.num_held = int(np.count_nonzero(self._holds))
+        self._manager.pins.keep_readings(self._open.values())
+
     def _send(self, link: TierLink, state: RequestState, slots: Slots, now_s: float) -> None:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""
         session, table = state.session, self._manager.table
@@ -95,17 +107,21 @@ class CascadeSide:
         link.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return
-        pin = self._manager.pins.pin(slots)
-        self._manager.pins.begin_reading(pin)
-        self.num_held += int(np.count_nonzero(self._holds[slots] == 0))
-        self._holds[slots] += 1
+        number = self._new_number()
 
         def end(result: TierResult | None, now_s: float) -> None:
-            self._holds[slots] -= 1
-            self.num_held -= int(np.count_nonzero(self._holds[slots] == 0))
-            self._manager.pins.end_reading(pin)
+            pin = self._open.pop(number, None)
+            if pin is not None:
+                self._holds[slots] -= 1
+                self.num_held -= int(np.count_nonzero(self._holds[slots] == 0))
+                self._manager.pins.end_reading(pin)
 
-        job = OpenTierJob(self._new_number(), len(slots), now_s, end, slots)
+        job = OpenTierJob(number, len(slots), now_s, end, slots)
+        pin = self._manager.pins.pin(slots)
+        self._manager.pins.begin_reading(pin)
+        self._open[number] = pin
+        self.num_held += int(np.count_nonzero(self._holds[slots] == 0))
+        self._holds[slots] += 1
         blocks = TierJob(
             job.number,
             session.request_id,

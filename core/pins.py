@@ -76,6 +76,11 @@ class Pins:
         with self._lock:
             self._loading = {id(pin): pin for pin in pins}
 
+    def keep_readings(self, pins: Iterable[Pin]) -> None:
+        """Treat exactly these pins as those of `begin_reading`, whatever was noted before."""
+        with self._lock:
+            self._reading = {id(pin): pin for pin in pins}
+
     def loading_slots(self) -> Slots:
         """The slots that loads of this epoch are reading, each once; some may have been dropped since."""
         with self._lock:

@@ -42,6 +42,7 @@ class OpenPromotion:
     epoch: int
     slots: Slots
     keys: Sequence[Key]
+    num_bytes: int
     is_void: bool = False
     matches: list[OriginMatch] = field(default_factory=list)
     dropped: set[Key] = field(default_factory=set)
@@ -128,6 +129,9 @@ class PromotionSide:
         """Forget promotions that no tier works on, and publish nothing of the others."""
         worked_on = {id(job.slots) for link in self._links for job in link.open_jobs}
         self.open = [promotion for promotion in self.open if id(promotion.slots) in worked_on]
+        for link in self._links:
+            link.num_unawaited = 0
+            link.bytes_in_flight = sum(promotion.num_bytes for promotion in self.open if promotion.link is link)
         self.forget_looks()
         self.disown(None, None)
 
@@ -201,7 +205,8 @@ class PromotionSide:
             if link in look.waits_for:
                 _count_down(look, link)
             else:
-                link.num_unawaited -= 1
+                # `abandon` sets it to 0.
+                link.num_unawaited = max(link.num_unawaited - 1, 0)
             link.look_up_rate.observe(1, now_s - begun_s)
             if result is not None:
                 found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
@@ -314,7 +319,7 @@ class PromotionSide:
         sizes = np.array([group.slot_bytes for group, _, _, _ in blocks], dtype=np.int64)
         num_bytes = int(sizes.sum())
         self._manager.begin_filling(slots)
-        promotion = OpenPromotion(link, self._manager.epoch, slots, keys)
+        promotion = OpenPromotion(link, self._manager.epoch, slots, keys, num_bytes)
         self.open.append(promotion)
         look.waits_for[link] += 1
         link.bytes_in_flight += num_bytes

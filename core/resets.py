@@ -56,11 +56,23 @@ class Resets:
         """
         manager, tiers = self._manager, self._tiers
         of_pool = places is None or HOST in places
+        if not of_pool or match is None:
+            return self._reset(now_s, match, places, of_pool)
+        with manager.lock:
+            tiers.cascades.resets.append(match)
+        try:
+            return self._reset(now_s, match, places, of_pool)
+        finally:
+            with manager.lock:
+                tiers.cascades.resets.remove(match)
+
+    def _reset(
+        self, now_s: float, match: OriginMatch | None, places: Sequence[str] | None, of_pool: bool
+    ) -> ResetTicket:
+        manager, tiers = self._manager, self._tiers
         dropped = 0
         with manager.lock:
             links = tiers.named(None if places is None else [name for name in places if name != HOST])
-            if of_pool and match is not None:
-                tiers.cascades.resets.append(match)
             job_ids = tiers.open_transfers()
             asked = tiers.reset(links, match, of_pool, now_s)
             job_ids += asked.values()
@@ -73,14 +85,10 @@ class Resets:
                 job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
             epoch = manager.epoch
         if of_pool and match is not None:
-            try:
-                next_slot: int | None = 0
-                while next_slot is not None:
-                    count, next_slot = manager.leaving.drop_matching(match.matches, next_slot, now_s)
-                    dropped += count
-            finally:
-                with manager.lock:
-                    tiers.cascades.resets.remove(match)
+            next_slot: int | None = 0
+            while next_slot is not None:
+                count, next_slot = manager.leaving.drop_matching(match.matches, next_slot, now_s)
+                dropped += count
         return ResetTicket(epoch, dropped, dropped * manager.slot_bytes, tuple(job_ids), asked)
 
     def tier_results(self, ticket: ResetTicket) -> dict[str, TierResetResult]:

@@ -188,7 +188,10 @@ class TierLink:
             elif abs(now_s - trouble.at_s) > TROUBLE_S:
                 del self._troubles[subject]
         while self._fetched:
-            for result in self._settle("poll", self._fetched.popleft(), []):
+            fetched = self._fetched.popleft()
+            if isinstance(fetched, Exception):
+                self.ask_again()
+            for result in self._settle("poll", fetched, []):
                 self._take(result, now_s)
         # All jobs have the same time, so the oldest is the first to be late.
         while self._open:
@@ -203,6 +206,11 @@ class TierLink:
                 if not reset.taken and abs(now_s - reset.asked_s) >= RETRY_RESET_S:
                     del self._resets[number]
                     self._ask_reset(reset, self._new_number(), now_s)
+
+    def ask_again(self) -> None:
+        """Ask for the open resets again, since an exception may have cost their results. Jobs time out."""
+        for reset in self._resets.values():
+            reset.taken = False
 
     def close(self, now_s: float) -> None:
         """Use it no more, and give up what it has."""

@@ -107,6 +107,9 @@ class TierSide:
         """Tell the tiers of the end of every request, and publish nothing of what is under way."""
         for session in list(self._sessions.values()):
             session.end()
+        for link in self.links:
+            link.ask_again()
+        self.cascades.abandon()
         self.promotions.abandon()
 
     def reset_results(self, numbers: Mapping[str, int]) -> dict[str, TierResetResult]:

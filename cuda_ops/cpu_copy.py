@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -130,7 +130,8 @@ class CpuCopyEngine:
             try:
                 share = self._plan(work, thread)
             except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                self._fail(work, _describe(failure))
+                # Once the shares are queued, the job may end only with the last of them.
+                self._fail(thread.in_hand or work, _describe(failure))
                 return True
         else:
             share = work
@@ -140,7 +141,7 @@ class CpuCopyEngine:
         except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
             self._fail(share, _describe(failure))
         else:
-            self._end_share(share.plan, None)
+            self._end_share(share, None)
         return True
 
     def _take(self, thread: _CopyThread) -> TransferJob | _Share | None:
@@ -168,16 +169,18 @@ class CpuCopyEngine:
         segments = self._planner.plan(job, table, buffer, coalesce=False)
         num_bytes = self._planner.num_bytes(job)
         count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)
-        plan = _Plan(job, segments, buffer, table, num_bytes, started_s, remaining=count)
+        plan = _Plan(job, segments, buffer, table, num_bytes, started_s)
         if count == 1:
             thread.in_hand = share = _Share(plan, 0, len(segments.sizes))
+            plan.open_shares.add((share.start, share.stop))
             return share
         inner = np.searchsorted(np.cumsum(segments.sizes), np.arange(1, count) * (num_bytes // count)).tolist()
         first, *others = (_Share(plan, *cuts) for cuts in pairwise((0, *inner, len(segments.sizes))))
+        plan.open_shares.update((share.start, share.stop) for share in (first, *others))
         with self._changed:
+            thread.in_hand = first
             self._work.extendleft(reversed(others))
             self._changed.notify(len(others))
-            thread.in_hand = first
         return first
 
     # ---- how work ends ----------------------------------------------------------------------------------------------
@@ -186,15 +189,19 @@ class CpuCopyEngine:
         if isinstance(work, TransferJob):
             self._ledger.end(work, error)
         else:
-            self._end_share(work.plan, error)
+            self._end_share(work, error)
 
-    def _end_share(self, plan: _Plan, error: str | None) -> None:
+    def _end_share(self, share: _Share, error: str | None) -> None:
+        """End a share. Once more after an exception is harmless."""
+        plan = share.plan
         with self._changed:
-            plan.remaining -= 1
+            plan.open_shares.discard((share.start, share.stop))
             plan.error = plan.error or error
-            if plan.remaining:
+            if plan.open_shares:
                 return
-        self._buffers.append(plan.buffer)
+            buffer, plan.buffer = plan.buffer, None
+        if buffer is not None:
+            self._buffers.append(buffer)
         num_bytes = 0 if plan.error else plan.num_bytes
         self._ledger.end(plan.job, plan.error, num_bytes, time.perf_counter() - plan.started_s)
 
@@ -210,9 +217,9 @@ class CpuCopyEngine:
                 self._threads[index].start()
 
     def _bury(self, thread: _CopyThread) -> None:
-        work, thread.in_hand = thread.in_hand, None
-        if work is not None:
-            self._fail(work, "the copy thread died")
+        if thread.in_hand is not None:
+            self._fail(thread.in_hand, "the copy thread died")
+            thread.in_hand = None
 
 
 class _CopyThread(threading.Thread):
@@ -231,15 +238,18 @@ class _CopyThread(threading.Thread):
 
 @dataclass(slots=True)
 class _Plan:
-    """A job under way: what it copies, and how many of its shares have not ended. `table` keeps the pool mapped."""
+    """A job under way: what it copies, and the bounds of its shares that have not ended.
+
+    `table` keeps the pool mapped. `buffer` is None once other jobs may use it.
+    """
 
     job: TransferJob
     segments: Segments
-    buffer: SegmentBuffer
+    buffer: SegmentBuffer | None
     table: PoolTable
     num_bytes: int
     started_s: float
-    remaining: int
+    open_shares: set[tuple[int, int]] = field(default_factory=set)
     error: str | None = None
 
 

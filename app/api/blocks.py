@@ -101,11 +101,13 @@ class SlotMap(BaseModel):
 def _places(context: AdminContext, keys: Sequence[Key]) -> list[list[str]]:
     """Where each of these blocks of the pool is held. Waits for tiers, on the thread of whoever asked."""
     scheduler, news = context.scheduler, context.tier_news
-    inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
+    with context.guard.guarding("tiers"):
+        inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
     deadline_s = time.monotonic() + TIERS_S
     while not all(inquiry.is_over for inquiry in inquiries.values()):
         heard = news.count
-        scheduler.tiers.poll(time.time())
+        with context.guard.guarding("tiers"):
+            scheduler.tiers.poll(time.time())
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             break
@@ -219,7 +221,8 @@ def blocks_router(context: AdminContext) -> APIRouter:
         With a pool that outlives the process, the answer (404, too) comes once no restart can bring it back.
         """
         key = _key_of(block_hash)
-        is_dropped = await run_in_threadpool(context.scheduler.resets.drop_block, key, time.time())
+        with context.guard.guarding("drop of a block"):
+            is_dropped = await run_in_threadpool(context.scheduler.resets.drop_block, key, time.time())
         context.wake()
         # An earlier copy of the block may have been evicted a moment ago.
         is_written = await wait_until_written(request, context, asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
@@ -238,7 +241,9 @@ def blocks_router(context: AdminContext) -> APIRouter:
         """Pinning again moves the end. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: beyond, 409."""
         now_s = time.time()
         expires_s = now_s + (body or PinBody()).ttl_s
-        outcome = manager.operator_pins.pin(_key_of(block_hash), expires_s, now_s)
+        key = _key_of(block_hash)
+        with context.guard.guarding("pin of a block"):
+            outcome = manager.operator_pins.pin(key, expires_s, now_s)
         if outcome is PinOutcome.NOT_FOUND:
             raise _unknown(block_hash)
         if outcome is PinOutcome.LEAVING:
@@ -257,7 +262,10 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.delete("/blocks/{hash}/pin", summary="Take a pin away", status_code=204, dependencies=[EMERGENCY])
     def unpin_block(block_hash: BlockHash) -> None:
         """404 without an operator's pin on this block."""
-        if not manager.operator_pins.unpin(_key_of(block_hash)):
+        key = _key_of(block_hash)
+        with context.guard.guarding("unpin of a block"):
+            is_unpinned = manager.operator_pins.unpin(key)
+        if not is_unpinned:
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
         context.wake()
 

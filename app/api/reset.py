@@ -109,6 +109,11 @@ def reset_router(context: AdminContext) -> APIRouter:
     """`POST /admin/v1/reset`."""
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
+
+    def reset_guarded(match: OriginMatch | None, places: list[str] | None) -> ResetTicket:
+        with context.guard.guarding("reset"):
+            return context.scheduler.resets.reset(time.time(), match, places)
+
     # Not the event loop's default executor: the engine tokenizes there.
     threads = anyio.CapacityLimiter(MAX_SEARCHES)
 
@@ -118,9 +123,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
         # It outlives the call that asked for it.
-        task = asyncio.create_task(
-            anyio.to_thread.run_sync(context.scheduler.resets.reset, time.time(), match, places, limiter=threads)
-        )
+        task = asyncio.create_task(anyio.to_thread.run_sync(reset_guarded, match, places, limiter=threads))
         searches.add(task)
         task.add_done_callback(searches.discard)
         deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
@@ -142,7 +145,8 @@ def reset_router(context: AdminContext) -> APIRouter:
             context.wake()
             if ticket.tiers:
                 # Where no engine takes steps, nobody else would hear a tier's answer for a second.
-                context.scheduler.expire(time.time())
+                with context.guard.guarding("expire"):
+                    context.scheduler.expire(time.time())
             await asyncio.sleep(wait_s)
             poll_s = min(poll_s * 2, LAST_POLL_S)
         return pending
@@ -174,7 +178,7 @@ def reset_router(context: AdminContext) -> APIRouter:
         match = _to_core(asked.match)
         # A whole reset costs no more than the open jobs, and must not queue behind searches.
         if match is None:
-            ticket: ResetTicket | None = context.scheduler.resets.reset(time.time(), places=asked.tiers)
+            ticket: ResetTicket | None = reset_guarded(None, asked.tiers)
             if asked.tiers is None or HOST in asked.tiers:
                 context.guard.resume()
         else:

@@ -75,7 +75,7 @@ class JobQueue:
         self._open: dict[int, OpenJob] = {}
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
         self._num_waiting = [0] * len(JobKind)
-        self._num_running = 0
+        self._running: dict[object, Work] = {}
         self._resets: deque[Reset] = deque()
         self._closed = False
         self._results: deque[TierResult | TierResetResult] = deque()
@@ -113,41 +113,33 @@ class JobQueue:
                 self._end(job)
             return len(todo) - num_taken
 
-    def take(self, timeout_s: float) -> Work | None:
-        """The next piece of work, waiting for it at most so long."""
+    def take(self, thread: object, timeout_s: float) -> Work | None:
+        """The next piece of work for a thread, waiting for it at most so long: until `finish` or `give_up`."""
         with self._changed:
             work = self._pop()
             if work is None and not self._closed:
                 self._changed.wait(timeout_s)
                 work = self._pop()
-            self._num_running += work is not None
+            if work is not None:
+                self._running[thread] = work
             return work
 
-    def finish(self, work: Work, ok: Sequence[bool], num_bytes: int = 0, origin: Origin | None = None) -> bool:
-        """Take what became of a piece of work; True if that was the last of a job that a request may wait for.
+    def finish(self, thread: object, ok: Sequence[bool], num_bytes: int = 0, origin: Origin | None = None) -> bool:
+        """Take what became of a thread's work; True if that was the last of a job that a request may wait for.
 
         `ok` has one answer, or that of every key of a look-up.
         """
         with self._changed:
-            self._num_running -= 1
-            if self._resets:
-                self._changed.notify_all()
-            job = work.job
-            if job.canceled:
-                return False
-            if job.kind is JobKind.LOOK_UP:
-                job.ok[:] = ok
-            else:
-                job.ok[work.place] = ok[0]
-                job.num_bytes += num_bytes
-            if job.kind is JobKind.LOAD:
-                job.origins[work.place] = origin
-            job.num_left -= 1
-            if job.num_left:
-                return False
-            del self._open[job.number]
-            self._end(job)
-            return job.kind is not JobKind.STORE
+            return self._finish(thread, ok, num_bytes, origin)
+
+    def give_up(self, thread: object) -> Work | None:
+        """End the work that a dead thread took and did not finish, if any, as failed; returns that work."""
+        with self._changed:
+            work = self._running.get(thread)
+            if work is not None:
+                num_answers = len(work.job.keys) if work.job.kind is JobKind.LOOK_UP else 1
+                self._finish(thread, [False] * num_answers, 0, None)
+            return work
 
     def cancel(self, number: int) -> bool:
         """Mark a job so that no thread begins to touch its slots any more; False if it is not open."""
@@ -173,7 +165,7 @@ class JobQueue:
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether no thread is at work any more, waiting for it at most so long."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._num_running == 0, timeout_s)
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def end_reset(self, result: TierResetResult) -> None:
         """The oldest reset is done; with the last of them work goes on."""
@@ -195,6 +187,26 @@ class JobQueue:
             self._closed = True
             self._cancel_all()
             self._changed.notify_all()
+
+    def _finish(self, thread: object, ok: Sequence[bool], num_bytes: int, origin: Origin | None) -> bool:
+        job, place = self._running.pop(thread)
+        if self._resets:
+            self._changed.notify_all()
+        if job.canceled:
+            return False
+        if job.kind is JobKind.LOOK_UP:
+            job.ok[:] = ok
+        else:
+            job.ok[place] = ok[0]
+            job.num_bytes += num_bytes
+        if job.kind is JobKind.LOAD:
+            job.origins[place] = origin
+        job.num_left -= 1
+        if job.num_left:
+            return False
+        del self._open[job.number]
+        self._end(job)
+        return job.kind is not JobKind.STORE
 
     def _pop(self) -> Work | None:
         for lane in self._lanes:

@@ -192,9 +192,10 @@ class ThreadedTier:
             for worker in (*self._workers, self._housekeeper):
                 if worker.is_alive():
                     continue
-                work, worker.work = worker.work, None
-                if work is not None:
-                    self._end(work, _Done(Outcome.FAILED))
+                worker.work = None
+                work = self._queue.give_up(worker)
+                if work is not None and work.job.kind is not JobKind.LOOK_UP:
+                    self._count(Outcome.FAILED, 1)
                 worker.thread = threading.Thread(
                     target=self._keep_house if worker is self._housekeeper else self._serve,
                     args=(worker, again),
@@ -210,7 +211,7 @@ class ThreadedTier:
         self._say_again(again)
         stage = np.empty(self._context.slot_bytes, dtype=np.uint8)
         while not self._queue.is_closed:
-            work = self._queue.take(_IDLE_S)
+            work = self._queue.take(worker, _IDLE_S)
             if work is None:
                 continue
             worker.since_s, worker.work = time.monotonic(), work
@@ -220,7 +221,7 @@ class ThreadedTier:
                 self._complain(f"a {work.job.kind.name.lower().replace('_', '-')} failed", error)
                 done = _Done(Outcome.FAILED, found=[False] * len(work.job.keys))
             worker.work = None
-            self._end(work, done)
+            self._end(worker, work, done)
 
     def _carry_out(self, work: Work, worker: _Worker, stage: NDArray[np.uint8]) -> _Done:
         job, place = work
@@ -288,12 +289,12 @@ class ThreadedTier:
             with worker.guard:
                 continue
 
-    def _end(self, work: Work, done: _Done) -> None:
+    def _end(self, worker: _Worker, work: Work, done: _Done) -> None:
         ok = done.outcome in (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
         if done.outcome is not None and work.job.kind is not JobKind.LOOK_UP:
             self._count(done.outcome, 1, done.num_bytes)
         answers = done.found if work.job.kind is JobKind.LOOK_UP else [ok]
-        if self._queue.finish(work, answers, done.num_bytes if ok else 0, done.origin):
+        if self._queue.finish(worker, answers, done.num_bytes if ok else 0, done.origin):
             self._context.on_finished()
 
     def _count(self, outcome: Outcome, count: int, num_bytes: int = 0) -> None:

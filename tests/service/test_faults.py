@@ -1,0 +1,281 @@
+"""Exceptions at random places of a whole service: requests are answered, nothing leaks, offloading comes back."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from app.engines.embedded.block_pool import BlockPool
+from app.logs import LogPipe
+from app.serving import listen, make_server, url_of
+from app.settings import Settings
+from app.wiring import Process
+from core.grants import Pin
+from core.jobs import OpenJob
+from core.requests import RequestState
+from core.tier_links import OpenTierJob
+from cuda_ops.ledger import JobLedger
+from tests.faults import Faults
+from tests.service.process import check_identities
+from tests.waiting import wait_until
+
+SEED = int(os.environ.get("FAULT_SEED", "1"))
+NUM_FAULTS = int(os.environ.get("FAULTS", "20"))
+"""Random faults in one run; 1,000 take a few minutes."""
+NUM_CLIENTS = 8
+DEADLINE_S = 60.0
+SETTLE_S = 20.0
+NUM_TRIES = 20
+"""How often to ask until the tier was used: on a busy machine computing may seem faster."""
+BLOCK = 8
+OUTPUT = 4
+SLOT_BYTES = 32 << 10
+NUM_SLOTS = 64
+KEEP_OUT = {"load": False, "store": False}
+
+PATCHED = {
+    "core": (
+        "admission", "arc", "arc_ghosts", "cascades", "eviction", "expiry", "ghosts", "hits", "index", "inventory",
+        "jobs", "lazy", "leaders", "leaving", "loads", "lru", "manager", "mark_table", "misses", "missing", "occupied",
+        "operator_pins", "patience", "pins", "policy", "pool_index", "prefills", "prefixes", "promotions", "rates",
+        "recency", "recovered", "request_views", "requests", "resets", "resize", "room", "scheduler", "slots", "stores",
+        "tier_links", "tier_sessions", "tier_side",
+    ),
+    "app.tiers": ("jobs", "news", "pool_slots", "threaded", "files.folder", "files.index", "files.store"),
+    "app.store": (
+        "database", "history", "intents", "journal", "name_claim", "projection", "queries", "queue", "sums", "trim",
+    ),
+    "cuda_ops": ("cpu_copy", "host_pool", "kept_copies", "kept_file", "kept_pool", "segments", "slot_headers"),
+    "app": ("event_feed", "pool_size", "pool_watch", "upkeep"),
+}  # fmt: skip
+"""Every method of the classes of these modules raises.
+
+Trusted: the guard itself, locks (`WriteTurns`), the engine and its loop, and the HTTP server. `BlockPool` and
+`JobLedger` raise before they change anything, which is the contract of `DeviceView` and of `JobLedger.open`.
+"""
+
+
+def patch_all(faults: Faults) -> None:
+    for package, modules in PATCHED.items():
+        for name in modules:
+            module = importlib.import_module(f"{package}.{name}")
+            for cls in vars(module).values():
+                if inspect.isclass(cls) and cls.__module__ == module.__name__ and not issubclass(cls, Exception):
+                    faults.patch(cls)
+    faults.patch(JobLedger, after=False)
+    faults.patch(BlockPool, ["hold", "release", "free_blocks", "contents", "resident"], after=False)
+
+
+def make_prompts() -> list[list[int]]:
+    """Prompts that share prefixes in families, more than device and pool hold."""
+    rng = random.Random(5)
+    families = [[rng.randint(3, 249) for _ in range(BLOCK * 12)] for _ in range(6)]
+    return [
+        families[i % 6][: BLOCK * rng.randint(3, 12)] + [rng.randint(3, 249) for _ in range(rng.randint(1, BLOCK * 3))]
+        for i in range(24)
+    ]
+
+
+class Service:
+    """A service in this process, and its HTTP client."""
+
+    def __init__(self, process: Process, url: str) -> None:
+        self.process = process
+        self.http = httpx.Client(
+            base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(max_connections=20)
+        )
+
+    def tokens(self, prompt: list[int], **body: object) -> list[int]:
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": OUTPUT, "ignore_eos": True} | body
+        answer = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    def stats(self) -> Any:
+        answer = self.http.get("/admin/v1/stats")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def reset(self) -> bool:
+        return self.http.post("/admin/v1/reset", json={"drain_timeout_s": 3}).status_code == 200
+
+    def leftovers(self) -> dict[str, object]:
+        """What should be zero while nothing runs."""
+        stats, engine = self.stats(), self.process.engine
+        assert engine is not None
+        pool, requests = stats["pool"], stats["requests"]
+        left: dict[str, object] = {name: pool[name] for name in ("storing", "loading", "pinned")}
+        left |= {name: requests[name] for name in ("running", "waiting_for_load")}
+        left |= {f"{name} in flight": stats[name]["in_flight"] for name in ("store", "load")}
+        left |= {f"open jobs of {name}": tier["open_jobs"] for name, tier in stats["tiers"].items()}
+        left |= {"open jobs": self.process.ferry.scheduler.live().open_jobs, "held": engine.pool.num_held}
+        left["device blocks"] = engine.config.device_blocks - engine.pool.num_free
+        left["slots"] = pool["slots"] - pool["free"] - pool["ready"] - pool["storing"]
+        return {name: value for name, value in left.items() if value}
+
+    def not_ready(self) -> object:
+        answer = self.http.get("/readyz").json()
+        return None if answer == {"ready": True, "reasons": [], "degraded": []} else answer
+
+
+@contextmanager
+def serving(folder: Path, **settings: object) -> Iterator[Service]:
+    tier = {"type": "fs", "name": "disk", "path": str(folder / "tier"), "max_bytes": 96 * (SLOT_BYTES + 4096)}
+    tier |= {"timeout_s": 10}
+    given = {
+        "state_dir": folder / "state", "engine_name": "faulty", "model": "tiny", "dtype": "float64",
+        "block_size": BLOCK,
+        "device_blocks": 64, "max_running": 8, "pool_bytes": NUM_SLOTS * SLOT_BYTES, "load_decision": "always",
+        "tiers": json.dumps([tier]), "log_level": "error",
+    } | settings  # fmt: skip
+    with ExitStack() as undo:
+        made = Settings(_env_file=None, **given)  # type: ignore[arg-type]
+        log = undo.enter_context((folder / "log").open("w"))
+        logs = undo.enter_context(LogPipe(made, stream=log, guest=True))
+        listener = undo.enter_context(listen("127.0.0.1", 0))
+        process = Process(made, logs)
+        undo.callback(process.close)
+        process.start()
+        server = make_server(process)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        service = Service(process, url_of(listener))
+        wait_until(lambda: server.started, "it serves", DEADLINE_S)
+        yield service
+        service.http.close()
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def steer(service: Service, stop: threading.Event, seed: int) -> Counter[str]:
+    """What an operator does, over and over; answers of any status are counted."""
+    rng, seen = random.Random(seed), Counter[str]()
+    calls: list[tuple[str, str, object]] = [
+        ("GET", "/admin/v1/stats", None), ("GET", "/metrics", None), ("GET", "/readyz", None),
+        ("GET", "/admin/v1/requests", None), ("GET", "/admin/v1/blocks?limit=50", None),
+        ("GET", "/admin/v1/evictions", None),
+        ("POST", "/admin/v1/reset", {"drain_timeout_s": 0.1}), ("POST", "/admin/v1/reset", {"drain_timeout_s": 0.1}),
+        ("POST", "/admin/v1/reset", {"match": {"request": "*a*"}, "drain_timeout_s": 0.1}),
+        ("POST", "/admin/v1/reset", {"tiers": ["disk"], "drain_timeout_s": 0.1}),
+        *(("PATCH", "/admin/v1/config", {"eviction_policy": policy}) for policy in ("lru", "arc")),
+        *(("PATCH", "/admin/v1/config", {"store_mode": mode}) for mode in ("eager", "lazy")),
+        *(("PATCH", "/admin/v1/config", {"pool_bytes": count * SLOT_BYTES}) for count in (32, 48, NUM_SLOTS)),
+    ]  # fmt: skip
+    while not stop.wait(0.02):
+        method, path, body = rng.choice(calls)
+        answer = service.http.request(method, path, json=body)
+        seen[f"{method} {path.split('?')[0]} {answer.status_code // 100}xx"] += 1
+    return seen
+
+
+def ask_while_steering(service: Service, prompts: list[list[int]], answers: list[list[int]], seed: int) -> Counter[str]:
+    """All prompts in random order by 8 clients, each answered right; what the operator saw meanwhile."""
+    order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+    stop = threading.Event()
+    with ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
+        operator = threads.submit(steer, service, stop, seed)
+        try:
+            asked = [threads.submit(service.tokens, prompts[i]) for i in order]
+            for i, future in zip(order, asked, strict=True):
+                assert future.result(DEADLINE_S) == answers[i]
+        finally:
+            stop.set()
+        return operator.result(DEADLINE_S)
+
+
+def ask_all(service: Service, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        assert list(threads.map(service.tokens, prompts)) == answers
+
+
+def settle(service: Service) -> None:
+    """Reset, and check that all is free, ready and consistent within seconds."""
+    try:
+        wait_until(service.reset, "a reset works", SETTLE_S)
+        wait_until(lambda: not service.leftovers(), "nothing is under way", SETTLE_S)
+    except TimeoutError as error:
+        last = service.http.post("/admin/v1/reset", json={"drain_timeout_s": 1}).text
+        raise AssertionError(f"left: {service.leftovers()}; {service.not_ready()}; {last}") from error
+    check_identities(service.stats())
+
+
+def has_its_size(service: Service) -> bool:
+    """Ask for the size that the pool began with; whether it has that."""
+    answer = service.http.patch("/admin/v1/config", json={"pool_bytes": NUM_SLOTS * SLOT_BYTES})
+    return answer.status_code == 200 and service.stats()["pool"]["slots"] == NUM_SLOTS
+
+
+def assert_offloads(service: Service, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Blocks are stored in the pool and the tier, and loaded from both."""
+    before = service.stats()["prompt_tokens"]
+    hits = before
+    for _ in range(NUM_TRIES):
+        ask_all(service, prompts, answers)
+        assert service.http.post("/admin/v1/reset", json={"tiers": ["host"]}).status_code == 200
+        ask_all(service, prompts, answers)
+        hits = service.stats()["prompt_tokens"]
+        if hits["host_hit"] > before["host_hit"] and hits["tier_hit"]["disk"] > before["tier_hit"]["disk"]:
+            break
+    assert hits["host_hit"] > before["host_hit"], service.stats()
+    assert hits["tier_hit"]["disk"] > before["tier_hit"]["disk"], service.stats()["tiers"]
+    assert service.stats()["offloading"]["is_on"]
+    wait_until(lambda: not service.leftovers(), "nothing is under way", DEADLINE_S)
+
+
+def count_objects() -> Counter[str]:
+    gc.collect()
+    kinds = (RequestState, OpenJob, OpenTierJob, Pin, threading.Thread)
+    return Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("pool_kind", "policy", "mode"), [("file", "lru", "eager"), ("pinned", "arc", "lazy")], ids=["file", "pinned"]
+)
+def test_requests_are_answered_when_anything_raises(
+    pool_kind: str, policy: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, SEED, probability=0.002, most=NUM_FAULTS)
+    patch_all(faults)
+    settings: dict[str, object] = {"pool_kind": pool_kind, "eviction_policy": policy, "store_mode": mode}
+    if pool_kind == "file":
+        settings["pool_path"] = tmp_path / "pool"
+    prompts = make_prompts()
+    seen, rounds = Counter[str](), 0
+    with serving(tmp_path, **settings) as service:
+        answers = [service.tokens(prompt, kv_transfer_params=KEEP_OUT) for prompt in prompts]
+        ask_all(service, prompts, answers)
+        settle(service)
+        while faults.left:
+            rounds += 1
+            before = faults.left
+            with faults.on():
+                seen += ask_while_steering(service, prompts, answers, SEED * 1000 + rounds)
+            if rounds % 10 == 0:
+                settle(service)
+                resident = psutil.Process().memory_info().rss >> 20
+                print(f"{rounds} rounds, {faults.left} left, {resident} MiB, {count_objects()}")  # noqa: T201
+            assert faults.left < before or rounds < 200
+        num_faults, num_places = faults.raised.total(), len(faults.raised)
+        print(f"seed {SEED}: {num_faults} faults in {num_places} places, {rounds * len(prompts)} requests, {seen}")  # noqa: T201
+        settle(service)
+        wait_until(lambda: has_its_size(service), "the pool has its size again", SETTLE_S)
+        assert_offloads(service, prompts, answers)
+        wait_until(lambda: service.not_ready() is None, f"ready: {service.not_ready()}", SETTLE_S)
+        settle(service)
