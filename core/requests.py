@@ -27,6 +27,8 @@ from core.transfers import LoadOutcome
 _MAX_CHARS = 128
 _DIGEST_CHARS = 32
 _MAX_NAMES = 4
+_MAX_ALIASES = 8
+"""The last ones are kept: clients know a request by what is most stripped of decoration."""
 
 
 class RequestPhase(StrEnum):
@@ -293,7 +295,7 @@ class RequestView:
         return replace(
             self,
             request_id=shorten(self.request_id),
-            aliases=tuple(map(shorten, self.aliases[:_MAX_NAMES])),
+            aliases=tuple(map(shorten, self.aliases[-_MAX_ALIASES:])),
             tenant=None if self.tenant is None else shorten(self.tenant),
             lora=None if self.lora is None else shorten(self.lora),
             policy=replace(self.policy, policy=policy),

@@ -165,7 +165,7 @@ def use_many(adapters: Adapters, count: int, first: int = 1) -> None:
 
 
 def test_many_adapters_when_used_once_are_forgotten() -> None:
-    adapters = Adapters("a start", 4, max_adapters=3)
+    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     use_many(adapters, 40)
     wait_until(lambda: len(adapters._recent) + len(adapters._in_use) <= 3, "reading threads have ended", 20.0)
     for number in range(40):
@@ -175,7 +175,7 @@ def test_many_adapters_when_used_once_are_forgotten() -> None:
 
 
 def test_forgotten_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> None:
-    adapters = Adapters("a start", 4, max_adapters=3)
+    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     path = write_adapter(tmp_path / "a", seed=1)
     assert Hashes(adapters, lora(path)).known()
     use_many(adapters, 4)
@@ -185,7 +185,7 @@ def test_forgotten_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> No
 
 
 def test_adapter_of_live_request_when_many_follow_is_not_forgotten(tmp_path: Path) -> None:
-    adapters = Adapters("a start", 4, max_adapters=3)
+    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     path = write_adapter(tmp_path / "a", seed=1)
     live = Hashes(adapters, lora(path))
     first = live.known()

@@ -173,7 +173,7 @@ def test_a_size_that_cannot_be_is_refused_with_both_numbers(server: VllmServer) 
         (1 << 50, f"is more than this process can come to have, which is {64 * 24 * MIB:,} bytes"),
     ):
         answer = server.admin.patch("/admin/v1/config", json={"pool_bytes": size})
-        assert answer.status_code == 422
+        assert answer.status_code == 409
         (error,) = answer.json()["errors"]
         assert error["field"] == "pool_bytes"
         assert words in error["message"]
