@@ -65,6 +65,8 @@ class Room:
                 # The offer ends here and may be repeated at once: other candidates come first then.
                 self.version += 1
                 break
+            # What was taken is no candidate any more: sparing it would make it one again.
+            own = own[~np.isin(own, victims)]
             victims = self._make_beside(wanted[len(free) + num_taken :], NO_SLOTS, own, NO_SLOTS)
             mine = self._holds(prefix, victims)
             taken.append(victims[~mine])
