@@ -140,7 +140,7 @@ class InProcess:
 def in_process(model: Path, transfer: Mapping[str, object] | None = None, **options: object) -> Iterator[InProcess]:
     """An engine for as long as this lasts; with kvferry where there is a transfer configuration."""
     extra = {} if transfer is None else {"kv_transfer_config": dict(transfer)}
-    with out_of_vllms_sight(), collecting_once():
+    with hidden_llvmlite(), collecting_once():
         llm = LLM(**engine_options(model, **options), **extra)
     try:
         yield InProcess(llm)
@@ -164,16 +164,18 @@ def collecting_once() -> Iterator[None]:
 
 
 @contextmanager
-def out_of_vllms_sight() -> Iterator[None]:
-    """vLLM's CPU backend looks into every loaded module as it starts, and ends at an object of llvmlite's (0.47).
+def hidden_llvmlite() -> Iterator[None]:
+    """Hide `llvmlite.binding.ffi`, at whose `lib` vLLM's CPU backend fails when it inspects every loaded module (0.47).
 
-    One engine a process is no trouble, since the copy engine loads llvmlite after that.
+    An engine alone in its process is not concerned: llvmlite is loaded later there. No other module may be hidden:
+    a compilation in between would import it twice, and Numba compares its types by identity.
     """
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
+    module = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         yield
     finally:
-        sys.modules.update(hidden)
+        if module is not None:
+            sys.modules["llvmlite.binding.ffi"] = module
 
 
 def _answer(output: Any) -> Answer:

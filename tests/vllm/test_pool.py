@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cuda_ops.backing import SHARED_MEMORY
 from tests.resident import resident_bytes
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
+from tests.waiting import wait_until
 
 PATIENCE_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
@@ -157,6 +159,9 @@ def revision_in_a_process(config: Any, tell: Any) -> None:
 
 def test_weights_that_change_after_a_worker_began_are_of_this_start(base: VllmConfig, tmp_path: Path) -> None:
     model = Path(shutil.copytree(base.model_config.model, tmp_path / "copy"))
+    # The kernel counts the start of a process in ticks of 10 ms, rounded down.
+    copied_s = max(path.stat().st_ctime for path in model.iterdir())
+    wait_until(lambda: time.time() > copied_s + 0.1, "the copy is older than the worker", PATIENCE_S)
     context = multiprocessing.get_context("spawn")
     tell = context.Queue()
     config = changed(base, "model_config", model=str(model))

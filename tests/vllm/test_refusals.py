@@ -24,7 +24,7 @@ from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.versions import SUPPORTED, UnsupportedVllm, check_vllm, is_supported
 from app.serving import listen
-from tests.vllm.engines import engine_options, out_of_vllms_sight, transfer_config
+from tests.vllm.engines import engine_options, hidden_llvmlite, transfer_config
 
 
 def packages(name: str) -> dict[str, str]:
@@ -147,7 +147,7 @@ def test_the_connectors_settings_come_before_the_environment(monkeypatch: pytest
 def start_in_vain(model: Path, words: str, **extra: object) -> None:
     """vLLM keeps the worker's half of an engine that did not start, which the next engine of this process would get."""
     try:
-        with pytest.raises(Exception, match=words), out_of_vllms_sight():
+        with pytest.raises(Exception, match=words), hidden_llvmlite():
             LLM(**engine_options(model), kv_transfer_config=transfer_config(**extra))
     finally:
         ensure_kv_transfer_shutdown()
