@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,23 @@ def test_the_lines_are_logged_so(line: str) -> None:
         words = re.split(r"\bN\b|\bX\b|\b[FVR]\b|http://\.\.\.|\.\.\.|N%|0\.32\.x", part)
         for piece in words:
             assert piece.strip(" :=,%;") in text, piece
+
+
+def test_the_try_out_on_a_cpu_prints_the_counts_it_promises(tmp_path: Path) -> None:
+    section = PAGE.partition("## Trying it on a CPU")[2].partition("\n## ")[0]
+    (config,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (variables,) = re.findall(r"^    ((?:\w+=\w+ )+)try/bin/python", section, re.MULTILINE)
+    (found,) = re.findall(r"turn 2 found (\d+) of", section)
+    (tmp_path / "try").mkdir()
+    (tmp_path / "try" / "config.json").write_text(config)
+    (tmp_path / "try" / "try.py").write_text(script.replace('"load_decision"', '"port": 0, "load_decision"'))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVFERRY_"))}
+    environment |= dict(variable.split("=") for variable in variables.split())
+    environment |= {"PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(tmp_path / "state")}
+    done = subprocess.run(
+        [sys.executable, "try/try.py"], cwd=tmp_path, env=environment, input="\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "turn 1: 0 of 9600 " in done.stdout
+    assert f"turn 2: {found} of 9600 " in done.stdout
