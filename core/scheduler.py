@@ -394,10 +394,10 @@ class OffloadScheduler:
 
     def _retire(self, state: RequestState, now_s: float) -> None:
         self._requests.retire(state)
-        if state.session is not None:
-            state.session.let_go()
         self._counts.running -= 1
         self._counts.finished += 1
+        if state.session is not None:
+            state.session.let_go()
         request = state.request
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
         tokens = state.prompt_tokens.copy()

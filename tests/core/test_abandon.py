@@ -16,6 +16,7 @@ from core.events import NullSink
 from core.loads import LoadSide
 from core.origins import OriginMatch
 from core.policy import RequestPolicy
+from core.requests import RequestState
 from core.scheduler import Miss
 from core.stores import StoreSide
 from core.transfers import LoadOutcome, StepPlan, TransferResult
@@ -319,6 +320,7 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
         check(engine)
         check_still_useful(engine)
         toy_checks.check_idle(engine)
+        assert not any(isinstance(one, RequestState) for one in engine.offload._requests.all_known())
         faults.left = left
         num_kept += guard.num_kept
         num_dropped += guard.num_dropped
