@@ -87,8 +87,9 @@ class OffloadGuard:
     """The engine's hooks of an `OffloadScheduler`, none of which raises.
 
     After an exception the hook answers "miss" or an empty plan, and `OffloadScheduler.abandon_all` discards what the
-    scheduler knows: jobs that the workers have keep their blocks until they end and publish nothing, and requests that
-    wait for another load recompute. After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
+    scheduler knows of requests: jobs that the workers have keep their blocks until they end and publish nothing, and
+    requests that wait for another load recompute. Blocks in the pool stay, unless the exception interrupted a change of
+    the pool. After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
 
     Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded` and `resume`, which any
     thread may call.
@@ -266,7 +267,7 @@ class OffloadGuard:
         if not self._is_unusable:
             try:
                 self._scheduler.resets.reset(now_s)
-            except Exception as error:  # noqa: BLE001 - discarding its state drops all blocks, too
+            except Exception as error:  # noqa: BLE001 - the recovery from a failed reset drops all blocks
                 self.fail("reset", error, now_s)
         self.resume()
 
@@ -354,7 +355,8 @@ class OffloadGuard:
         self._must_check_loads = True
         self._discarded_s = now_s
         try:
-            self._scheduler.abandon_all(now_s, self._last_sent)
+            for error in self._scheduler.abandon_all(now_s, self._last_sent):
+                self._errors.record("abandon_all", error)
             self._is_unusable = False
             while self._finished:
                 # Known to the scheduler still if the call failed; ignored there otherwise.

@@ -85,7 +85,7 @@ class CascadeSide:
         for pin in self._open.values():
             self._holds[pin.slots] += 1
         self.num_held = int(np.count_nonzero(self._holds))
-        self._manager.pins.keep_readings(self._open.values())
+        self._manager.pins.keep_readings((*self._open.values(), *self._manager.recovered.verifying))
 
     def _send(self, link: TierLink, state: RequestState, slots: Slots, now_s: float) -> None:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""

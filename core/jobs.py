@@ -46,7 +46,8 @@ class OpenJob:
 
     A store has `parts`; a load has a `pin`, what it reads (`hit`), and its `request`, which is None once the request
     went away or was preempted. `corrupt` slots failed verification, and `only_corrupt` says that nothing else failed.
-    `is_sent` once the job was part of a plan that the engine received.
+    `is_sent` once the job was part of a plan that the engine received. A load `is_abandoned` that was open when the
+    scheduler recovered from an exception: it counts as failed, and its slots do not.
     """
 
     job: TransferJob
@@ -63,6 +64,7 @@ class OpenJob:
     num_bytes: int = 0
     seconds: float = 0.0
     is_sent: bool = False
+    is_abandoned: bool = False
 
     @property
     def is_store(self) -> bool:

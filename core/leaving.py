@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import RLock
 
 import numpy as np
 
+from core.change_lock import ChangeLock
 from core.events import EventSink, EvictionBatch
 from core.kept import PoolRecord
 from core.keys import Key
@@ -38,7 +38,7 @@ class Leaving:
         counts: EvictionCounts,
         record: PoolRecord | None,
         sink: EventSink,
-        lock: RLock,
+        lock: ChangeLock,
     ) -> None:
         """A pool that outlives its process has a `record`."""
         self.counts = counts

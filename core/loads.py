@@ -173,7 +173,7 @@ class LoadSide:
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
             self._drop_failed(ended, pin.slots, now_s)
-        ok = intact and not ended.errors
+        ok = intact and not ended.errors and not ended.is_abandoned
         if ok:
             self._manager.recovered.note_verified(pin)
             self.counts.blocks += job.num_blocks
@@ -217,6 +217,8 @@ class LoadSide:
         self._leaders.clear()
         self._num_pinned = self.num_waiting = 0
         loads = [job for job in self._jobs if not job.is_store]
+        for job in loads:
+            job.is_abandoned = True
         self.counts.in_flight = sum(job.job.num_blocks for job in loads)
         self._bytes_in_flight = sum(job.hit.num_bytes for job in loads if job.hit is not None)
         for job in dropped:

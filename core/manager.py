@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.admission import Admission
 from core.arrays import counting
+from core.change_lock import change_lock
 from core.events import EventSink, NullSink, ResetEvent, StoreBatch
 from core.eviction import EVICTION_POLICIES
 from core.grants import Offer, Pin
@@ -32,7 +32,7 @@ from core.pool_index import PoolIndex
 from core.reasons import EvictionReason
 from core.recovered import Recovered
 from core.room import Room
-from core.slots import BATCH_SLOTS, SlotTable
+from core.slots import BATCH_SLOTS, SlotState, SlotTable
 from core.stats import EvictionCounts
 from core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -63,17 +63,19 @@ class OffloadManager:
         and begins with the `epoch` that its last process had come to.
         """
         self.lock = threading.RLock()
+        self.changing = change_lock(self.lock)
+        """The same lock, for what changes the pool: an exception there has `recover` drop all blocks."""
         self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
-        self.index = PoolIndex(self.table, self.lock)
+        self.index = PoolIndex(self.table, self.changing)
         self.room = Room(self.table, eviction_policy)
-        self.pins = Pins(self.table, self.room, self.lock)
+        self.pins = Pins(self.table, self.room, self.changing)
         self.admission = Admission(num_slots, store_threshold)
         self.sink = sink if sink is not None else NullSink()
         """Where core says what it did."""
         self._record = record
         evictions = EvictionCounts()
-        self.missing = MissingKeys(num_slots, self.index, evictions, self.sink, self.lock)
-        self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.lock, max_pinned_fraction)
+        self.missing = MissingKeys(num_slots, self.index, evictions, self.sink, self.changing)
+        self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing, max_pinned_fraction)
         self.inventory = Inventory(self.table, self.index, self.room, self.pins, self.operator_pins, self.lock)
         self.leaving = Leaving(
             self.table,
@@ -85,9 +87,9 @@ class OffloadManager:
             evictions,
             record,
             self.sink,
-            self.lock,
+            self.changing,
         )
-        self.recovered = Recovered(self.table, self.index, self.room, self.pins, self.leaving, self.lock)
+        self.recovered = Recovered(self.table, self.index, self.room, self.pins, self.leaving, self.changing)
 
     @property
     def num_slots(self) -> int:
@@ -126,7 +128,7 @@ class OffloadManager:
         a tier, and was admitted once.
         """
         marks = marks_of(keys)
-        with self.lock:
+        with self.changing:
             table = self.table
             num_answered = len(keys)
             found = self.index.find(keys, marks)
@@ -168,7 +170,7 @@ class OffloadManager:
         `slots` are of one request, in the order of its blocks; `chain` are the keys from its first block to the last of
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
-        with self.lock:
+        with self.changing:
             holders = self.index.claim(slots)
             # As bytes: to compare two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
@@ -193,13 +195,13 @@ class OffloadManager:
         It keeps a request's blocks in order, and does not count as another use of them.
         """
         if keys:
-            with self.lock:
+            with self.changing:
                 slots = self.index.find_some(keys)
                 self.room.policy.reorder(slots[self.table.pins[slots] == 0])
 
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
-        with self.lock:
+        with self.changing:
             self.leaving.void(slots)
             self.room.free(slots)
 
@@ -257,27 +259,46 @@ class OffloadManager:
         `filled` are those that are being filled, which come back by `abandon`; what is being read, of which `pins`
         knows, comes back when that ends.
         """
-        with self.lock:
+        with self.changing:
             dropped = self._forget_all(filled)
-            if self._record is not None:
-                self._record.void_before(self.table.epoch)
-            self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+            self._note_reset(dropped, now_s)
+            self.room.start_over()
             return dropped
 
-    def start_over(self, filled: Slots, loads: Iterable[Pin], now_s: float) -> None:
-        """Forget everything after an exception that may have left the pool half-changed.
+    def recover(self, filled: Slots, loads: Iterable[Pin], now_s: float) -> list[Exception]:
+        """Undo what an exception left behind, and drop all blocks if it interrupted a change of the pool.
 
-        As `reset`, but only the pins in `loads` count as loads under way, and a record or sink that raises is ignored:
-        blocks of an older epoch that a restart finds still have the bytes of their keys.
+        Slots that are being stored are freed and blocks unpinned, but for those that are `filled` or read by open
+        transfers, or pinned by operators. Nothing that is being stored may be published any more. Takes time
+        proportional to the pool.
+
+        Args:
+            filled: slots that open transfers write to.
+            loads: the pins of open loads.
+            now_s: the time.
+
+        Returns:
+            Exceptions in the eviction policy, the record or the sink, which did not prevent the recovery. Blocks of an
+            older epoch that a restart finds because of them still have the bytes of their keys.
         """
+        errors: list[Exception] = []
         with self.lock:
             self.pins.keep_loads(loads)
+            if not self.changing.is_torn:
+                try:
+                    if self._keep_blocks(filled):
+                        return errors
+                except Exception as error:  # noqa: BLE001 - returned; the other way needs nothing of what failed
+                    errors.append(error)
+                self.changing.is_torn = True
             dropped = self._forget_all(filled)
-            with suppress(Exception):
-                if self._record is not None:
-                    self._record.void_before(self.table.epoch)
-            with suppress(Exception):
-                self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+            for step in (self.room.start_over, lambda: self._note_reset(dropped, now_s)):
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001 - returned
+                    errors.append(error)
+            self.changing.is_torn = False
+        return errors
 
     def switch_policy(self, name: str) -> bool:
         """Exchange the eviction policy and keep the contents and their order; True while it has to be called again.
@@ -289,7 +310,7 @@ class OffloadManager:
             raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
         # Not under the lock, as it allocates what takes the size of the pool.
         self.room.prepare(name)
-        with self.lock:
+        with self.changing:
             return self.room.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -312,12 +333,38 @@ class OffloadManager:
             raise
         return slots
 
+    def _keep_blocks(self, filled: Slots) -> bool:
+        """Free slots and undo pins that have no owner; False if the pool is found to be inconsistent."""
+        table, policy = self.table, self.room.policy
+        with self.changing:
+            self.leaving.void(filled)
+            is_lost = table.current_states(0, table.end_slot) == SlotState.STORING
+            is_lost[filled] = False
+            self.abandon(is_lost.nonzero()[0])
+            if not self.pins.recount(filled, self.operator_pins.slots()):
+                return False
+            states, pins = table.current_states(0, table.end_slot), table.pins[: table.end_slot]
+            is_ready = states == SlotState.READY
+            return (
+                int(np.count_nonzero(is_ready)) == table.num_ready == len(self.index)
+                and len(policy) == int(np.count_nonzero(is_ready & (pins == 0)))
+                and table.num_free == int(np.count_nonzero(states == SlotState.FREE))
+            )
+
+    def _note_reset(self, dropped: int, now_s: float) -> None:
+        """Queue the invalidation of all blocks before this epoch, and emit the reset."""
+        if self._record is not None:
+            self._record.void_before(self.table.epoch)
+        self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+
     def _forget_all(self, filled: Slots) -> int:
-        """Begin a new epoch in which only slots under a transfer are not free; the number of blocks dropped."""
+        """Begin a new epoch in which only slots under a transfer are not free; the number of blocks dropped.
+
+        `room.start_over` has to follow.
+        """
         dropped = self.table.num_ready
         self.pins.begin_epoch(filled)
         self.index.clear()
-        self.room.start_over()
         self.missing.begin_epoch()
         self.operator_pins.begin_epoch()
         self.leaving.count(EvictionReason.RESET, dropped)

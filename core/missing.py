@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from threading import RLock
 
 import numpy as np
 
+from core.change_lock import ChangeLock
 from core.events import EventSink
 from core.ghosts import Ghosts
 from core.keys import Key
@@ -25,7 +25,7 @@ class MissingKeys:
     """The lock is the manager's. What others tell and ask takes it; the rest says that it does not."""
 
     def __init__(
-        self, num_slots: int, index: PoolIndex, evictions: EvictionCounts, sink: EventSink, lock: RLock
+        self, num_slots: int, index: PoolIndex, evictions: EvictionCounts, sink: EventSink, lock: ChangeLock
     ) -> None:
         """Remembers about twice as many evicted keys as there are slots, and once as many that were kept out."""
         self._index = index

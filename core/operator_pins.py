@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import RLock
 
 import numpy as np
 
+from core.change_lock import ChangeLock
 from core.expiry import Expiries
 from core.grants import Pin, PinOutcome
 from core.keys import Key
 from core.pins import Pins
 from core.pool_index import PoolIndex
 from core.slots import BATCH_SLOTS, SlotTable
+from core.transfers import Slots
 
 
 class OperatorPins:
     """Each method takes the lock itself, which is the manager's. A pin ends with its time, or with its block."""
 
-    def __init__(self, table: SlotTable, index: PoolIndex, pins: Pins, lock: RLock, max_fraction: float) -> None:
+    def __init__(self, table: SlotTable, index: PoolIndex, pins: Pins, lock: ChangeLock, max_fraction: float) -> None:
         self.max_fraction = max_fraction
         """The most of the pool that may be pinned."""
         self._table = table
@@ -64,6 +65,11 @@ class OperatorPins:
         """When the pin of each of these keys ends; None for those that have none."""
         with self._lock:
             return [self._until_s.until_s(key) for key in keys]
+
+    def slots(self) -> Slots:
+        """Return the slots of all pinned blocks. Takes time proportional to their number."""
+        with self._lock:
+            return self._index.find_some(self._until_s.keys())
 
     def in_slots_from(self, start_slot: int) -> list[Key]:
         """The pinned keys whose blocks are in slots from `start_slot` on."""

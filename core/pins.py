@@ -7,10 +7,10 @@ is free when the last pin on it ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import RLock
 
 import numpy as np
 
+from core.change_lock import ChangeLock
 from core.grants import Pin
 from core.room import Room
 from core.slots import SlotState, SlotTable
@@ -20,7 +20,7 @@ from core.transfers import NO_SLOTS, Slots
 class Pins:
     """Each method takes the lock itself, which is the manager's."""
 
-    def __init__(self, table: SlotTable, room: Room, lock: RLock) -> None:
+    def __init__(self, table: SlotTable, room: Room, lock: ChangeLock) -> None:
         self._table = table
         self._room = room
         self._lock = lock
@@ -115,6 +115,39 @@ class Pins:
             self._table.begin_epoch(held)
             for slots in read:
                 self._table.pin(slots)
+
+    def recount(self, filled: Slots, operated: Slots) -> bool:
+        """Undo every pin but those of loads and readings under way and of operators.
+
+        Slots that hold nothing that can be found are freed unless they are `filled` by open transfers. Takes time
+        proportional to the pool.
+
+        Args:
+            filled: slots that open transfers write to.
+            operated: slots that operators have pinned.
+
+        Returns:
+            False if a slot lacks a pin of those, so that the pins cannot be relied on.
+        """
+        with self._lock:
+            table, end = self._table, self._table.end_slot
+            owned = np.zeros(end, dtype=table.pins.dtype)
+            for slots in (operated, *(pin.slots for pin in (*self._loading.values(), *self._reading.values()))):
+                owned[slots] += 1
+            states, pins = table.current_states(0, end), table.pins[:end]
+            is_ready, is_held = states == SlotState.READY, states == SlotState.HELD
+            if ((owned > 0) & ~(is_ready | is_held) | (owned > pins)).any():
+                return False
+            unpinned = (is_ready & (owned == 0) & (pins > 0)).nonzero()[0]
+            is_idle = is_held & (owned == 0)
+            is_idle[filled] = False
+            idle = is_idle.nonzero()[0]
+            used = (is_ready | is_held).nonzero()[0]
+            table.pins[used] = owned[used]
+            self._lingering.difference_update(idle.tolist())
+            self._room.free(idle)
+            self._room.policy.add(unpinned)
+            return True
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from threading import RLock
-
+from core.change_lock import ChangeLock
 from core.index import KeyIndex
 from core.slots import BATCH_SLOTS, SlotTable
 
@@ -11,7 +10,7 @@ from core.slots import BATCH_SLOTS, SlotTable
 class PoolIndex(KeyIndex):
     """The manager's lock guards all of it; only `spread` takes it itself."""
 
-    def __init__(self, table: SlotTable, lock: RLock) -> None:
+    def __init__(self, table: SlotTable, lock: ChangeLock) -> None:
         super().__init__(table.num_slots, table.keys, table.marks)
         self._slots = table
         self._lock = lock

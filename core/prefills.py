@@ -62,12 +62,14 @@ class Prefills:
         """Say once where a request's prompt came from, if all of it is there."""
         if not state.prefill_planned or state.prefill_counted:
             return
-        state.prefill_counted = True
         total = state.request.num_prompt_tokens
         device_hit = min(state.device_tokens, total)
         loaded = min(state.loaded_tokens, total - device_hit)
         tier_hit = self._tier_hit(state, device_hit, device_hit + loaded) if state.promoted else {}
         host_hit = loaded - sum(tier_hit.values())
+        lost_cause = state.why_hit_lost()
+        # Nothing below may raise: a part of the counts would be missing.
+        state.prefill_counted = True
         for counts in (self.prompt_tokens, state.prompt_tokens):
             counts.total += total
             counts.device_hit += device_hit
@@ -77,7 +79,7 @@ class Prefills:
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
         misses = state.misses or Misses(0)
         served = device_hit + loaded
-        misses.count(served, total, state.why_hit_lost(), (self.missed_tokens, state.missed_tokens))
+        misses.count(served, total, lost_cause, (self.missed_tokens, state.missed_tokens))
         state.evicted_between_s = misses.evicted_between_s
         state.promoted = []
 

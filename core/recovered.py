@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from threading import RLock
-
+from core.change_lock import ChangeLock
 from core.grants import Pin
 from core.kept import KeptBlocks
 from core.leaving import Leaving
@@ -19,7 +18,7 @@ class Recovered:
     """Each method takes the lock itself, which is the manager's."""
 
     def __init__(
-        self, table: SlotTable, index: PoolIndex, room: Room, pins: Pins, leaving: Leaving, lock: RLock
+        self, table: SlotTable, index: PoolIndex, room: Room, pins: Pins, leaving: Leaving, lock: ChangeLock
     ) -> None:
         self._table = table
         self._index = index
@@ -27,6 +26,12 @@ class Recovered:
         self._pins = pins
         self._leaving = leaving
         self._lock = lock
+        self._verifying: dict[int, Pin] = {}
+
+    @property
+    def verifying(self) -> tuple[Pin, ...]:
+        """The pins of `begin_verification` that have not ended. Requires: manager lock held."""
+        return tuple(self._verifying.values())
 
     def adopt(self, blocks: KeptBlocks, stale: Slots) -> None:
         """Begin with what an earlier process left; slots of the earlier process with wrong or no rows are `stale`.
@@ -63,12 +68,14 @@ class Recovered:
                 if len(slots):
                     pin = self._pins.pin(slots)
                     self._pins.begin_reading(pin)
+                    self._verifying[id(pin)] = pin
                     return pin
         return Pin.empty()
 
     def end_verification(self, pin: Pin, corrupt: Slots, now_s: float) -> None:
         """Slots of a pin, this very object, were looked at: those that are `corrupt` are dropped."""
         with self._lock:
+            self._verifying.pop(id(pin), None)
             if pin.epoch == self._table.epoch:
                 self._leaving.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
                 self._table.end_unverified(pin.slots)

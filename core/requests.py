@@ -346,10 +346,11 @@ class RequestTable:
         self._known[state.sequence] = state
 
     def retire(self, state: RequestState) -> None:
-        """Move a live request to the recent ones."""
-        del self._live[state.request.request_id]
+        """Move a live request to the recent ones. It stays live if that raises, so that it can be finished again."""
         state.retire()
-        self._known[state.sequence] = self._recent[state.sequence] = state.view().bounded()
+        view = state.view().bounded()
+        del self._live[state.request.request_id]
+        self._known[state.sequence] = self._recent[state.sequence] = view
         if len(self._recent) > self._num_recent:
             oldest = next(iter(self._recent))
             del self._recent[oldest], self._known[oldest]

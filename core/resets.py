@@ -13,6 +13,7 @@ from core.lazy import LazySide
 from core.manager import OffloadManager
 from core.origins import OriginMatch
 from core.stores import StoreSide
+from core.tier_links import TierLink
 from core.tier_side import TierSide
 from core.tiers import HOST, TierResetResult
 from core.transfers import NO_SLOTS, Slots
@@ -56,23 +57,26 @@ class Resets:
         """
         manager, tiers = self._manager, self._tiers
         of_pool = places is None or HOST in places
-        if not of_pool or match is None:
-            return self._reset(now_s, match, places, of_pool)
-        with manager.lock:
-            tiers.cascades.resets.append(match)
+        links = tiers.named(None if places is None else [name for name in places if name != HOST])
         try:
-            return self._reset(now_s, match, places, of_pool)
-        finally:
+            if not of_pool or match is None:
+                return self._reset(now_s, match, links, of_pool)
             with manager.lock:
-                tiers.cascades.resets.remove(match)
+                tiers.cascades.resets.append(match)
+            try:
+                return self._reset(now_s, match, links, of_pool)
+            finally:
+                with manager.lock:
+                    tiers.cascades.resets.remove(match)
+        except BaseException:
+            # What it was to drop must not be found again: the recovery drops all blocks.
+            manager.changing.is_torn |= of_pool
+            raise
 
-    def _reset(
-        self, now_s: float, match: OriginMatch | None, places: Sequence[str] | None, of_pool: bool
-    ) -> ResetTicket:
+    def _reset(self, now_s: float, match: OriginMatch | None, links: Sequence[TierLink], of_pool: bool) -> ResetTicket:
         manager, tiers = self._manager, self._tiers
         dropped = 0
         with manager.lock:
-            links = tiers.named(None if places is None else [name for name in places if name != HOST])
             job_ids = tiers.open_transfers()
             asked = tiers.reset(links, match, of_pool, now_s)
             job_ids += asked.values()

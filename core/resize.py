@@ -129,7 +129,7 @@ class PoolResize:
     def _grow(self, wanted: int) -> Todo:
         manager, table = self._manager, self._manager.table
         self._since_s = None
-        with manager.lock:
+        with manager.changing:
             if table.sift(BATCH_SLOTS):
                 return Todo.AGAIN
         end = min(wanted, self._memory_slots)
@@ -139,14 +139,14 @@ class PoolResize:
             self._resize_columns(wanted)
         if manager.index.spread(wanted):
             return Todo.AGAIN
-        with manager.lock:
+        with manager.changing:
             manager.room.grow(min(end, table.num_slots + BATCH_SLOTS))
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:
         manager, table = self._manager, self._manager.table
         plan = plan_size(manager, wanted)
-        with manager.lock:
+        with manager.changing:
             replaced = plan()
             table.shrink(wanted)
         del replaced
@@ -161,7 +161,7 @@ class PoolResize:
             # It has grown since, and less is leaving than was.
             self._since_s = now_s
             self._look_again(table.num_slots, table.end_slot)
-        with manager.lock:
+        with manager.changing:
             if table.sift(BATCH_SLOTS):
                 return Todo.AGAIN
         if self._look_from < self._look_to:
@@ -178,7 +178,7 @@ class PoolResize:
         if first >= 0:
             self._look_again(first, last + 1)
         if end < table.end_slot:
-            with manager.lock:
+            with manager.changing:
                 table.cut(end)
             return self._ask_for(end)
         return Todo.LATER
@@ -190,7 +190,7 @@ class PoolResize:
         pin or transfer on them ends. No byte of a slot that is read or written is touched in any case.
         """
         manager, table = self._manager, self._manager.table
-        with manager.lock:
+        with manager.changing:
             ready = (table.current_states(start, end) == SlotState.READY).nonzero()[0] + start
             manager.leaving.drop(ready if in_use else ready[table.pins[ready] == 0], EvictionReason.SHRINK, now_s)
             return table.retire(start, end)
@@ -202,7 +202,7 @@ class PoolResize:
     def _resize_columns(self, num_slots: int) -> None:
         """Whatever remembers in proportion to the slots does so from now on for another number of them."""
         plan = plan_size(self._manager, num_slots)
-        with self._manager.lock:
+        with self._manager.changing:
             replaced = plan()
         del replaced
         self._planned = num_slots

@@ -114,14 +114,20 @@ class Room:
         self.version += 1
 
     def start_over(self) -> None:
-        """Forget every candidate. A policy that fails to do so is replaced by a new one of the default policy."""
+        """Forget every candidate.
+
+        Raises what a policy that cannot do so raises, after it was replaced by a new one of the default policy.
+        """
         self.version += 1
         try:
             self.policy.clear()
-            if not len(self.policy):
-                return
-        except Exception:  # noqa: BLE001 - a broken policy is what the replacement is for
-            pass
+            if len(self.policy):
+                raise RuntimeError(f"eviction policy {self.policy.name} has candidates after clear()")
+        except Exception:
+            self._replace_policy()
+            raise
+
+    def _replace_policy(self) -> None:
         self._known = {name: policy for name, policy in self._known.items() if policy is not self.policy}
         self._known.pop(LruPolicy.name, None)
         self._prepared.pop(LruPolicy.name, None)

@@ -289,15 +289,23 @@ class OffloadScheduler:
             pending = self._stores.has_pending() or self._loads.has_outcomes() or self._holds.has_orphans()
             return pending or len(self._jobs) > 0
 
-    def abandon_all(self, now_s: float, last_sent: int | None = None) -> None:
+    def abandon_all(self, now_s: float, last_sent: int | None = None) -> list[Exception]:
         """Return to a consistent state after an exception in any method, whatever that method left half-changed.
 
-        The pool is emptied, nothing that is under way is published, and pins and hits are gone. Jobs that the engine
-        received stay open and keep their slots and device blocks until they are reported; other loads fail, and
-        the next `on_transfers_finished` returns their outcomes. The engine received no job with a number above
-        `last_sent` (None: each that a plan named). Requests miss, and are not offered to tiers any more.
+        Nothing that is under way is published, and hits are gone. Blocks that can be found stay, unless the exception
+        interrupted a change of the pool: then all are dropped. Jobs that the engine received stay open and keep their
+        slots and device blocks until they are reported. Loads fail: the outcomes of those that the engine did not
+        receive are returned by the next `on_transfers_finished`. Requests miss until the engine reports their blocks
+        again, and are not offered to tiers any more.
         Any thread; device blocks of no open job are released in the engine's next call of `plan_step` or
         `on_transfers_finished`.
+
+        Args:
+            now_s: the time.
+            last_sent: the engine received no job with a number above this; None: it received each that a plan named.
+
+        Returns:
+            Further exceptions, which did not prevent the recovery.
         """
         with self.manager.lock:
             dropped = self._jobs.drop_unsent(last_sent)
@@ -312,7 +320,7 @@ class OffloadScheduler:
             self._counts.running = len(live)
             self._holds.keep([job for job in self._jobs if not job.is_store] + [p for j in self._jobs for p in j.parts])
             loads = [job.pin for job in self._jobs if job.pin is not None]
-            self.manager.start_over(self.resets.filled_slots(), loads, now_s)
+            return self.manager.recover(self.resets.filled_slots(), loads, now_s)
 
     # --- what operators see and do ------------------------------------------------------------------------------
 
@@ -386,10 +394,10 @@ class OffloadScheduler:
 
     def _retire(self, state: RequestState, now_s: float) -> None:
         self._requests.retire(state)
-        if state.session is not None:
-            state.session.let_go()
         self._counts.running -= 1
         self._counts.finished += 1
+        if state.session is not None:
+            state.session.let_go()
         request = state.request
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
         tokens = state.prompt_tokens.copy()

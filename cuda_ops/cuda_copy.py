@@ -84,7 +84,7 @@ class CudaCopyEngine:
             with driver.current(self._context):
                 for direction in Direction:
                     self._lanes[direction] = _Lane(
-                        direction, driver.create_stream(), self._begin, self._issue, self._finish
+                        direction, driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost
                     )
         except BaseException:
             self._give_back()
@@ -148,7 +148,7 @@ class CudaCopyEngine:
         try:
             with self._driver.current(self._context):
                 self._driver.stand_beside_captures()
-        except CudaError as error:
+        except Exception as error:  # noqa: BLE001 - jobs are copied all the same
             _log.warning("capturing a CUDA graph while blocks are copied may fail: %s", error)
 
     def _issue(self, lane: _Lane, waiting: _Waiting) -> _Running | None:
@@ -162,9 +162,9 @@ class CudaCopyEngine:
             self._settle(lane)
             self._ledger.end(job, _describe(ready))
             return None
-        table = self._pool.hold()
         buffer: SegmentBuffer | None = None
         try:
+            table = self._pool.hold()
             if self._before is not None:
                 self._before(job)
             with self._driver.current(self._context):
@@ -228,6 +228,11 @@ class CudaCopyEngine:
         self._timing_events.give(running.end)
         self._ledger.end(running.job, _describe(failure))
 
+    def _end_lost(self, lane: _Lane, job: TransferJob, failure: BaseException) -> None:
+        """End a job as failed after an unexpected exception, once nothing of it runs; a job that has ended stays so."""
+        self._settle(lane)
+        self._ledger.end(job, _describe(failure))
+
     def _settle(self, lane: _Lane) -> None:
         """After an error: wait until nothing runs on the stream, as long as that takes. A device that is lost runs
         nothing; one that fails to answer otherwise is asked again, since its copies may be under way."""
@@ -237,8 +242,8 @@ class CudaCopyEngine:
                 with self._driver.current(self._context):
                     self._driver.synchronize_stream(lane.stream)
                 return
-            except CudaError as error:
-                if error.ends_all:
+            except Exception as error:  # noqa: BLE001 - copies may be under way, whatever it was
+                if isinstance(error, CudaError) and error.ends_all:
                     self._break(error)
                     return
                 _log.warning("whether copies run cannot be told, and is asked again in %.2f s: %s", pause_s, error)
@@ -319,11 +324,13 @@ class _Lane:
         begin: Callable[[], None],
         issue: Callable[[_Lane, _Waiting], _Running | None],
         finish: Callable[[_Lane, _Running], None],
+        end_lost: Callable[[_Lane, TransferJob, BaseException], None],
     ) -> None:
         self.stream = stream
         self._begin = begin
         self._issue = issue
         self._finish = finish
+        self._end_lost = end_lost
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._running: deque[_Running] = deque()
@@ -365,8 +372,8 @@ class _Lane:
             running = None
             try:
                 running = self._issue(self, waiting)
-            except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
-                _log.exception("a copy thread goes on after what should have ended it")
+            except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
+                self._end_surely(waiting.job, failure)
             if running is None:
                 self._note_end()
                 continue
@@ -384,10 +391,21 @@ class _Lane:
         while (running := self._take_running()) is not None:
             try:
                 self._finish(self, running)
-            except BaseException:  # noqa: BLE001 - the job has ended, and the next ones must
-                _log.exception("a copy thread goes on after what should have ended it")
+            except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
+                self._end_surely(running.job, failure)
             self._note_end()
             del running
+
+    def _end_surely(self, job: TransferJob, failure: BaseException) -> None:
+        """End a job that an exception may have left open: its device blocks would be held for ever."""
+        _log.error("unexpected error on a copy thread; its job fails", exc_info=failure)
+        while True:
+            try:
+                self._end_lost(self, job, failure)
+                return
+            except BaseException:  # noqa: BLE001 - repeated
+                _log.exception("a job on a copy thread could not be ended; repeated in %.2f s", _FIRST_PAUSE_S)
+            time.sleep(_FIRST_PAUSE_S)
 
     def _note_end(self) -> None:
         with self._changed:
@@ -450,5 +468,5 @@ class _PinnedMemory:
             self._driver.free_host(self._addresses.popleft())
 
 
-def _describe(failure: Exception) -> str:
+def _describe(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}"

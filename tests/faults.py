@@ -13,6 +13,43 @@ from typing import Any
 
 import pytest
 
+from core.admission import Admission
+from core.cascades import CascadeSide
+from core.hits import PrefixHit
+from core.index import KeyIndex
+from core.inventory import Inventory
+from core.jobs import JobTable
+from core.lazy import LazySide
+from core.leaders import Leaders
+from core.leaving import Leaving
+from core.loads import LoadSide
+from core.lru import LruPolicy
+from core.manager import OffloadManager
+from core.missing import MissingKeys
+from core.pins import Pins
+from core.policy import PolicyBook
+from core.pool_index import PoolIndex
+from core.prefills import Prefills
+from core.prefixes import PrefixFinder
+from core.promotions import PromotionSide
+from core.rates import LoadOrCompute
+from core.requests import RequestState, RequestTable
+from core.room import Room
+from core.scheduler import OffloadScheduler
+from core.slots import SlotTable
+from core.stores import StoreSide
+from core.tier_links import TierLink
+from core.tier_sessions import TierSession
+from core.tier_side import TierSide
+
+CORE = (
+    Admission, CascadeSide, Inventory, JobTable, KeyIndex, LazySide, Leaders, Leaving, LoadOrCompute, LoadSide,
+    LruPolicy, MissingKeys, OffloadManager, OffloadScheduler, Pins, PolicyBook, PoolIndex, Prefills, PrefixFinder,
+    PrefixHit, PromotionSide, RequestState, RequestTable, Room, SlotTable, StoreSide, TierLink, TierSession,
+    TierSide,
+)  # fmt: skip
+"""The classes that decide, all of whose methods may raise."""
+
 
 class InjectedError(Exception):
     """What the injector raises."""

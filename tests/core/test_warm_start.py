@@ -19,6 +19,7 @@ from core.reasons import EvictionReason
 from core.resize import PoolResize, Todo
 from core.scheduler import OffloadScheduler
 from core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
+from tests.core.toy_engine import ToyEngine
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 
 
@@ -211,6 +212,19 @@ def test_slots_to_verify_are_found_however_far_apart_they_are() -> None:
         manager.recovered.end_verification(pin, NO_SLOTS, 1.0)
     assert seen == [3, 4500, 4501, 9999]
     assert manager.inventory.counts().unverified == 0
+
+
+def test_slots_under_verification_stay_pinned_after_recovery() -> None:
+    engine = ToyEngine(8, 8)
+    manager = engine.manager
+    manager.recovered.adopt(kept([0, 1]), NO_SLOTS)
+    pin = manager.recovered.begin_verification(0)
+    engine.offload.abandon_all(1.0)
+    store(manager, range(20, 28))
+    assert present(manager, [0, 1]) == [0, 1]
+    manager.recovered.end_verification(pin, NO_SLOTS, 2.0)
+    store(manager, range(30, 38))
+    assert present(manager, [0, 1]) == []
 
 
 def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:

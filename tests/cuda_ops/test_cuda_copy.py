@@ -26,8 +26,10 @@ from cuda_ops.dma import DmaMover
 from cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
 from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
+from cuda_ops.ledger import JobLedger
 from cuda_ops.prepare import Preparation
 from cuda_ops.registrar import CudaRegistrar
+from cuda_ops.segments import SegmentPlanner
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import (
     ALREADY_REGISTERED,
@@ -38,6 +40,7 @@ from tests.cuda_ops.fake_cuda import (
     OUT_OF_MEMORY,
     FakeCuda,
 )
+from tests.faults import Faults
 from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
@@ -543,6 +546,31 @@ def test_whatever_fails_every_job_ends_once_and_what_succeeded_is_right(
     assert (poisoned_at is None) or not copies.is_alive()
     copies.close()
     assert cuda.num_queued_copies() == 0
+
+
+def test_jobs_end_once_when_anything_on_the_copy_threads_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults(monkeypatch, 5, probability=0.05, most=1000)
+    faults.patch(CudaCopyEngine, ["_begin", "_issue", "_take_buffer", "_finish", "_fail", "_mark_compute"])
+    faults.patch(SegmentPlanner, ["plan", "num_bytes"])
+    faults.patch(HostPool, ["hold"])
+    faults.patch(CudaDriver, ["wait_event", "record_event", "synchronize_event", "synchronize_stream", "elapsed_s"])
+    faults.patch(JobLedger, ["end"], after=False)
+    with faults.on():
+        rig = Rig()
+        right = np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 64, axis=1)
+        num_done = 0
+        for first in range(0, 400, 8):
+            jobs_of_round = [store(first + block, block) for block in range(8)]
+            results = rig.results_of(*jobs_of_round)
+            done = [number % 8 for number, result in results.items() if result.error is None]
+            assert rig.cuda.num_queued_copies() == 0
+            assert np.array_equal(contents(rig.pool)[done, 0], right[done])
+            num_done += len(done)
+    assert faults.raised.total() > 100
+    assert num_done > 100
+    assert rig.copies.is_alive()
+    assert rig.results_of(store(1000, 5))[1000].error is None
+    rig.copies.close()
 
 
 def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptureFixture) -> None:

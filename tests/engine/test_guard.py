@@ -12,29 +12,8 @@ from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.offload import Offload
 from app.engines.embedded.request import Request
 from app.offload_guard import MAX_ERRORS
-from core.admission import Admission
-from core.hits import PrefixHit
-from core.index import KeyIndex
-from core.inventory import Inventory
-from core.jobs import JobTable
-from core.lazy import LazySide
-from core.leaders import Leaders
-from core.leaving import Leaving
-from core.loads import LoadSide
-from core.lru import LruPolicy
 from core.manager import OffloadManager
-from core.missing import MissingKeys
-from core.pins import Pins
-from core.policy import PolicyBook
-from core.pool_index import PoolIndex
-from core.prefills import Prefills
-from core.prefixes import PrefixFinder
-from core.rates import LoadOrCompute
-from core.requests import RequestState, RequestTable
-from core.room import Room
 from core.scheduler import OffloadScheduler
-from core.slots import SlotTable
-from core.stores import StoreSide
 from cuda_ops.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
 from tests.engine.serving import (
@@ -48,7 +27,7 @@ from tests.engine.serving import (
     run,
     until,
 )
-from tests.faults import Faults
+from tests.faults import CORE, Faults
 
 MAX_TOKENS = 8
 SMALL = {"device_blocks": 32, "block_size": 4, "max_running": 8}
@@ -56,12 +35,6 @@ HOOKS = sorted(name for name in vars(Offload) if not name.startswith("_"))
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "60"))
 """Random faults in one run; 1,000 take a few minutes."""
-
-CORE = (
-    Admission, Inventory, JobTable, KeyIndex, LazySide, Leaders, Leaving, LoadOrCompute, LoadSide, LruPolicy,
-    MissingKeys, OffloadManager, OffloadScheduler, Pins, PolicyBook, PoolIndex, PrefixFinder, PrefixHit, Prefills,
-    RequestState, RequestTable, Room, SlotTable, StoreSide,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
