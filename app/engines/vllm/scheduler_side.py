@@ -153,10 +153,10 @@ class SchedulerSide:
             progress = []
         self._take_lost(now_s)
         plan = self.offload.plan_step(progress, now_s)
-        self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
+        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
         is_idle = output.total_num_scheduled_tokens == 0
         # Kept at once, so that no exception below can lose what the workers have to be told.
-        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle)
+        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle, ahead=plan.ahead)
         self._lost = []
         self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
         if is_idle and not plan and not orders.lost:

@@ -18,6 +18,9 @@ _MAX_ERRORS = 20
 """Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
 
+_NOT_REGISTERED = "not submitted: the KV caches were never registered"
+
+
 class WorkerSide:
     """On the worker's thread, but for `wake`, which the copy engine calls."""
 
@@ -46,6 +49,15 @@ class WorkerSide:
         text = self._errors.record(where, error)
         if len(self._error_texts) < _MAX_ERRORS:
             self._error_texts.append(f"rank {self._rank}: {text}")
+
+    def copy_ahead(self, orders: StepOrders) -> None:
+        """Copy blocks that the step has given to other requests, before anything of the step writes to them."""
+        for job in orders.ahead:
+            self._open[job.job_id] = job
+            if self._guarded is None:
+                self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
+            else:
+                self._guarded.submit_ahead(job)
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
@@ -105,7 +117,7 @@ class WorkerSide:
     def _submit(self, job: TransferJob) -> None:
         self._open[job.job_id] = job
         if self._guarded is None:
-            self._end(TransferResult(job.job_id, self._rank, "not submitted: the KV caches were never registered"))
+            self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
         else:
             self._guarded.submit(job)
 
