@@ -16,6 +16,10 @@ A device block belongs to one group at a time, and its number is not used in ano
 """
 
 
+OVERWRITTEN: Key = b""
+"""What a block holds that cannot be stored any more; no block is found by it."""
+
+
 class EngineRequest(Protocol):
     """A request as its engine holds it; core keeps the reference from announcement to finish and only reads it.
 
@@ -78,7 +82,8 @@ class DeviceView(Protocol):
         """Return the blocks of `among` that were given out of the free queue since the last call, and forget them all.
 
         Each comes with the hash and group that it could be found by before the first time, None where there was none.
-        The engine's scheduler gives blocks out before `plan_step`, and nothing of that step has written to them yet.
+        The engine's scheduler gives blocks out before `plan_step`, and nothing of that step has written to them yet. A
+        block that will have been written to before stores ahead of the step comes with `OVERWRITTEN`.
         """
 
 

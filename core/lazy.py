@@ -29,6 +29,11 @@ _AHEAD_SLOTS = 1000
 _AHEAD_BYTES = 256 << 20
 """Bytes stored ahead of one step, which waits for them: about 10 ms over PCIe 4.0 and 30 ms in host memory."""
 
+_PEAK_STEPS = 64
+"""The most that a step took recently is forgotten by so small a part a step."""
+_MOST_WATERMARK = 1000
+"""The watermark follows what steps take up to this: it is looked at whenever room is made in the pool."""
+
 
 @dataclass(slots=True, eq=False)
 class Verdict:
@@ -90,6 +95,7 @@ class LazySide:
         self._verdicts: dict[int, Verdict] = {}
         self._cursor: int | None = None
         self._ahead = 0
+        self._peak = 0
         self._refused_at: int | None = None
 
     def record(self, state: RequestState, progress: GroupProgress, first: int, end: int) -> None:
@@ -152,6 +158,7 @@ class LazySide:
     def walk(self, num_taken_blocks: int, now_s: float) -> None:
         """Offer what comes next in the free queue; `num_taken_blocks` were given out since the last step."""
         self._ahead = max(self._ahead + self._stores.num_returned - num_taken_blocks, 0)
+        self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         self._stores.num_returned = 0
         if not self._verdicts or self._refused_at == self._manager.room.version:
             return
@@ -160,7 +167,7 @@ class LazySide:
             self._cursor = None
             self._ahead = 0
             blocks = self._device.free_blocks(None) or iter(())
-        wanted = self._watermark - self._ahead - self._stores.num_leaving
+        wanted = self._num_leaving_soon() - self._ahead - self._stores.num_leaving
         walked = list(islice(blocks, max(wanted, 0)))
         self._refused_at = None
         if walked and self._offer(self._standing(walked), now_s):
@@ -171,7 +178,7 @@ class LazySide:
 
     def residency(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Which of these keys the device holds and is not about to lose: their host copies can go first."""
-        leaving = list(islice(self._device.free_blocks(None) or (), self._watermark))
+        leaving = list(islice(self._device.free_blocks(None) or (), self._num_leaving_soon()))
         lost_soon = set(self._device.contents(leaving))
         resident = self._device.resident(keys)
         return [held and key not in lost_soon for held, key in zip(resident, keys, strict=True)]
@@ -186,6 +193,10 @@ class LazySide:
         self._verdicts.clear()
         self._refused_at = None
         self.look_again()
+
+    def _num_leaving_soon(self) -> int:
+        """How many blocks at the head of the free queue the next steps may take: loads take more than computing."""
+        return max(self._watermark, min(self._peak, _MOST_WATERMARK))
 
     def _offer(self, standing: Sequence[Verdict], now_s: float, *, ahead: bool = False) -> bool:
         """Offer what these blocks hold, as far as it is not in the pool; False where the pool had no room.

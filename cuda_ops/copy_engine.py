@@ -7,7 +7,7 @@ from typing import Protocol
 
 from core.transfers import TransferJob, TransferResult
 
-AHEAD_S = 0.25
+AHEAD_S = 0.5
 """A step waits at most this long for stores ahead of it: many times what the bytes of one step take to copy."""
 OVERTAKEN = "overtaken: the blocks were not read before the step that overwrites them"
 
@@ -26,7 +26,8 @@ class CopyEngine(Protocol):
         """Copy a store out of blocks that the caller is about to overwrite.
 
         The blocks have been read before anything that the caller does, or queues on the current stream, from now on.
-        Waits until that is certain, at most `AHEAD_S`; a job for which it is not certain by then fails.
+        Waits until that is certain, at most `AHEAD_S`; a job for which it is not certain by then fails, and so do later
+        ones, at once, until it has ended.
         """
 
     def poll(self) -> list[TransferResult]:

@@ -87,8 +87,8 @@ class CpuCopyEngine:
         """See `CopyEngine`. A thread of its own copies, so that the job does not wait for others under way."""
         self._ledger.open(job)
         with self._changed:
-            if self._closed:
-                self._ledger.end(job, "the copy engine is closed")
+            if self._closed or self._overtaken:
+                self._ledger.end(job, "the copy engine is closed" if self._closed else OVERTAKEN)
                 return
             if not any(thread.is_ahead for thread in self._threads):
                 self._threads.append(_CopyThread(self._serve, self._cpus, is_ahead=True))

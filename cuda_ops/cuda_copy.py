@@ -82,6 +82,7 @@ class CudaCopyEngine:
         self._closed = False
         self._lanes: dict[Direction, _Lane] = {}
         self._ahead: _Lane | None = None
+        self._late: _Gate | None = None
         try:
             with driver.current(self._context):
                 for direction in Direction:
@@ -117,6 +118,8 @@ class CudaCopyEngine:
         gate: _Gate | None = None
         with self._lock:
             error = "the copy engine is closed" if self._closed else self._broken
+            if error is None and self._late is not None and not self._late.is_open:
+                error = OVERTAKEN
             if error is None:
                 try:
                     if self._ahead is None:
@@ -128,8 +131,8 @@ class CudaCopyEngine:
                     gate, error = None, _describe(failure)
         if gate is None:
             self._ledger.end(job, error)
-        else:
-            gate.wait(AHEAD_S)
+        elif not gate.wait(AHEAD_S):
+            self._late = gate
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`. What the current stream is given from now on comes behind the loads that this tells of."""
@@ -348,6 +351,11 @@ class _Gate:
         self._is_late = False
         self._opened = threading.Event()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the job is queued or has failed."""
+        return self._opened.is_set()
+
     def begin(self) -> bool:
         """Whether the copies may be queued, since the caller still waits. Thread: copy."""
         with self._lock:
@@ -358,15 +366,14 @@ class _Gate:
         """Let the caller go on. Thread: copy."""
         self._opened.set()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the copies are queued or the job has failed; a job that has not begun by then must not begin."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the copies are queued or the job has failed; False for one that is late, which will fail."""
         if self._opened.wait(timeout_s):
-            return
+            return True
         with self._lock:
             self._is_late = not self._has_begun
-        if not self._is_late:
-            # Only calls of the driver that queue work are left.
-            self._opened.wait()
+        # Of a job that has begun only calls of the driver are left that queue work.
+        return not self._is_late and self._opened.wait()
 
 
 @dataclass(frozen=True, slots=True)

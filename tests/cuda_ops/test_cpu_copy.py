@@ -144,13 +144,16 @@ def test_a_store_ahead_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch
     layout = DeviceLayout.of_arrays([blocks])
     copies = CpuCopyEngine(layout, pool, lambda: None, before=lambda one: (go_on.wait(PATIENCE_S), None)[1])
     copies.submit_ahead(store(1, 0))
+    copies.submit_ahead(store(2, 1))
     blocks[0] = 77
+    assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
     go_on.set()
     assert copies.wait([1], PATIENCE_S)
-    (result,) = copies.poll()
-    assert "overtaken" in str(result.error)
+    assert ["overtaken" in str(result.error) for result in copies.poll()] == [True, True]
+    copies.submit_ahead(store(3, 0))
     copies.close()
-    copies.submit_ahead(store(2, 0))
+    assert [result.error for result in copies.poll()] == [None]
+    copies.submit_ahead(store(4, 0))
     (result,) = copies.poll()
     assert result.error == "the copy engine is closed"
 

@@ -255,14 +255,17 @@ def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytes
     cuda, blocks, pool = FakeCuda(), np.ones((8, 64), dtype=np.uint8), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
     copies.submit_ahead(store(1, 0))
-    assert pool.asked.is_set()
+    copies.submit_ahead(store(2, 1))
     cuda.launch(lambda: blocks.fill(77))
     cuda.synchronize()
+    assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
     pool.go_on.set()
     assert copies.wait([1], PATIENCE_S)
-    (result,) = copies.poll()
-    assert "overtaken" in str(result.error)
+    assert all("overtaken" in str(result.error) for result in copies.poll())
     assert not contents(pool).any()
+    copies.submit_ahead(store(3, 0))
+    assert copies.wait([3], PATIENCE_S)
+    assert [result.error for result in copies.poll()] == [None]
     copies.close()
 
 

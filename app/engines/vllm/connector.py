@@ -378,6 +378,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             woken=waits_for,
             extents=self._host.extents,
             steps=steps,
+            # The first model runner calls `handle_preemptions` before it touches a block.
+            writes_early=getattr(config, "use_v2_model_runner", True),
         )
         self._host.reasons = self._scheduler.reasons
         self._stats = StatsSource(core, self._scheduler)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from app.engines.vllm.adapters import Adapters
+from core.engine import OVERWRITTEN
 from core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
@@ -96,7 +97,17 @@ class VllmDevice:
     def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `DeviceView`."""
         given_out, self._given_out = self._given_out, {}
-        return {block: self._key_of(block_hash) for block, block_hash in given_out.items() if block in among}
+        return {
+            block: OVERWRITTEN if block_hash == OVERWRITTEN else self._key_of(block_hash)
+            for block, block_hash in given_out.items()
+            if block in among
+        }
+
+    def note_overwritten(self, block_ids: Iterable[int] | None) -> None:
+        """The model runner writes to these of the blocks given out, or to any (None), before it lets others read."""
+        for block in list(self._given_out) if block_ids is None else block_ids:
+            if block in self._given_out:
+                self._given_out[block] = OVERWRITTEN
 
     def _key_of(self, block_hash: bytes | None) -> Key | None:
         if block_hash is None:

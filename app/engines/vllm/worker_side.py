@@ -33,6 +33,7 @@ class WorkerSide:
         self._size_reports: list[SizeReport] = []
         self._polled: list[TransferResult] = []
         self._ended = threading.Event()
+        self._copied_ahead: StepOrders | None = None
         self._open: dict[int, TransferJob] = {}
         # The connector takes these by attribute, so that no exception can lose what vLLM has to be told once.
         self.received: set[str] = set()
@@ -52,6 +53,7 @@ class WorkerSide:
 
     def copy_ahead(self, orders: StepOrders) -> None:
         """Copy blocks that the step has given to other requests, before anything of the step writes to them."""
+        self._copied_ahead = orders
         for job in orders.ahead:
             self._open[job.job_id] = job
             if self._guarded is None:
@@ -61,6 +63,8 @@ class WorkerSide:
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
+        if orders.ahead and orders is not self._copied_ahead:
+            self.jobs_failed("start_load_kv", orders.ahead, RuntimeError("vLLM did not call handle_preemptions"))
         for request_id in orders.lost:
             self.received.add(request_id)
             self.failed.add(request_id)
