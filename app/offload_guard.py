@@ -170,7 +170,7 @@ class OffloadGuard:
                 plan = self._scheduler.plan_step(progress, now_s)
             except Exception as error:  # noqa: BLE001 - nothing is stored or loaded in this step
                 self.fail("plan_step", error, now_s)
-        self._planned = [job.job_id for job in (*plan.loads, *plan.stores)]
+        self._planned = [job.job_id for job in plan.jobs]
         self._last_sent = max(self._planned, default=self._last_sent)
         for job in plan.loads:
             if job.request_id is not None:
@@ -442,13 +442,11 @@ class GuardedCopies:
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
-        self._open.add(job.job_id)
-        try:
-            self._inner.submit(job)
-        except Exception as error:  # noqa: BLE001 - reported as the job's result
-            self._record_error("submit of the copy engine", error)
-            if self._has_ended(job.job_id):
-                self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
+        self._submit(job, self._inner.submit)
+
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`."""
+        self._submit(job, self._inner.submit_ahead)
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
@@ -482,6 +480,15 @@ class GuardedCopies:
     def close(self) -> None:
         """See `CopyEngine`."""
         self._inner.close()
+
+    def _submit(self, job: TransferJob, submit: Callable[[TransferJob], None]) -> None:
+        self._open.add(job.job_id)
+        try:
+            submit(job)
+        except Exception as error:  # noqa: BLE001 - reported as the job's result
+            self._record_error("submit of the copy engine", error)
+            if self._has_ended(job.job_id):
+                self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
 
     def _has_ended(self, job_id: int) -> bool:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -66,6 +66,10 @@ class NoDevice:
     def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Nothing is held."""
         return [False] * len(keys)
+
+    def take_given_out(self, among: Container[int]) -> Mapping[int, bytes | None]:
+        """Nothing is given out."""
+        return {}
 
 
 class Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -14,6 +14,10 @@ BlockTables = Sequence[Sequence[int]]
 
 A device block belongs to one group at a time, and its number is not used in another group meanwhile.
 """
+
+
+OVERWRITTEN: Key = b""
+"""What a block holds that cannot be stored any more; no block is found by it."""
 
 
 class EngineRequest(Protocol):
@@ -73,6 +77,14 @@ class DeviceView(Protocol):
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Which of these keys the device holds in some block, free ones among them."""
+
+    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
+        """Return the blocks of `among` that were given out of the free queue since the last call, and forget them all.
+
+        Each comes with the hash and group that it could be found by before the first time, None where there was none.
+        The engine's scheduler gives blocks out before `plan_step`, and nothing of that step has written to them yet. A
+        block that will have been written to before stores ahead of the step comes with `OVERWRITTEN`.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ class StorePart:
 
     `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
     `groups` are the request's, which are needed for as long as the job is open. `leaving`
-    blocks are about to be reused. `others` had the same blocks, and let more tiers have them. `followers` are requests
-    whose tiers want blocks of it once they are ready.
+    blocks are about to be reused; those copied `ahead` of a step are in use again and not held. `others` had the same
+    blocks, and let more tiers have them. `followers` are requests whose tiers want blocks of it once they are ready.
     """
 
     request: RequestState
@@ -35,6 +35,7 @@ class StorePart:
     block_ids: list[int]
     end_token: int
     leaving: bool = False
+    ahead: bool = False
     others: Sequence[RequestState] = ()
     disowned: bool = False
     followers: list[tuple[RequestState, list[Key]]] = field(default_factory=list)
@@ -98,7 +99,7 @@ class JobTable:
 
     def note_sent(self, plan: StepPlan) -> None:
         """Mark the jobs of a plan that is about to be returned to the engine."""
-        for job in (*plan.loads, *plan.stores):
+        for job in plan.jobs:
             self._open[job.job_id].is_sent = True
 
     def drop_unsent(self, last_sent: int | None) -> list[OpenJob]:

@@ -25,6 +25,7 @@ class SkipReason(StrEnum):
     IN_FLIGHT = "in_flight"
     ADMISSION = "admission"
     NO_SPACE = "no_space"
+    LEFT_DEVICE = "left_device"
     DISABLED = "disabled"
     RESET = "reset"
 
@@ -37,4 +38,5 @@ class NotStored(StrEnum):
     DISABLED = "disabled"
     ADMISSION = "admission"
     NO_SPACE = "no_space"
+    LEFT_DEVICE = "left_device"
     FAILED = "failed"

@@ -185,13 +185,16 @@ class OffloadScheduler:
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
         """The transfers to start with this step, whose requests will have come as far as `progress` says.
 
-        Called every step, also one without requests. The blocks of the plan are held until their job ends.
+        Called every step, also one without requests, after the engine has given out the step's blocks. The blocks of
+        the plan are held until their job ends, but for those copied ahead of the step.
         """
         with self.manager.lock:
             self._holds.release_orphans()
             self._expire(now_s)
             self._prefills.end_step(now_s)
             self._stores.drop_disowned(now_s)
+            # Before the tables below are noted: what these blocks hold now was recorded by earlier steps.
+            self._lazy.store_given_out(now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
                 state = self._requests.get(step.request_id)
@@ -213,7 +216,11 @@ class OffloadScheduler:
             self._stores.continue_reordering()
             self._lazy.walk(self._num_taken_blocks, now_s)
             self._num_taken_blocks = 0
-            plan = StepPlan(loads=self._loads.take_jobs(), stores=self._stores.take_job(now_s))
+            plan = StepPlan(
+                loads=self._loads.take_jobs(),
+                stores=self._stores.take_job(now_s),
+                ahead=self._stores.take_job(now_s, ahead=True),
+            )
             self._jobs.note_sent(plan)
             return plan
 
@@ -229,6 +236,7 @@ class OffloadScheduler:
                 state.num_computed_tokens = 0
                 state.prefill_planned = False
             self._stores.fail_decided(failed, now_s)
+            self._lazy.forget_hidden()
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Take the workers' reports, and say which requests' loads have ended and how. Called every step."""

@@ -49,7 +49,8 @@ class _Reordering:
 class Offering:
     """Slots of one request and group that can be read now, in their order: `numbers` within it, and their keys.
 
-    `block_ids` has the device blocks of each, one after the other. Nothing in `spared` is evicted for them. `others`
+    `block_ids` has the device blocks of each, one after the other. With `ahead` they are copied before the compute of
+    this step, which overwrites them. Nothing in `spared` is evicted for them. `others`
     had the same blocks, and let more tiers have them.
     """
 
@@ -61,6 +62,7 @@ class Offering:
     block_ids: Sequence[int]
     priority_class: int
     leaving: bool = False
+    ahead: bool = False
     spared: frozenset[Key] = frozenset()
     others: Sequence[RequestState] = ()
 
@@ -263,9 +265,10 @@ class StoreSide:
         """Whether a device block is being stored."""
         return block_id in self._storing
 
-    def count_no_space(self, state: RequestState, count: int) -> None:
-        """Blocks of a request left the device, and there never was room for them."""
-        self._count_skipped(state, SkipReason.NO_SPACE, count)
+    def count_lost(self, state: RequestState, reason: NotStored, key: Key, count: int) -> None:
+        """Count a slot of `count` blocks that left the device and is in no pool, and remember why."""
+        self._count_skipped(state, SkipReason(reason.value), count)
+        self._manager.missing.note_kept_out([key], reason)
 
     def _offerable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], Sequence[bool]]:
         """Of the slots from `first` on whose blocks are in `table`, which can be read now, and which are busy.
@@ -302,14 +305,16 @@ class StoreSide:
             block_ids=block_ids,
             end_token=end_token,
             leaving=offering.leaving,
+            ahead=offering.ahead,
             others=offering.others,
         )
-        self._holds.hold(part, block_ids)
         self._parts.append(part)
+        if not part.ahead:
+            self._holds.hold(part, block_ids)
+            self._storing.update(dict.fromkeys(block_ids, part))
         for state in (part.request, *part.others):
             if state.session is not None:
                 state.session.hold()
-        self._storing.update(dict.fromkeys(block_ids, part))
         self.num_leaving += len(block_ids) if part.leaving else 0
         for counts in (self.counts, offering.request.store):
             counts.offered += len(block_ids)
@@ -330,9 +335,10 @@ class StoreSide:
                 if self._is_disowned(part):
                     self._end_part(part, failed=False, now_s=now_s)
 
-    def take_job(self, now_s: float) -> list[TransferJob]:
-        """One job of all blocks that were given a slot since the last step, or none."""
-        parts, self._parts = self._parts, []
+    def take_job(self, now_s: float, *, ahead: bool = False) -> list[TransferJob]:
+        """One job of all blocks that were given a slot since the last step, or none; `ahead` of the step or after."""
+        parts = [part for part in self._parts if part.ahead is ahead]
+        self._parts = [part for part in self._parts if part.ahead is not ahead]
         if not parts:
             return []
         runs = [run for group in self._layout.groups if (run := _run_of(group, parts)) is not None]

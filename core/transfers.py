@@ -105,14 +105,22 @@ class TransferResult:
 class StepPlan:
     """The jobs of one engine step.
 
-    Loads may start at once. Stores read blocks that this very step fills: they start after its compute, in order.
+    Stores in `ahead` read blocks that this step has given to other requests: they are copied before anything of this
+    step, its loads included, writes to them. Loads may start after that. Other stores read blocks that this very step
+    fills: they start after its compute, in order.
     """
 
     loads: list[TransferJob] = field(default_factory=list)
     stores: list[TransferJob] = field(default_factory=list)
+    ahead: list[TransferJob] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> list[TransferJob]:
+        """All jobs of the step, in the order of their start."""
+        return [*self.ahead, *self.loads, *self.stores]
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores)
+        return bool(self.ahead or self.loads or self.stores)
 
 
 @dataclass(frozen=True, slots=True)

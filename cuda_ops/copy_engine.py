@@ -7,6 +7,10 @@ from typing import Protocol
 
 from core.transfers import TransferJob, TransferResult
 
+AHEAD_S = 0.5
+"""A step waits at most this long for stores ahead of it: many times what the bytes of one step take to copy."""
+OVERTAKEN = "overtaken: the blocks were not read before the step that overwrites them"
+
 
 class CopyEngine(Protocol):
     """Carries out transfer jobs beside the engine's thread.
@@ -17,6 +21,14 @@ class CopyEngine(Protocol):
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job. On CUDA it reads and writes after all work queued so far on the current stream. Never blocks."""
+
+    def submit_ahead(self, job: TransferJob) -> None:
+        """Copy a store out of blocks that the caller is about to overwrite.
+
+        The blocks have been read before anything that the caller does, or queues on the current stream, from now on.
+        Waits until that is certain, at most `AHEAD_S`; a job for which it is not certain by then fails, and so do later
+        ones, at once, until it has ended.
+        """
 
     def poll(self) -> list[TransferResult]:
         """Results of the jobs that ended since the last call. Never blocks."""

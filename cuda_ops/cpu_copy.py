@@ -19,6 +19,7 @@ import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
 from cuda_ops.affinity import run_on
+from cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
 from cuda_ops.host_pool import HostPool, PoolTable
 from cuda_ops.layout import DeviceLayout
 from cuda_ops.ledger import JobLedger
@@ -63,6 +64,9 @@ class CpuCopyEngine:
         self._buffers: deque[SegmentBuffer] = deque()
         self._cpus = cpus
         self._work: deque[TransferJob | _Share] = deque()
+        self._ahead: deque[TransferJob] = deque()
+        self._overtaken: set[int] = set()
+        self._num_threads = num_threads
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [_CopyThread(self._serve, cpus) for _ in range(num_threads)]
@@ -75,14 +79,33 @@ class CpuCopyEngine:
         with self._changed:
             if not self._closed:
                 self._work.append(job)
-                self._changed.notify()
+                self._changed.notify_all()
                 return
         self._ledger.end(job, "the copy engine is closed")
+
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`. A thread of its own copies, so that the job does not wait for others under way."""
+        self._ledger.open(job)
+        with self._changed:
+            if self._closed or self._overtaken:
+                self._ledger.end(job, "the copy engine is closed" if self._closed else OVERTAKEN)
+                return
+            if not any(thread.is_ahead for thread in self._threads):
+                self._threads.append(_CopyThread(self._serve, self._cpus, is_ahead=True))
+                self._threads[-1].start()
+            self._ahead.append(job)
+            self._changed.notify_all()
+        if not self._ledger.wait((job.job_id,), AHEAD_S):
+            with self._changed:
+                self._overtaken.add(job.job_id)
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         self._replace_dead_threads()
-        return self._ledger.take_results()
+        results = self._ledger.take_results()
+        if self._overtaken:
+            self._overtaken.difference_update(result.job_id for result in results)
+        return results
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
@@ -103,6 +126,8 @@ class CpuCopyEngine:
             self._closed = True
             waiting = [work for work in self._work if isinstance(work, TransferJob)]
             shares = [work for work in self._work if isinstance(work, _Share)]
+            waiting += self._ahead
+            self._ahead.clear()
             self._work = deque(shares)
             self._changed.notify_all()
         for thread in self._threads:
@@ -148,11 +173,13 @@ class CpuCopyEngine:
         """The next work, which is in the thread's hands before anybody else can look; None once there will be none."""
         with self._changed:
             thread.in_hand = None
-            while not self._work:
+            queue: deque[TransferJob] | deque[TransferJob | _Share] = self._ahead if thread.is_ahead else self._work
+            while not queue:
                 if self._closed:
                     return None
                 self._changed.wait()
-            thread.in_hand = self._work.popleft()
+                queue = self._ahead if thread.is_ahead else self._work
+            thread.in_hand = queue.popleft()
             return thread.in_hand
 
     def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
@@ -168,7 +195,7 @@ class CpuCopyEngine:
         table = self._pool.hold()
         segments = self._planner.plan(job, table, buffer, coalesce=False)
         num_bytes = self._planner.num_bytes(job)
-        count = max(min(len(self._threads), num_bytes // _SHARE_BYTES), 1)
+        count = 1 if thread.is_ahead else max(min(self._num_threads, num_bytes // _SHARE_BYTES), 1)
         plan = _Plan(job, segments, buffer, table, num_bytes, started_s)
         if count == 1:
             thread.in_hand = share = _Share(plan, 0, len(segments.sizes))
@@ -180,7 +207,7 @@ class CpuCopyEngine:
         with self._changed:
             thread.in_hand = first
             self._work.extendleft(reversed(others))
-            self._changed.notify(len(others))
+            self._changed.notify_all()
         return first
 
     # ---- how work ends ----------------------------------------------------------------------------------------------
@@ -196,6 +223,8 @@ class CpuCopyEngine:
         plan = share.plan
         with self._changed:
             plan.open_shares.discard((share.start, share.stop))
+            if error is None and plan.job.job_id in self._overtaken:
+                error = OVERTAKEN
             plan.error = plan.error or error
             if plan.open_shares:
                 return
@@ -213,7 +242,7 @@ class CpuCopyEngine:
             if not thread.is_alive():
                 _log.error("a copy thread died; what it was copying fails and it is started again")
                 self._bury(thread)
-                self._threads[index] = _CopyThread(self._serve, self._cpus)
+                self._threads[index] = _CopyThread(self._serve, self._cpus, thread.is_ahead)
                 self._threads[index].start()
 
     def _bury(self, thread: _CopyThread) -> None:
@@ -223,10 +252,16 @@ class CpuCopyEngine:
 
 
 class _CopyThread(threading.Thread):
-    """`in_hand` is what the thread works on; it is still there when the thread has died of it."""
+    """`in_hand` is what the thread works on; it is still there when the thread has died of it.
 
-    def __init__(self, serve: Callable[[_CopyThread], None], cpus: Collection[int] | None) -> None:
-        super().__init__(name="kvferry-copy", daemon=True)
+    One that `is_ahead` takes only jobs that a step waits for.
+    """
+
+    def __init__(
+        self, serve: Callable[[_CopyThread], None], cpus: Collection[int] | None, is_ahead: bool = False
+    ) -> None:
+        super().__init__(name="kvferry-ahead" if is_ahead else "kvferry-copy", daemon=True)
+        self.is_ahead = is_ahead
         self.in_hand: TransferJob | _Share | None = None
         self._serve = serve
         self._cpus = cpus

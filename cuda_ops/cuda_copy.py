@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.transfers import Direction, TransferJob, TransferResult
+from cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
 from cuda_ops.dma import DmaMover, Mover
 from cuda_ops.driver import CudaDriver, CudaError
 from cuda_ops.host_pool import HostPool, PoolTable
@@ -80,12 +81,12 @@ class CudaCopyEngine:
         self._broken: str | None = None
         self._closed = False
         self._lanes: dict[Direction, _Lane] = {}
+        self._ahead: _Lane | None = None
+        self._late: _Gate | None = None
         try:
             with driver.current(self._context):
                 for direction in Direction:
-                    self._lanes[direction] = _Lane(
-                        direction, driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost
-                    )
+                    self._lanes[direction] = self._new_lane(direction)
         except BaseException:
             self._give_back()
             raise
@@ -108,6 +109,31 @@ class CudaCopyEngine:
                 return
         self._ledger.end(job, error)
 
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`. The job has a stream of its own, for which the compute stream is made to wait.
+
+        The caller waits until the copies are queued, not until they have run.
+        """
+        self._ledger.open(job)
+        gate: _Gate | None = None
+        with self._lock:
+            error = "the copy engine is closed" if self._closed else self._broken
+            if error is None and self._late is not None and not self._late.is_open:
+                error = OVERTAKEN
+            if error is None:
+                try:
+                    if self._ahead is None:
+                        self._ahead = self._new_lane("ahead")
+                        self._ahead.start()
+                    gate = _Gate(self._current_stream())
+                    self._ahead.put(_Waiting(job, self._mark_compute(), gate))
+                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+                    gate, error = None, _describe(failure)
+        if gate is None:
+            self._ledger.end(job, error)
+        elif not gate.wait(AHEAD_S):
+            self._late = gate
+
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`. What the current stream is given from now on comes behind the loads that this tells of."""
         results = self._ledger.take_results()
@@ -126,7 +152,7 @@ class CudaCopyEngine:
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
-        return not self._closed and self._broken is None and all(lane.is_alive() for lane in self._lanes.values())
+        return not self._closed and self._broken is None and all(lane.is_alive() for lane in self._all_lanes())
 
     def close(self) -> None:
         """See `CopyEngine`. Waits for the copies that the device has, whose memory may not be freed under them."""
@@ -134,10 +160,10 @@ class CudaCopyEngine:
             if self._closed:
                 return
             self._closed = True
-        for lane in self._lanes.values():
+        for lane in self._all_lanes():
             for waiting in lane.close():
                 self._ledger.end(waiting.job, "the copy engine was closed before the job started")
-        for lane in self._lanes.values():
+        for lane in self._all_lanes():
             lane.join()
         self._give_back()
 
@@ -157,7 +183,7 @@ class CudaCopyEngine:
         if self._broken is not None:
             self._ledger.end(job, self._broken)
             return None
-        ready = waiting.ready
+        ready, gate = waiting.ready, waiting.gate
         if isinstance(ready, Exception):
             self._settle(lane)
             self._ledger.end(job, _describe(ready))
@@ -183,12 +209,19 @@ class CudaCopyEngine:
         running = _Running(job, start, end, buffer, table, num_bytes)
         try:
             with self._driver.current(self._context):
+                if gate is not None and not gate.begin():
+                    raise TimeoutError(OVERTAKEN)
                 self._driver.wait_event(lane.stream, ready)
                 self._driver.record_event(start, lane.stream)
                 if len(segments.sizes):
                     self._mover.move(job.direction, segments, lane.stream)
                 self._driver.record_event(end, lane.stream)
+                if gate is not None:
+                    self._driver.wait_event(gate.compute_stream, end)
         except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+            if gate is not None:
+                # A failed store is not published, whatever is written to its blocks meanwhile.
+                gate.open()
             # Some of its copies may be queued, and read the buffer and the pool.
             self._fail(lane, running, failure)
             return None
@@ -259,6 +292,13 @@ class CudaCopyEngine:
             self._broken = f"the CUDA device is unusable: {error}"
         _log.error("the copy engine is dead, since %s; its jobs fail until the process is started again", error)
 
+    def _all_lanes(self) -> list[_Lane]:
+        return [*self._lanes.values(), *([] if self._ahead is None else [self._ahead])]
+
+    def _new_lane(self, name: str) -> _Lane:
+        with self._driver.current(self._context):
+            return _Lane(name, self._driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost)
+
     def _mark_compute(self) -> int:
         """An event that happens when the compute queued so far has ended."""
         with self._driver.current(self._context):
@@ -283,7 +323,7 @@ class CudaCopyEngine:
         """Let go of the device. Nothing runs any more; a device that refuses is dead, and has nothing to give back."""
         try:
             with self._driver.current(self._context):
-                for lane in self._lanes.values():
+                for lane in self._all_lanes():
                     self._driver.destroy_stream(lane.stream)
                 self._mover.close()
                 self._pinned.free()
@@ -296,10 +336,49 @@ class CudaCopyEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A job that no copy has been queued for; `ready` happens when the work has that came before it, or is why not."""
+    """A job that no copy has been queued for; `ready` happens when the work has that came before it, or is why not.
+
+    A job ahead of a step has a `gate`, at which the caller waits.
+    """
 
     job: TransferJob
     ready: int | Exception
+    gate: _Gate | None = None
+
+
+class _Gate:
+    """A caller that waits until a job's copies are queued, and `compute_stream`, which is made to wait for them."""
+
+    def __init__(self, compute_stream: int) -> None:
+        self.compute_stream = compute_stream
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._is_late = False
+        self._opened = threading.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the job is queued or has failed."""
+        return self._opened.is_set()
+
+    def begin(self) -> bool:
+        """Whether the copies may be queued, since the caller still waits. Thread: copy."""
+        with self._lock:
+            self._has_begun = not self._is_late
+            return self._has_begun
+
+    def open(self) -> None:
+        """Let the caller go on. Thread: copy."""
+        self._opened.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the copies are queued or the job has failed; False for one that is late, which will fail."""
+        if self._opened.wait(timeout_s):
+            return True
+        with self._lock:
+            self._is_late = not self._has_begun
+        # Of a job that has begun only calls of the driver are left that queue work.
+        return not self._is_late and self._opened.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +394,12 @@ class _Running:
 
 
 class _Lane:
-    """One direction: a stream, the jobs that wait, the jobs that the device has, and a thread behind each queue."""
+    """One direction, or the stores ahead of steps: a stream, the jobs that wait, the jobs that the device has, and a
+    thread behind each queue."""
 
     def __init__(
         self,
-        direction: Direction,
+        name: str,
         stream: int,
         begin: Callable[[], None],
         issue: Callable[[_Lane, _Waiting], _Running | None],
@@ -337,8 +417,8 @@ class _Lane:
         self._num_issued = 0
         self._closing = False
         self._all_issued = False
-        self._issuer = threading.Thread(target=self._serve_waiting, name=f"kvferry-{direction}", daemon=True)
-        self._finisher = threading.Thread(target=self._serve_running, name=f"kvferry-{direction}-end", daemon=True)
+        self._issuer = threading.Thread(target=self._serve_waiting, name=f"kvferry-{name}", daemon=True)
+        self._finisher = threading.Thread(target=self._serve_running, name=f"kvferry-{name}-end", daemon=True)
 
     def start(self) -> None:
         self._issuer.start()
@@ -374,6 +454,9 @@ class _Lane:
                 running = self._issue(self, waiting)
             except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
                 self._end_surely(waiting.job, failure)
+            finally:
+                if waiting.gate is not None:
+                    waiting.gate.open()
             if running is None:
                 self._note_end()
                 continue

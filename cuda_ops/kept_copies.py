@@ -68,6 +68,12 @@ class KeptCopies:
                     return
         self._copies.submit(job)
 
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`."""
+        if job.labels is not None:
+            self._labels[job.job_id] = job.labels
+        self._copies.submit_ahead(job)
+
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         self._replace_dead_thread()

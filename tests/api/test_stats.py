@@ -57,6 +57,7 @@ SHAPE: dict[str, Any] = {
                 "in_flight",
                 "admission",
                 "no_space",
+                "left_device",
                 "disabled",
                 "reset",
             ),

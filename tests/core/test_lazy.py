@@ -8,7 +8,8 @@ from core.engine import StoreMode
 from core.groups import GroupKind, GroupSpec
 from core.keys import make_keys
 from core.policy import RequestPolicy
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from core.rates import LoadDecision, LoadOrCompute
+from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 
 def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
@@ -233,3 +234,118 @@ def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_blo
     assert held[0] == 5
     gone = held.index(0)
     assert 5 in held[gone:], held
+
+
+def two_rounds(engine: ToyEngine, count: int, blocks: int = 5) -> int:
+    """Answer the same prompts twice, all at once; the prompt tokens that did not have to be computed again."""
+    for turn in range(2):
+        for number in range(count):
+            engine.add(request(f"r{turn}-{number}", blocks, first=1000 * number))
+        engine.run()
+        engine.check()
+    prompt = engine.offload.snapshot().prompt_tokens
+    return prompt.device_hit + prompt.host_hit
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+@pytest.mark.parametrize("caches_early", [False, True])
+def test_blocks_taken_beyond_the_watermark_are_stored_in_that_step(caches_early, blocks_per_slot) -> None:
+    engine = lazy_engine(64, 16, watermark=1, blocks_per_slot=blocks_per_slot, habits=Habits(caches_early=caches_early))
+    whole = 5 // blocks_per_slot * blocks_per_slot
+    assert two_rounds(engine, 8) >= 8 * whole * BLOCK_SIZE
+    snapshot = engine.offload.snapshot()
+    assert engine.events["stored ahead of a step"] > 0
+    assert snapshot.store.skipped["left_device"] == 0
+    engine.check_idle()
+
+
+def test_blocks_that_a_load_takes_are_stored_before_it_writes_to_them() -> None:
+    engine = lazy_engine(64, 8, watermark=1, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    for turn in range(3):
+        for number in (1, 2):
+            answer(engine, f"r{turn}-{number}", 5, first=1000 * number)
+    assert engine.events["loads that came"] >= 3
+    assert engine.events["stored ahead of a step"] > 0
+    assert engine.offload.snapshot().missed_tokens.causes["new"] == 2 * 5 * BLOCK_SIZE
+    engine.check_idle()
+
+
+def test_blocks_beyond_the_bound_of_a_step_are_counted_as_left_device() -> None:
+    engine = lazy_engine(64, 8, watermark=1, specs=[GroupSpec(BLOCK_SIZE, 200 << 20)])
+    for number in (1, 2, 1):
+        answer(engine, f"r{number}-{engine.now_s}", 5, first=1000 * number)
+    snapshot = engine.offload.snapshot()
+    assert snapshot.store.skipped["left_device"] > 0
+    assert snapshot.missed_tokens.not_stored["left_device"] > 0
+
+
+def test_blocks_whose_copy_ahead_of_the_step_fails_are_not_found() -> None:
+    engine = lazy_engine(64, 8, watermark=1)
+    engine.living_ranks = list
+    for number in (1, 2):
+        engine.add(request(f"r{number}", 5, first=1000 * number))
+        while engine.requests:
+            engine.step()
+            for job_id in list(engine.copies.open):
+                engine.end_job(job_id, error="injected")
+            engine.check()
+    assert engine.offload.snapshot().store.failed > 0
+    assert engine.offload.snapshot().store.stored == 0
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("blocks_per_slot", [1, 2])
+def test_blocks_forgotten_by_the_device_are_not_stored_when_taken(blocks_per_slot) -> None:
+    """As after vLLM's reset of its prefix cache: what the blocks hold may be of other weights."""
+    engine = lazy_engine(64, 8, watermark=1, blocks_per_slot=blocks_per_slot)
+    answer(engine, "first", 4)
+    engine.device.forget_all()
+    answer(engine, "second", 5, first=1000)
+    store = engine.offload.snapshot().store
+    assert store.stored == 0
+    assert store.skipped["left_device"] >= 3
+
+
+def test_blocks_of_an_aborted_request_are_stored_when_taken() -> None:
+    engine = lazy_engine(64, 8, watermark=1)
+    engine.add(request("aborted", 5, max_tokens=100))
+    engine.step(copy=True)
+    engine.finish(engine.requests["aborted"])
+    answer(engine, "second", 5, first=1000)
+    answer(engine, "again", 5)
+    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.recomputed == 1
+
+
+def test_blocks_taken_from_a_preempted_request_are_stored_when_taken() -> None:
+    engine = lazy_engine(64, 9, watermark=1, habits=Habits(allocates_ahead=False))
+    engine.add(request("old", 2, max_tokens=20))
+    engine.add(request("new", 2, first=1000, max_tokens=2 * BLOCK_SIZE))
+    for _ in range(60):
+        engine.step(copy=True)
+        engine.check()
+    assert engine.events["resumed after preemption"] > 0
+    assert engine.offload.snapshot().missed_tokens.causes["new"] == 2 * 2 * BLOCK_SIZE
+    engine.check_idle()
+
+
+def test_a_reset_leaves_nothing_of_what_is_copied_ahead_of_a_step() -> None:
+    engine = lazy_engine(64, 8, watermark=1)
+    answer(engine, "first", 5)
+    engine.add(request("second", 5, first=1000))
+    (job,) = engine.step().ahead
+    engine.reset()
+    engine.end_job(job.job_id)
+    engine.check()
+    assert engine.offload.snapshot().pool.ready == 0
+
+
+def test_windows_that_the_device_cannot_find_are_stored_when_taken() -> None:
+    """vLLM's prefix cache has windows at some places only, and frees the other blocks without their hash."""
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
+    engine = lazy_engine(256, 24, watermark=1, specs=specs, choice=LoadOrCompute(LoadDecision.ALWAYS))
+    cache = engine.device.cache
+    engine.device.cache = lambda group, *block: None if group else cache(group, *block)
+    for turn in range(2):
+        for number in range(4):
+            answer(engine, f"r{turn}-{number}", 5, first=1000 * number)
+    assert engine.offload.snapshot().prompt_tokens.host_hit == 4 * 5 * BLOCK_SIZE

@@ -63,6 +63,9 @@ class Device:
     def resident(self, keys: Sequence[Key]) -> list[bool]:
         return [False] * len(keys)
 
+    def take_given_out(self, among: object) -> dict[int, Key | None]:
+        return {}
+
 
 class FullTier:
     """A tier that has every block of the requests whose hashes begin with `tier`."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 def check_plan(plan: StepPlan) -> None:
     """A plan names a device block at most once."""
-    named = [block_id for job in (*plan.loads, *plan.stores) for block_id in blocks_of(job)]
-    assert len(named) == len(set(named)), "a plan names a device block twice"
+    for jobs in (plan.ahead, (*plan.loads, *plan.stores)):
+        named = [block_id for job in jobs for block_id in blocks_of(job)]
+        assert len(named) == len(set(named)), "a plan names a device block twice"
 
 
 def check(engine: ToyEngine) -> None:
@@ -159,7 +160,7 @@ def _check_holds(engine: ToyEngine) -> None:
     """Device blocks are held for the jobs that are open or decided, and for nothing else."""
     held = [0] * len(engine.device.held)
     for job in engine.offload._jobs:
-        for block_id in blocks_of(job.job):
+        for block_id in [] if any(part.ahead for part in job.parts) else blocks_of(job.job):
             held[block_id] += 1
     for part in engine.offload._stores._parts:
         for block_id in part.block_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core.groups import Group
@@ -19,13 +20,17 @@ def slots_of(job: TransferJob) -> list[int]:
 
 @dataclass
 class OpenCopy:
-    """A job that some rank has not reported yet. `moves` are device block, slot and part of each block."""
+    """A job that some rank has not reported yet. `moves` are device block, slot and part of each block.
+
+    One `ahead` of a step reads its blocks at once, or never.
+    """
 
     job: TransferJob
     moves: list[tuple[int, int, int]]
     num_bytes: int
     missing: set[int]
     moved: set[int]
+    ahead: bool = False
 
     @property
     def is_store(self) -> bool:
@@ -54,6 +59,13 @@ class ToyCopies:
         del rows[num_slots:]
         rows += [[self._device.junk.next()] * self._slot_blocks for _ in range(num_slots - len(rows))]
 
+    def submit_ahead(self, job: TransferJob, ranks: Iterable[int]) -> None:
+        """Take a job that these ranks copy at once, and the others never."""
+        copy = self.submit(job)
+        for rank in ranks:
+            self.move(copy, rank)
+        copy.ahead = True
+
     def submit(self, job: TransferJob) -> OpenCopy:
         """Take a job; every rank may copy it from now on."""
         moves: list[tuple[int, int, int]] = []
@@ -73,14 +85,13 @@ class ToyCopies:
         assert job.job_id not in self.open, "a job number came twice"
         for other in self.open.values():
             both_store = other.is_store and job.direction is Direction.STORE
-            if not both_store:
+            if not both_store and not other.ahead:
                 assert blocks.isdisjoint(block_id for block_id, _, _ in other.moves), "a block is loaded and copied"
             if other.is_store or job.direction is Direction.STORE:
                 assert slots.isdisjoint(slot for _, slot, _ in other.moves), "a slot is stored and copied at once"
 
     def move(self, copy: OpenCopy, rank: int) -> None:
         """Copy a rank's bytes now. It may report much later."""
-        self._check_held(copy)
         values, host = self._device.values[rank], self.host[rank]
         if copy.is_store:
             for block_id, slot, part in copy.moves:
@@ -92,9 +103,13 @@ class ToyCopies:
 
     def report(self, copy: OpenCopy, rank: int, error: str | None, seconds: float) -> TransferResult:
         """A rank is done. After an error nothing can be relied on in what it wrote."""
-        if error is None and rank not in copy.moved:
-            self.move(copy, rank)
-        self._check_held(copy)
+        if copy.ahead:
+            error = error if rank in copy.moved else error or "overtaken"
+        else:
+            self._check_held(copy)
+            if error is None and rank not in copy.moved:
+                self._check_held(copy)
+                self.move(copy, rank)
         if error is not None:
             self._spoil(copy, rank)
         copy.missing.discard(rank)

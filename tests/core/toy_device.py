@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 
 class Junk:
@@ -34,6 +34,8 @@ class ToyDevice:
         self.names: dict[int, tuple[int, bytes]] = {}
         self.values = [[self.junk.next() for _ in range(num_blocks)] for _ in range(num_ranks)]
         self.num_usable = len(self.free)
+        self.given_out: dict[int, tuple[int, bytes] | None] = {}
+        self.outdated: set[int] = set()
 
     # --- what the offload scheduler asks ----------------------------------------------------------------------------
 
@@ -65,6 +67,10 @@ class ToyDevice:
     def resident(self, keys: Sequence[bytes]) -> list[bool]:
         return [(key[-1], key[:-1]) in self.cached for key in keys]
 
+    def take_given_out(self, among: Container[int]) -> dict[int, bytes | None]:
+        taken, self.given_out = self.given_out, {}
+        return {b: None if name is None else name[1] + bytes([name[0]]) for b, name in taken.items() if b in among}
+
     # --- what its engine does ---------------------------------------------------------------------------------------
 
     def keep(self, block_ids: Iterable[int]) -> None:
@@ -80,15 +86,22 @@ class ToyDevice:
                 self.free[block_id] = None
 
     def take(self, count: int) -> list[int]:
-        """The blocks that were free for longest, kept once; what they held is gone."""
+        """The blocks that were free for longest, kept once. What they held cannot be found any more, and is there until
+        `overwrite`."""
         taken = []
         for _ in range(count):
             block_id, _ = self.free.popitem(last=False)
+            self.given_out.setdefault(block_id, self.names.get(block_id))
             self.forget(block_id)
-            self.spoil([block_id])
+            self.outdated.add(block_id)
             self.refs[block_id] = 1
             taken.append(block_id)
         return taken
+
+    def overwrite(self) -> None:
+        """The step begins to write to what was given out for it."""
+        self.spoil(sorted(self.outdated))
+        self.outdated.clear()
 
     def cache(self, group: int, block_hash: bytes, block_id: int) -> None:
         """Let a block be found; the first of a hash wins, and a block has one name."""

@@ -7,7 +7,7 @@ hypothesis machine and the simulator all use this one engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from core.engine import StepProgress, StoreMode
@@ -89,6 +89,7 @@ class ToyEngine(ToySchedule):
         self.truth = Truth(self.groups, self.layout.hash_block_size)
         self.ledger = Ledger(self)
         self.step_s = 1.0
+        self.living_ranks: Callable[[], Iterable[int]] = lambda: range(num_workers)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,14 @@ class ToyEngine(ToySchedule):
         progress = [StepProgress(c.request.request_id, self._told(c.request), c.end) for c in chunks]
         plan = self.offload.plan_step(progress, self.now_s)
         self.ledger.opened(plan)
+        if plan.ahead:
+            # They read what the steps before have computed, and are read before this one writes to any block.
+            while self.flight:
+                self._run_step()
+            self.events["stored ahead of a step"] += sum(job.num_blocks for job in plan.ahead)
+        for job in plan.ahead:
+            self.copies.submit_ahead(job, self.living_ranks())
+        self.device.overwrite()
         self.flight.append((chunks, plan))
         self.submit(plan, stores=False)
         return chunks, plan

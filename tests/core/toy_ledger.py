@@ -300,7 +300,7 @@ class Ledger:
     def opened(self, plan: StepPlan) -> None:
         """Jobs were planned."""
         self.expired()
-        for job in (*plan.loads, *plan.stores):
+        for job in plan.jobs:
             self.jobs[job.job_id] = JobNote(job)
 
     def reported(self, results: Sequence[TransferResult]) -> None:

@@ -117,6 +117,47 @@ def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written() -> 
     copies.close()
 
 
+def test_a_store_ahead_has_been_copied_when_the_call_returns() -> None:
+    """Also while the other threads are busy with a job that does not end."""
+    blocks, pool, busy, go_on = np.ones((2, 64), dtype=np.uint8), HostPool(2, 64), threading.Event(), threading.Event()
+
+    def before(one: TransferJob) -> None:
+        if one.job_id == 1:
+            busy.set()
+            assert go_on.wait(PATIENCE_S)
+
+    layout = DeviceLayout.of_arrays([blocks])
+    copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=1, before=before)
+    copies.submit(store(1, 1))
+    assert busy.wait(PATIENCE_S)
+    copies.submit_ahead(store(2, 0))
+    blocks[0] = 77
+    assert [(result.job_id, result.error) for result in copies.poll()] == [(2, None)]
+    assert pool.slot(0).tolist() == [1] * 64
+    go_on.set()
+    copies.close()
+
+
+def test_a_store_ahead_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuda_ops.cpu_copy.AHEAD_S", 0.01)
+    blocks, pool, go_on = np.ones((2, 64), dtype=np.uint8), HostPool(2, 64), threading.Event()
+    layout = DeviceLayout.of_arrays([blocks])
+    copies = CpuCopyEngine(layout, pool, lambda: None, before=lambda one: (go_on.wait(PATIENCE_S), None)[1])
+    copies.submit_ahead(store(1, 0))
+    copies.submit_ahead(store(2, 1))
+    blocks[0] = 77
+    assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
+    go_on.set()
+    assert copies.wait([1], PATIENCE_S)
+    assert ["overtaken" in str(result.error) for result in copies.poll()] == [True, True]
+    copies.submit_ahead(store(3, 0))
+    copies.close()
+    assert [result.error for result in copies.poll()] == [None]
+    copies.submit_ahead(store(4, 0))
+    (result,) = copies.poll()
+    assert result.error == "the copy engine is closed"
+
+
 def test_an_empty_job_ends_too() -> None:
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64))
     assert results_of(copies, [job(1, Direction.STORE, [], []), TransferJob(2, Direction.LOAD, ())])[2].error is None

@@ -234,6 +234,64 @@ def test_the_stream_that_computes_is_told_of_loads_and_not_of_stores(rig: Rig) -
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 2
 
 
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), batches=st.booleans())
+def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batches: bool) -> None:
+    cuda, blocks, pool = FakeCuda(seed, batches=batches), np.ones((8, 64), dtype=np.uint8), HostPool(8, 64)
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
+    pool.slot(7)[:] = 99
+    cuda.launch(lambda: blocks.fill(5))
+    copies.submit_ahead(job(1, Direction.STORE, [0, 1], [0, 1]))
+    copies.submit(job(2, Direction.LOAD, [1], [7]))
+    cuda.launch(lambda: blocks[0].fill(77))
+    cuda.synchronize()
+    assert copies.wait([1, 2], PATIENCE_S)
+    assert {result.job_id: result.error for result in copies.poll()} == {1: None, 2: None}
+    assert (pool.slot(0) == 5).all()
+    assert (pool.slot(1) == 5).all()
+    assert (blocks[:2, 0] == [77, 99]).all()
+    copies.close()
+
+
+def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuda_ops.cuda_copy.AHEAD_S", 0.01)
+    cuda, blocks, pool = FakeCuda(), np.ones((8, 64), dtype=np.uint8), GatedPool()
+    copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
+    copies.submit_ahead(store(1, 0))
+    copies.submit_ahead(store(2, 1))
+    cuda.launch(lambda: blocks.fill(77))
+    cuda.synchronize()
+    assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
+    pool.go_on.set()
+    assert copies.wait([1], PATIENCE_S)
+    assert all("overtaken" in str(result.error) for result in copies.poll())
+    assert not contents(pool).any()
+    copies.submit_ahead(store(3, 0))
+    assert copies.wait([3], PATIENCE_S)
+    assert [result.error for result in copies.poll()] == [None]
+    copies.close()
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuEventCreate", "cuStreamCreateWithPriority"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_store_ahead_that_fails_holds_up_neither_caller_nor_compute(rig: Rig, call: str, after: int) -> None:
+    rig.cuda.fail(call, INVALID_VALUE, after)
+    rig.copies.submit_ahead(store(1, 0))
+    rig.cuda.launch(lambda: rig.blocks.fill(77))
+    rig.cuda.synchronize()
+    first = rig.ends([1])[1]
+    assert first.error is not None or rig.pool.slot(0).tolist() == [1] * 64
+    assert rig.results_of(store(2, 0))[2].error is None or first.error is None
+
+
+def test_closing_ends_stores_ahead_and_later_ones_fail(rig: Rig) -> None:
+    rig.copies.submit_ahead(store(1, 0))
+    rig.copies.close()
+    rig.copies.submit_ahead(store(2, 0))
+    results = rig.ends([1, 2])
+    assert (results[1].error, results[2].error) == (None, "the copy engine is closed")
+
+
 def test_each_direction_has_a_stream_of_its_own_of_the_lowest_priority() -> None:
     rig = Rig()
     rig.results_of(store(1, 0), load(2, 1))

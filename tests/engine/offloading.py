@@ -60,6 +60,11 @@ class GatedCopies:
         self._kept.append(job)
         self._pass_on()
 
+    def submit_ahead(self, job: TransferJob) -> None:
+        self.submitted.append(job)
+        self._directions[job.job_id] = job.direction
+        self._inner.submit_ahead(job)
+
     def poll(self) -> list[TransferResult]:
         self._pass_on()
         return [self._spoil(result) for result in self._inner.poll()]

@@ -12,6 +12,7 @@ import torch
 
 from app.engines.embedded import EmbeddedEngine, FinishReason
 from core.transfers import Direction
+from tests.cuda_ops.fake_cuda import FakeCuda
 from tests.engine.offloading import MakeOffloaded, Offloaded
 from tests.engine.serving import (
     ask,
@@ -183,6 +184,24 @@ def test_others_run_while_one_waits_for_its_load(
         assert (await collect(waiting)).token_ids == answers[longest]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("is_cuda", [False, True], ids=["cpu", "cuda"])
+def test_lazy_mode_answers_alike_and_computes_nothing_twice(
+    is_cuda: bool, prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
+) -> None:
+    offloaded = make_offloaded(cuda=FakeCuda() if is_cuda else None, **SMALL)
+    offloaded.set_store_mode("lazy")
+    new = []
+    for _ in range(2):
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert ask_all(offloaded.engine, [prompt], greedy(MAX_TOKENS))[0].token_ids == answer
+        settle(offloaded)
+        new.append(offloaded.stats.missed_tokens.causes["new"])
+    stats = offloaded.stats
+    assert new[0] == new[1] > 0
+    assert stats.store.skipped["left_device"] == stats.store.failed == 0
+    assert stats.prompt_tokens.host_hit > 0
 
 
 def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOffloaded) -> None:

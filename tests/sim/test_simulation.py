@@ -49,6 +49,7 @@ EXPECTED = {
     "drafts taken back": SOMETIMES,
     "a step failed": SOMETIMES,
     "a worker died": SOMETIMES,
+    "stored ahead of a step": OFTEN,
     "a report that nobody waited for": OFTEN,
     "whole reset with stores in flight": SOMETIMES,
     "whole reset with loads in flight": RARELY,

@@ -84,6 +84,7 @@ class World:
         self.reports: list[TransferResult] = []
         self.past: list[TransferResult] = []
         self.dead: dict[int, int] = {}
+        self.engine.living_ranks = lambda: [rank for rank in range(self.engine.num_workers) if rank not in self.dead]
         for tier in self.engine.tiers.values():
             tier.due = lambda number: self.picks.chance(self.swarm.tier_weather.end)
             tier.shuffle = self._shuffle_results

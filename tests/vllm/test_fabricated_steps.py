@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -38,6 +39,7 @@ from app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrde
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.offload_guard import ErrorLog, OffloadGuard
+from core.engine import StoreMode
 from core.keys import group_of, hash_of
 from core.manager import OffloadManager
 from core.policy import PolicyBook, RequestPolicy
@@ -84,6 +86,7 @@ class World:
     groups: list[KVCacheGroupSpec]
     num_workers: int = 1
     woken: threading.Event | None = None
+    writes_early: bool = False
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     num_look_ups: int = 0
 
@@ -113,6 +116,7 @@ class World:
             adapters,
             self.num_workers,
             woken=self.woken,
+            writes_early=self.writes_early,
             clock=lambda: float(next(ticks)),
         )
 
@@ -130,9 +134,11 @@ class World:
         offers: dict[str, list[tuple[int, int, int]]] | None = None,
         drafts: dict[str, list[int]] | None = None,
         unchanged: Sequence[str] = (),
+        zeroed: Sequence[int] = (),
+        copied: Sequence[KVCacheBlockCopy] = (),
     ) -> StepOrders:
         """A step that takes each request from so many computed tokens over so many new ones. Those that are `unchanged`
-        were given no block."""
+        were given no block. The model runner first zeroes and copies some blocks."""
         return self.side.plan(
             SimpleNamespace(
                 preempted_req_ids=(),
@@ -140,6 +146,8 @@ class World:
                 total_num_scheduled_tokens=sum(new for _, new in computed.values()),
                 num_scheduled_tokens={name: new for name, (_, new) in computed.items()},
                 scheduled_spec_decode_tokens=drafts or {},
+                new_block_ids_to_zero=list(zeroed) or None,
+                kv_cache_block_copies=list(copied) or None,
                 scheduled_new_reqs=[],
                 scheduled_cached_reqs=SimpleNamespace(
                     req_ids=list(computed),
@@ -212,6 +220,34 @@ def test_a_block_that_has_left_a_window_meanwhile_is_not_stored() -> None:
     orders = world.step({"one": (BLOCK - 1, 2 * BLOCK + 1)}, unchanged=["one"])
     assert (0, window[0]) not in blocks_of(orders.stores)
     assert (1, full[0]) in blocks_of(orders.stores)
+
+
+# --- stores ahead of a step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writes_early", [False, True])
+def test_blocks_written_before_the_hook_are_not_stored_ahead(writes_early: bool) -> None:
+    """The second model runner zeroes and copies blocks before it calls `handle_preemptions`, the first after that."""
+    world = World(groups_of(fake.FULL), writes_early=writes_early)
+    world.core.set_store_mode(StoreMode.LAZY)
+    request = LiveRequest("one", 4 * BLOCK + 1, hashes(4))
+    taken = world.pool.get_new_blocks(4)
+    blocks = [block.block_id for block in taken]
+    world.pool.cache_full_blocks(request, taken, 0, 4, BLOCK, 0)
+    world.add(request, blocks)
+    assert not world.step({"one": (0, 4 * BLOCK)}).ahead
+    world.side.finish("one")
+    world.pool.free_blocks(taken)
+    world.take(world.pool.get_num_free_blocks())
+    orders = world.step({}, zeroed=blocks[:1], copied=[KVCacheBlockCopy(blocks[3], blocks[1])])
+    assert blocks_of(orders.ahead) == [(0, block) for block in blocks[2 if writes_early else 0 :]]
+    world.end(*orders.ahead)
+    assert {name for _, name in world.stored()} == set(hashes(4)[2 if writes_early else 0 :])
+    assert world.core.snapshot().store.skipped["left_device"] == (2 if writes_early else 0)
+    # What they hold is overwritten by now, whatever becomes of them.
+    world.pool.free_blocks(taken)
+    world.take(4)
+    assert not world.step({}).ahead
 
 
 # --- recurrent states -----------------------------------------------------------------------------------------------

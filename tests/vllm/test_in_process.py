@@ -70,6 +70,36 @@ def test_two_hundred_prompts_in_lazy_mode_are_answered_alike(llama: Path, truth:
         assert_nothing_left(engine)
 
 
+@pytest.mark.parametrize(("device_blocks", "step_tokens"), [(DEVICE_BLOCKS, 512), (2 * DEVICE_BLOCKS, 128)])
+def test_lazy_mode_caches_as_many_tokens_as_eager_mode(
+    llama: Path, truth: list[Answer], device_blocks: int, step_tokens: int
+) -> None:
+    prompts = PROMPTS[:80]
+    cached = {}
+    for mode in ("eager", "lazy"):
+        transfer = transfer_config(store_mode=mode, load_decision="always")
+        size = {"num_gpu_blocks_override": device_blocks, "max_num_batched_tokens": step_tokens}
+        with in_process(llama, transfer, **size) as engine:
+            answers = [answer for _ in range(2) for answer in engine.generate(prompts)]
+            assert_same(answers, 2 * truth[:80])
+            after = engine.settle()
+            cached[mode] = sum(answer.num_cached for answer in answers)
+            assert after.store.skipped["left_device"] == 0
+            assert_nothing_left(engine, device_blocks)
+    assert cached["lazy"] >= 0.98 * cached["eager"]
+
+
+def test_blocks_forgotten_by_a_reset_of_the_prefix_cache_are_not_stored(llama: Path, truth: list[Answer]) -> None:
+    with in_process(llama, transfer_config(store_mode="lazy", load_decision="always")) as engine:
+        assert_same(engine.generate(PROMPTS[:4]), truth[:4])
+        engine.forget_device()
+        before = engine.settle().store
+        assert_same(engine.generate(PROMPTS[4:30]), truth[4:30])
+        assert engine.settle().store.skipped["left_device"] > 0 == before.skipped["left_device"]
+        assert_same(engine.generate(PROMPTS[:4]), truth[:4])
+        assert_nothing_left(engine)
+
+
 def test_answers_stay_the_same_while_the_pool_comes_to_other_sizes(engine: InProcess, truth: list[Answer]) -> None:
     assert engine.connector._admin is not None
     mib, answers, num_steps = 1 << 20, dict[str, Answer](), 0

@@ -103,6 +103,23 @@ def test_two_ranks_answer_alike_from_a_pool_of_halves(server: VllmServer, truth:
     assert server.metric("vllm:external_prefix_cache_hits_total") == tokens["host_hit"]
 
 
+def test_two_ranks_in_lazy_mode_answer_alike(server: VllmServer, truth: list[Answer]) -> None:
+    before = server.settled()
+    try:
+        server.admin.patch("/admin/v1/config", json={"store_mode": "lazy"}).raise_for_status()
+        server.admin.post("/admin/v1/reset", json={}).raise_for_status()
+        with ThreadPoolExecutor(6) as clients:
+            for _ in range(2):
+                answers = [tokens_of(answer) for answer in clients.map(lambda prompt: ask(server, prompt), PROMPTS)]
+                assert_same([Answer(got.token_ids, (), 0) for got in answers], truth)
+    finally:
+        server.admin.patch("/admin/v1/config", json={"store_mode": "eager"}).raise_for_status()
+    after = server.settled()
+    assert after["store"]["failed"] == after["store"]["skipped"]["left_device"] == 0
+    assert after["store"]["stored"] > before["store"]["stored"]
+    assert after["prompt_tokens"]["host_hit"] > before["prompt_tokens"]["host_hit"]
+
+
 def test_both_ranks_map_one_pool_which_goes_with_them(server: VllmServer) -> None:
     mapped = pool_mappings(server)
     assert len(mapped) == RANKS

@@ -7,7 +7,7 @@ hash, until they are given out again, least recently used first. Every operation
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from app.engines.embedded.free_queue import FreeQueue
 from core.keys import Key, hash_of, make_keys
@@ -28,6 +28,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free = FreeQueue(num_blocks)
+        self._given_out: dict[int, bytes | None] = {}
         self._num_held = 0
         self._complained = False
 
@@ -105,9 +106,19 @@ class BlockPool:
         """Which keys some block holds (`core.engine.DeviceView`)."""
         return [hash_of(key) in self._block_of for key in keys]
 
+    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
+        """Blocks given out since the last call (`core.engine.DeviceView`); there is one group."""
+        given_out, self._given_out = self._given_out, {}
+        return {
+            block: None if block_hash is None else make_keys((block_hash,), 0)[0]
+            for block, block_hash in given_out.items()
+            if block in among
+        }
+
     def _take_oldest(self) -> int:
         block = self._free.take_first()
         block_hash = self._hash_of[block]
+        self._given_out.setdefault(block, block_hash)
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None

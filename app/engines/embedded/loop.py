@@ -157,7 +157,8 @@ class EngineLoop:
         self._end_transfers(self._copies.poll(), now_s)
         step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
         plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
-        self._planned = {job.job_id: job for job in (*plan.loads, *plan.stores)}
+        self._planned = {job.job_id: job for job in plan.jobs}
+        self._submit(plan.ahead, now_s, self._copies.submit_ahead)  # offload: before anything of the step writes
         self._submit(plan.loads, now_s)  # offload: loads go before the compute that hides them
         if step.chunks:
             self._compute(list(step.chunks.values()), plan, now_s)
@@ -191,13 +192,16 @@ class EngineLoop:
             self._finish(chunk.request, now_s)
         chunk.request.tell(delta)
 
-    def _submit(self, jobs: Iterable[TransferJob], now_s: float) -> None:
+    def _submit(
+        self, jobs: Iterable[TransferJob], now_s: float, submit: Callable[[TransferJob], None] | None = None
+    ) -> None:
         """Hand jobs to the copy engine. One that it does not take has failed."""
+        submit = submit or self._copies.submit
         refused = []
         for job in jobs:
             self._planned.pop(job.job_id, None)
             try:
-                self._copies.submit(job)
+                submit(job)
             except Exception as error:  # noqa: BLE001 - reported as the job's result
                 self._complain("the copy engine refused a job", error)
                 refused.append(_failed(job, f"not submitted: {error}"))
@@ -275,7 +279,7 @@ class EngineLoop:
                 now_s = self._clock()
                 self._end_transfers(self._copies.poll(), now_s)
                 plan = self._offload.plan_step([], now_s)
-                self._submit([*plan.loads, *plan.stores], now_s)
+                self._submit(plan.jobs, now_s)
                 if not pool.num_held:
                     return
                 if time.monotonic() >= self._close_deadline_s:

@@ -71,6 +71,10 @@ class NoCopies:
         """Refuses: there is nobody to copy."""
         raise RuntimeError("a transfer was planned, and no copy engine is attached")
 
+    def submit_ahead(self, job: TransferJob) -> None:
+        """Refuses: there is nobody to copy."""
+        self.submit(job)
+
     def poll(self) -> list[TransferResult]:
         """Nothing ended."""
         return []

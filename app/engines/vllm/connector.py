@@ -161,6 +161,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._facts
 
     @_guarded()
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy blocks that this step takes from the prefix cache: vLLM calls this before it touches the KV caches."""
+        worker, orders = self._the_worker(), orders_of(kv_connector_metadata)
+        try:
+            worker.copy_ahead(orders)
+        except Exception as error:  # noqa: BLE001 - what was not submitted has failed
+            worker.jobs_failed("handle_preemptions", orders.ahead, error)
+
+    @_guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the step's loads. Nobody waits for them within the step."""
         worker, orders = self._the_worker(), orders_of(self._connector_metadata)
@@ -369,6 +378,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             woken=waits_for,
             extents=self._host.extents,
             steps=steps,
+            # The first model runner calls `handle_preemptions` before it touches a block.
+            writes_early=getattr(config, "use_v2_model_runner", True),
         )
         self._host.reasons = self._scheduler.reasons
         self._stats = StatsSource(core, self._scheduler)

@@ -80,6 +80,10 @@ class Copies:
         """See `CopyEngine`."""
         self._engine.submit(job)
 
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`."""
+        self._engine.submit_ahead(job)
+
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
         return self._engine.poll()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from app.engines.vllm.adapters import Adapters
+from core.engine import OVERWRITTEN
 from core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
@@ -24,11 +26,25 @@ class VllmDevice:
         self._hash_bytes = hash_bytes
         self._pool: Any = None
         self._holds: dict[int, int] = {}
+        self._given_out: dict[int, bytes | None] = {}
         self._complained = False
 
     def bind(self, pool: Any) -> None:
         """Work on this pool from now on. vLLM makes it after the connector."""
         self._pool = pool
+        give_out = pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int) -> Any:
+            """Record what the blocks at the head of the free queue hold, and give them out."""
+            head = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
+            held = [(block.block_id, block.block_hash) for block in head]
+            blocks = give_out(num_blocks)
+            for block_id, block_hash in held:
+                self._given_out.setdefault(block_id, block_hash)
+            return blocks
+
+        # vLLM forgets the hash of a block as it gives it out and has no public hook for that.
+        pool.get_new_blocks = get_new_blocks
 
     @property
     def num_held(self) -> int:
@@ -77,6 +93,21 @@ class VllmDevice:
         find = self._pool.cached_block_hash_to_block.get_one_block
         size = self._hash_bytes
         return [find(hash_of(key)[:size] + group_of(key).to_bytes(_GROUP_BYTES, "big")) is not None for key in keys]
+
+    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
+        """See `DeviceView`."""
+        given_out, self._given_out = self._given_out, {}
+        return {
+            block: OVERWRITTEN if block_hash == OVERWRITTEN else self._key_of(block_hash)
+            for block, block_hash in given_out.items()
+            if block in among
+        }
+
+    def note_overwritten(self, block_ids: Iterable[int] | None) -> None:
+        """The model runner writes to these of the blocks given out, or to any (None), before it lets others read."""
+        for block in list(self._given_out) if block_ids is None else block_ids:
+            if block in self._given_out:
+                self._given_out[block] = OVERWRITTEN
 
     def _key_of(self, block_hash: bytes | None) -> Key | None:
         if block_hash is None:

@@ -44,6 +44,7 @@ class SizeReport:
 class StepOrders(KVConnectorMetadata):
     """One step's jobs. `lost` are requests whose load could not begin: workers report it as failed.
 
+    Stores in `ahead` are copied before anything of the step writes to a block.
     `is_idle` says that the step computes nothing, so that a worker may wait a moment for its copies.
     """
 
@@ -52,6 +53,7 @@ class StepOrders(KVConnectorMetadata):
     lost: list[str] = field(default_factory=list)
     is_idle: bool = False
     sizes: list[SizeOrder] = field(default_factory=list)
+    ahead: list[TransferJob] = field(default_factory=list)
 
 
 @dataclass

@@ -56,10 +56,12 @@ class SchedulerSide:
         woken: threading.Event | None = None,
         extents: EngineExtents | None = None,
         steps: IdleSteps | None = None,
+        writes_early: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
-        orders for the ranks while the pool's size changes; None where it does not. `steps` are wanted by others."""
+        orders for the ranks while the pool's size changes; None where it does not. `steps` are wanted by others.
+        The model runner `writes_early` if it zeroes or copies blocks before it calls `handle_preemptions`."""
         self.offload = offload
         self._woken = woken
         self._extents = extents
@@ -69,6 +71,8 @@ class SchedulerSide:
         self._adapters = adapters
         self._by_offer = [group.by_offer for group in layout.groups]
         self._only_grow = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
+        self._writes_early = writes_early
+        self._has_states = any(group.spec.kind is GroupKind.RECURRENT for group in layout.groups)
         self._block_sizes = [group.spec.block_size for group in layout.groups]
         self._num_workers = num_workers
         self._clock = clock
@@ -147,16 +151,18 @@ class SchedulerSide:
                 if ours is not None and ours.request.is_finished():
                     # An exception kept it from being finished here when it ended.
                     self.finish(request_id)
+            if self._writes_early:
+                self._note_early_writes(output)
             progress = list(self._progress(output))
         except Exception as error:  # noqa: BLE001 - tables may be out of date, so that nothing of them may be stored
             self.offload.fail("build_connector_meta", error, now_s)
             progress = []
         self._take_lost(now_s)
         plan = self.offload.plan_step(progress, now_s)
-        self._open_stores.update((job.job_id, self._num_workers) for job in plan.stores)
+        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
         is_idle = output.total_num_scheduled_tokens == 0
         # Kept at once, so that no exception below can lose what the workers have to be told.
-        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle)
+        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle, ahead=plan.ahead)
         self._lost = []
         self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
         if is_idle and not plan and not orders.lost:
@@ -262,6 +268,12 @@ class SchedulerSide:
                 yield from self._by_boundaries(request_id, tables, end, offers.get(request_id, ()))
             else:
                 yield StepProgress(request_id, tables, end)
+
+    def _note_early_writes(self, output: Any) -> None:
+        """Exclude blocks that vLLM zeroes or copies to before `handle_preemptions` from stores ahead of the step."""
+        copied = [copy.dst_block_id for copy in output.kv_cache_block_copies or ()]
+        # Which blocks recurrent states are moved to is not in the output.
+        self.device.note_overwritten(None if self._has_states else [*(output.new_block_ids_to_zero or ()), *copied])
 
     def _by_boundaries(
         self, request_id: str, tables: Sequence[Sequence[int]], end: int, offers: Iterable[tuple[int, int, int]]

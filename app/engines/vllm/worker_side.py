@@ -18,6 +18,9 @@ _MAX_ERRORS = 20
 """Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
 
+_NOT_REGISTERED = "not submitted: the KV caches were never registered"
+
+
 class WorkerSide:
     """On the worker's thread, but for `wake`, which the copy engine calls."""
 
@@ -30,6 +33,7 @@ class WorkerSide:
         self._size_reports: list[SizeReport] = []
         self._polled: list[TransferResult] = []
         self._ended = threading.Event()
+        self._copied_ahead: StepOrders | None = None
         self._open: dict[int, TransferJob] = {}
         # The connector takes these by attribute, so that no exception can lose what vLLM has to be told once.
         self.received: set[str] = set()
@@ -47,8 +51,20 @@ class WorkerSide:
         if len(self._error_texts) < _MAX_ERRORS:
             self._error_texts.append(f"rank {self._rank}: {text}")
 
+    def copy_ahead(self, orders: StepOrders) -> None:
+        """Copy blocks that the step has given to other requests, before anything of the step writes to them."""
+        self._copied_ahead = orders
+        for job in orders.ahead:
+            self._open[job.job_id] = job
+            if self._guarded is None:
+                self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
+            else:
+                self._guarded.submit_ahead(job)
+
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
+        if orders.ahead and orders is not self._copied_ahead:
+            self.jobs_failed("start_load_kv", orders.ahead, RuntimeError("vLLM did not call handle_preemptions"))
         for request_id in orders.lost:
             self.received.add(request_id)
             self.failed.add(request_id)
@@ -105,7 +121,7 @@ class WorkerSide:
     def _submit(self, job: TransferJob) -> None:
         self._open[job.job_id] = job
         if self._guarded is None:
-            self._end(TransferResult(job.job_id, self._rank, "not submitted: the KV caches were never registered"))
+            self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
         else:
             self._guarded.submit(job)
 
