@@ -147,6 +147,15 @@ class OffloadGuard:
                 self.fail("match", error, now_s)
         return Miss()
 
+    def boundary(self, request_id: str, now_s: float) -> int:
+        """See `OffloadScheduler`."""
+        if self._is_on(now_s):
+            try:
+                return self._scheduler.boundary(request_id)
+            except Exception as error:  # noqa: BLE001 - nothing is stored for this boundary
+                self.fail("boundary", error, now_s)
+        return 0
+
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
         """See `OffloadScheduler`. A request with tokens to load gets an outcome in every case."""
         if num_loaded_tokens > 0:

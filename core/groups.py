@@ -83,6 +83,10 @@ class GroupLayout:
         """Hits end at multiples of this: whole blocks of every group."""
         self.slot_bytes = max(group.slot_bytes for group in self.groups)
         """What a slot of the pool has to hold: all slots have one size."""
+        self.slot_alignment_tokens = math.lcm(*(group.slot_tokens for group in self.groups))
+        """Prefixes of a multiple of this are whole slots of every group."""
+        self.full_groups = tuple(group for group in self.groups if group.spec.kind is GroupKind.FULL)
+        """Groups that need every block of a prefix."""
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -93,6 +93,7 @@ class LoadSide:
             self._leaders.stop(state)
             if is_other or not state.decline_noted:
                 hit = self._finder.find(state, num_computed_tokens)
+                state.boundary_tokens = self._finder.find_boundary(state, num_computed_tokens)
                 self.counts.declined += 0 if state.decline_noted else hit.num_blocks
                 state.decline_noted = True
                 self._note_misses(state, hit.end_token)
@@ -102,6 +103,7 @@ class LoadSide:
             return _LATER
         room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
         hit = self._finder.find(state, num_computed_tokens)
+        state.boundary_tokens = self._finder.find_boundary(state, hit.end_token)
         in_pool = MissCause.PIN_LIMIT if len(hit.slots) > room else MissCause.GAP
         while hit.num_tokens and len(hit.slots) > room:
             # Windows make the slots of a hit grow by less than its tokens: it takes a few rounds to fit.
@@ -130,6 +132,7 @@ class LoadSide:
         """Begin the load that the engine agreed to, or let the pin go; see `OffloadScheduler.commit`."""
         if state.matched_tokens is None:
             return
+        self._finder.note_computed(state)
         state.device_tokens = state.num_computed_tokens = state.matched_tokens
         state.loaded_tokens = 0
         state.matched_tokens = None

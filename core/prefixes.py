@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from core.engine import DeviceView
+from core.ghosts import Ghosts
 from core.groups import Group, GroupLayout
 from core.hits import PrefixHit, find_hit
 from core.keys import Key
 from core.manager import OffloadManager
+from core.marks import marks_of
 from core.requests import RequestState
 from core.transfers import Slots
+
+
+class _Seen(Enum):
+    COMPUTED = "computed"
 
 
 class PrefixFinder:
     """Looks a request's keys up. Called under the manager's lock."""
 
-    def __init__(self, manager: OffloadManager, layout: GroupLayout) -> None:
+    def __init__(self, manager: OffloadManager, layout: GroupLayout, device: DeviceView) -> None:
         self._manager = manager
         self._layout = layout
+        self._device = device
+        # Without full attention neither pool nor device has the blocks between two boundaries.
+        self._computed = None if layout.full_groups else Ghosts(manager.num_slots, _Seen)
 
     @property
     def elsewhere(self) -> int:
@@ -59,6 +70,50 @@ class PrefixFinder:
             return np.concatenate((self._slots(keys, also or ()), missing))
 
         return find_hit(self._layout, first_token, limit, find_prefix, find_each)
+
+    def find_boundary(self, state: RequestState, hit_end: int) -> int:
+        """Find where a request leaves the prefixes that other requests computed before it.
+
+        Full-attention groups have that prefix in the pool or on the device, though windows or states may be missing.
+        Models without such a group have it if `note_computed` remembers it.
+
+        Args:
+            state: The request.
+            hit_end: The end of its hit, in tokens.
+
+        Returns:
+            The number of tokens in that prefix, in whole slots of every group; 0 if it is not longer than the hit.
+        """
+        layout = self._layout
+        if len(layout.full_groups) == len(layout):
+            return 0
+        end = state.request.num_tokens - 1
+        for group in layout.full_groups or layout.groups[:1]:
+            if end <= hit_end:
+                return 0
+            keys = self.keys(state, group, hit_end // group.slot_tokens, end // group.slot_tokens)
+            end = min(end, (hit_end // group.slot_tokens + self._count_computed(keys)) * group.slot_tokens)
+        end = end // layout.slot_alignment_tokens * layout.slot_alignment_tokens
+        return end if end > hit_end else 0
+
+    def note_computed(self, state: RequestState) -> None:
+        """Remember the blocks of a request that is about to be computed, for models without full attention."""
+        if self._computed is not None:
+            group = self._layout.groups[0]
+            keys = self.keys(state, group, 0, state.request.num_tokens // group.slot_tokens)
+            self._computed.add(marks_of(keys), _Seen.COMPUTED)
+
+    def _count_computed(self, keys: Sequence[Key]) -> int:
+        """Count the keys from the first on that are in the pool or on the device, or were computed at some time."""
+        if self._computed is not None:
+            seen = self._computed.reasons(marks_of(keys))
+            return next((i for i, known in enumerate(seen) if known is None), len(seen))
+        count = len(self._manager.find_prefix(keys))
+        if count == len(keys) or not self._device.resident([keys[count]])[0]:
+            return count
+        missing = np.flatnonzero(self._manager.find_each(keys) < 0).tolist()
+        resident = self._device.resident([keys[i] for i in missing])
+        return next((i for i, held in zip(missing, resident, strict=True) if not held), len(keys))
 
     def _slots(self, keys: Sequence[Key], also: Container[Key]) -> NDArray[np.int64]:
         slots = self._manager.find_each(keys)

@@ -121,6 +121,7 @@ class RequestState:
     num_blocks: int = 0
     num_computed_tokens: int = 0
     ordered_tokens: int = 0
+    boundary_tokens: int = 0
     hit: PrefixHit | None = None
     pin: Pin | None = None
     matched_tokens: int | None = None
@@ -188,15 +189,15 @@ class RequestState:
         kept_back = [(SkipReason.TOKEN_CAP, capped), (SkipReason.PROMPT_ONLY, decode)]
         return storable_end, [(reason, count) for reason, count in kept_back if count]
 
-    def longest_hit(self, alignment_tokens: int) -> int:
-        """Where the longest hit of this very prompt ends, with all whole slots stored that may be of what is computed.
+    def longest_hit(self, alignment_tokens: int, num_tokens: int) -> int:
+        """Where the longest hit of these first `num_tokens` tokens ends, with all whole slots stored that may be.
 
         It leaves the last token to compute.
         """
-        end_token = max(self.num_computed_tokens - 1, 0)
+        end_token = max(num_tokens - 1, 0)
         for progress in self.groups:
             size = progress.group.slot_tokens
-            full = self.num_computed_tokens // size
+            full = num_tokens // size
             end_token = min(end_token, size * min(full, *self._storable_ends(progress.group, full)))
         return end_token // alignment_tokens * alignment_tokens
 

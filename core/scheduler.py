@@ -90,7 +90,7 @@ class OffloadScheduler:
         self._holds = DeviceHolds(device)
         self._stores = StoreSide(manager, self._holds, self._jobs, layout, null_block)
         self._lazy = LazySide(manager, device, self._stores, layout, null_block, watermark_blocks)
-        finder, patience = PrefixFinder(manager, layout), Patience(self.choice)
+        finder, patience = PrefixFinder(manager, layout, device), Patience(self.choice)
         leaders = Leaders(layout, finder, patience)
         self._loads = LoadSide(manager, self._holds, self._jobs, layout, null_block, self.choice, finder, leaders)
         self.tiers = TierSide(manager, layout, tiers or {}, self._jobs.new_id, finder, leaders, patience, self.choice)
@@ -164,6 +164,15 @@ class OffloadScheduler:
                 return Miss()
             state.settle(self.policies, now_s)
             return self._loads.match(state, num_computed_tokens)
+
+    def boundary(self, request_id: str) -> int:
+        """Return where the latest `match` found that a request leaves the prefixes of others, in tokens; 0 if nowhere.
+
+        The window or state there is missing and will be stored, if the engine has it when it has computed that far.
+        """
+        with self.manager.lock:
+            state = self._requests.get(request_id)
+            return 0 if state is None else state.boundary_tokens
 
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
         """The engine has allocated: `block_ids` are the request's whole tables; it took `num_loaded_tokens` of the hit.

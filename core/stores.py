@@ -117,6 +117,8 @@ class StoreSide:
         """Offer all that is full, since the request is over; what finds no space now never will."""
         for progress in state.groups:
             self._offer(state, progress, None)
+            if progress.group.spec.kind is GroupKind.SLIDING:
+                self._offer_last_window(state, progress)
         self._reorder(state)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
@@ -132,37 +134,92 @@ class StoreSide:
 
     def _offer(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
         full = self._count_full(state, progress)
-        # What no hit will look at any more is neither offered nor counted.
-        outside = min(self._first_wanted(state, progress.group) // progress.group.slot_tokens, full)
+        group = progress.group
         if self.keep is not None and full > progress.kept:
-            first = max(progress.kept, outside)
+            # What no hit will read is neither offered nor counted.
+            wanted = self._wanted(state, group, progress.kept, full)
+            first = wanted[0][0] if wanted else full
             progress.kept = full if limit is None else min(full, first + limit)
-            self.keep(state, progress, first, state.split_storable(progress.group, first, progress.kept)[0])
+            for start, end in wanted:
+                self.keep(state, progress, start, state.split_storable(group, start, min(end, progress.kept))[0])
         if full <= progress.answered:
             return
-        progress.answered = max(progress.answered, outside)
-        end, kept_back = state.split_storable(progress.group, progress.answered, full)
-        stop = end if limit is None else min(end, progress.answered + limit)
         progress.refused_at = None
+        wanted = self._wanted(state, group, progress.answered, full)
+        if not wanted:
+            progress.answered = full
+            return
+        progress.answered = wanted[0][0]
+        end, kept_back = state.split_storable(group, progress.answered, wanted[-1][1])
+        stop = end if limit is None else min(end, progress.answered + limit)
         if self.keep is not None:
             progress.answered = stop
-        room = True
-        while room and progress.answered < stop:
-            room = self._offer_batch(state, progress, min(stop, progress.answered + _OFFER_SLOTS))
-        if not room and limit is None:
-            self._keep_out(state, progress, SkipReason.NO_SPACE, end)
-        if progress.answered == end:
+        if not self._offer_ranges(state, progress, wanted, stop, is_last=limit is None):
+            return
+        progress.answered = stop
+        if stop == end:
             for reason, count in kept_back:
                 self._keep_out(state, progress, reason, progress.answered + count)
+            progress.answered = full
 
-    def _first_wanted(self, state: RequestState, group: Group) -> int:
-        """The first token of a request whose block may be stored, so that a hit finds it."""
+    def _offer_ranges(
+        self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
+    ) -> bool:
+        """Offer the slots of these ranges up to `stop`; False where the pool has no room and the rest is to wait."""
+        room = True
+        for first, end in ranges:
+            end = min(end, stop)
+            progress.answered = max(progress.answered, min(first, stop))
+            while room and progress.answered < end:
+                room = self._offer_batch(state, progress, min(end, progress.answered + _OFFER_SLOTS))
+            if not room and not is_last:
+                return False
+            if progress.answered < end:
+                self._keep_out(state, progress, SkipReason.NO_SPACE, end)
+        return True
+
+    def _offer_last_window(self, state: RequestState, progress: GroupProgress) -> None:
+        """Offer the window before the end of a request that was aborted within its prompt, so that a retry resumes."""
+        group, computed, passed = progress.group, state.num_computed_tokens, progress.answered
+        start = group.spec.needed_from(state.longest_hit(self._layout.alignment_tokens, computed)) // group.slot_tokens
+        full = min(self._count_full(state, progress), passed)
+        if computed >= state.request.num_prompt_tokens or start >= full:
+            return
+        stop, _ = state.split_storable(group, start, full)
+        wanted = self._wanted(state, group, start, stop)
+        gaps = zip((start, *(end for _, end in wanted)), (*(first for first, _ in wanted), stop), strict=True)
+        progress.answered = start
+        self._offer_ranges(state, progress, list(gaps), stop, is_last=True)
+        progress.answered = passed
+
+    def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
+        """The slots of a request from `first` to `end` that a hit may read, as ranges in ascending order.
+
+        Of windows, those before the end of the prompt and before the point where it leaves other requests' prefixes.
+        """
+        needed_from, alignment = group.spec.needed_from, self._layout.alignment_tokens
         if group.spec.kind is GroupKind.FULL:
-            return 0
-        if self.keep is None and group.spec.kind is GroupKind.RECURRENT:
+            starts = [(0, end)]
+        elif group.spec.kind is GroupKind.RECURRENT:
+            computed = state.num_computed_tokens
             # A block that the tokens have passed may hold the state of any of its own. Lazy mode asks the device.
-            return group.spec.needed_from(state.num_computed_tokens)
-        return group.spec.needed_from(state.longest_hit(self._layout.alignment_tokens))
+            at = computed if self.keep is None else state.longest_hit(alignment, computed)
+            starts = [(needed_from(at), end)]
+        else:
+            num_tokens = max(state.num_computed_tokens, state.request.num_prompt_tokens)
+            starts = [(needed_from(state.longest_hit(alignment, num_tokens)), end)]
+            if state.boundary_tokens:
+                starts.insert(0, (needed_from(state.boundary_tokens), state.boundary_tokens // group.slot_tokens))
+        if group.spec.kind is not GroupKind.FULL:
+            # Of a hit nothing was read that its end does not need, whatever blocks the engine has for it.
+            hit_start = needed_from(state.device_tokens + state.loaded_tokens) // group.spec.block_size
+            first = max(first, -(-hit_start // group.slot_blocks))
+        ranges: list[tuple[int, int]] = []
+        for token, last in starts:
+            start = max(token // group.slot_tokens, first, ranges[-1][1] if ranges else 0)
+            if start < min(last, end):
+                ranges.append((start, min(last, end)))
+        return ranges
 
     def _keep_out(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
         """The slots up to `end` have their answer: they are not stored."""

@@ -32,19 +32,22 @@ def write_llama(folder: Path, layers: int = 4, hidden: int = 128, queries_per_kv
     return _write(LlamaForCausalLM(_seeded(config)), folder)
 
 
-def write_gemma(folder: Path) -> Path:
-    """Two groups of sliding windows and one of full attention, which lie over each other in memory."""
+def write_gemma(folder: Path, window: int = WINDOW, layers: str = "SSFSSF") -> Path:
+    """Layers of sliding windows (S) and of full attention (F).
+
+    By default two groups of sliding windows and one of full attention, which lie over each other in memory.
+    """
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=6,
+        num_hidden_layers=len(layers),
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=MAX_TOKENS,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=window,
+        layer_types=["full_attention" if layer == "F" else "sliding_attention" for layer in layers],
         query_pre_attn_scalar=32,
         tie_word_embeddings=False,
     )

@@ -11,10 +11,10 @@ import pytest
 from core.keys import group_of
 from core.transfers import Direction, TransferJob
 from tests.vllm.engines import InProcess, in_process, transfer_config
-from tests.vllm.models import WINDOW
+from tests.vllm.models import WINDOW, write_gemma
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.test_trouble import copying  # noqa: F401 - a fixture
-from tests.vllm.workload import BLOCK, Answer, assert_same, count_different, shared_prefixes
+from tests.vllm.workload import BLOCK, Answer, assert_same, count_different, shared_heads, shared_prefixes
 
 BLOCKS = 200
 PROMPTS = shared_prefixes(200, prefixes=10, prefix_tokens=14 * BLOCK, seed=21)
@@ -94,6 +94,23 @@ def test_blocks_that_have_left_their_window_are_not_stored_through_a_stale_table
         assert tables == {0, 1, 2}
         keys = [engine.core.manager.table.keys[slot] for slot in range(engine.settle().pool.ready)]
         assert {group_of(key) for key in keys} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("layers", ["SFSF", "SSSS"])
+def test_shared_heads_when_off_the_device_are_found_from_the_third_on(tmp_path: Path, layers: str) -> None:
+    """vLLM alone finds as much of the first model with a device cache that holds everything, and 0 of the second."""
+    heads, head_tokens = 4, 400
+    transfer = transfer_config(load_decision="always")
+    model = write_gemma(tmp_path / "model", window=128, layers=layers)
+    with in_process(model, transfer, num_gpu_blocks_override=60, max_model_len=800) as engine:
+        prompts = shared_heads(heads, 4, head_tokens, tail_tokens=250, seed=22)
+        answers = engine.generate(prompts)
+        found = [sum(answer.num_cached for answer in answers[at : at + heads]) for at in range(0, 16, heads)]
+        assert found[2:] == [heads * (head_tokens // BLOCK * BLOCK)] * 2
+        after = engine.settle().store
+        # 12 blocks of each head and 8 of each tail, and the windows before the ends of both.
+        full = (heads * 12 + 16 * 8) * ("F" in layers)
+        assert after.stored == full + (heads + 16) * (128 // BLOCK)
 
 
 @pytest.mark.parametrize("every", [1, 2])

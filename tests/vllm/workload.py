@@ -37,6 +37,13 @@ def shared_prefixes(count: int, prefixes: int = 14, prefix_tokens: int = 8 * BLO
     return [rng.choice(beginnings) + random_tokens(rng, rng.randrange(4, 80)) for _ in range(count)]
 
 
+def shared_heads(heads: int, prompts_each: int, head_tokens: int, tail_tokens: int, seed: int) -> list[Prompt]:
+    """Prompts with tails of their own, in rounds over the heads: the first of each head, then the second, and so on."""
+    rng = random.Random(seed)
+    beginnings = [random_tokens(rng, head_tokens) for _ in range(heads)]
+    return [head + random_tokens(rng, tail_tokens) for _ in range(prompts_each) for head in beginnings]
+
+
 def assert_same(answers: Sequence[Answer], truth: Sequence[Answer]) -> None:
     """Answers equal the baseline's; a near tie may fall either way, and is printed at the end of the run."""
     assert len(answers) == len(truth)

@@ -101,6 +101,8 @@ class SchedulerSide:
         now_s = self._clock()
         self._note_preemption(request.request_id, now_s)
         found = self.offload.match(request.request_id, num_computed_tokens, now_s)
+        if not self._only_grow:
+            self._name_boundary(request, self.offload.boundary(request.request_id, now_s))
         if isinstance(found, Hit):
             return found.num_tokens, True
         return _LATER if isinstance(found, Later) else _NOTHING
@@ -301,6 +303,16 @@ class SchedulerSide:
             blank += [NULL_BLOCK] * (number + 1 - len(blank))
             blank[number] = block
         return blank
+
+    def _name_boundary(self, request: Any, boundary: int) -> None:
+        """Have vLLM keep the windows and states at a boundary that only the pool knows, as it does at its own.
+
+        vLLM ends a chunk at the boundary where it has recurrent states, and hands those over; blocks of windows get a
+        hash there, by which lazy mode knows what they hold.
+        """
+        theirs = getattr(request, "shared_prefix_boundary", None)
+        if theirs is not None and boundary > theirs:
+            request.shared_prefix_boundary = boundary
 
     def _note_preemption(self, request_id: str, now_s: float) -> None:
         """vLLM has no hook for it, and may resume a request within the very step that preempts it."""
