@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from app.crash_report import enable_crash_report
 from app.engines.digests import DigestCache
@@ -42,6 +41,7 @@ from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
+from app.engines.vllm.versions import hash_block_size, host_cache_source
 from app.engines.vllm.waking import IdleSteps, find_waker
 from app.engines.vllm.worker_side import WorkerSide, orders_of
 from app.settings import Settings
@@ -84,7 +84,7 @@ def _guarded(
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in host memory, and brings them back."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = host_cache_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -102,7 +102,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             check_parallel(vllm_config.parallel_config)
             settings = read_options(self._kv_transfer_config)
             self._logs = GuestLogs(settings)
-            layout = read_layout(kv_cache_config)
+            layout = read_layout(kv_cache_config, hash_block_size(vllm_config, kv_cache_config))
             size = size_pool(settings, layout, vllm_config.parallel_config)
             if role is KVConnectorRole.WORKER:
                 self._settings, self._layout, self._size = settings, layout, size
