@@ -96,6 +96,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: KVEventSink | None = None
         self._facts: RankFacts | None = None
         self._logs: GuestLogs | None = None
+        self._is_serving = False
         enable_crash_report()
         try:
             check_caching(vllm_config.cache_config)
@@ -155,6 +156,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             facts.dropped, facts.foreign_keys = mapped.file.found.dropped, mapped.file.take_foreign_keys()
             facts.num_cut_off = mapped.file.num_cut_off
         self._facts = facts
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Yes. vLLM resets its connectors before it sleeps, so that the pool is empty then; it stays mapped."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Stop using the KV caches, whose memory is about to go. vLLM does not sleep if this raises."""
+        self._the_worker().release_caches()
+
+    @_guarded()
+    def restore_kv_caches(self) -> None:
+        """Use the KV caches again, wherever they are after wake-up."""
+        self._the_worker().restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank made of the configuration."""
@@ -226,13 +241,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Refuse ranks that hold other bytes than the scheduler thinks; remember what was dropped with another pool.
 
-        Then all is known that operators may ask for: the last thing that vLLM does before it serves.
+        Then all is known that operators may ask for: the last thing that vLLM does before it serves. vLLM repeats the
+        call after each wake-up from sleep, with what the ranks found at start.
         """
-        for facts in metadata.values():
-            if isinstance(facts, RankFacts):
-                self._compare(facts)
-                if self._host is not None:
-                    self._host.note_dropped(facts)
+        ranks = [facts for facts in metadata.values() if isinstance(facts, RankFacts)]
+        for facts in ranks:
+            self._compare(facts)
+        if self._is_serving:
+            return
+        self._is_serving = True
+        if self._host is not None:
+            for facts in ranks:
+                self._host.note_dropped(facts)
         if self._admin is not None:
             self._admin.start()
 
