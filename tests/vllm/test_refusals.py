@@ -55,6 +55,7 @@ def test_check_when_a_release_was_tested_logs_nothing(version: str, caplog: pyte
 @pytest.mark.parametrize("version", ["0.30.9", "0.34.0", "1.0.0", "dev", "0.33.0rc1.dev12+gabc"])
 def test_check_when_an_untested_vllm_has_all_parts_warns(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_vllm(version)
+    check_vllm(version)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith(f"vLLM {version} was not tested with kvferry")

@@ -25,6 +25,7 @@ TESTED = ("0.31", "0.32", "0.33")
 TESTED_WORDS = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 Load = Callable[[str], Any]
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,9 @@ def check_vllm(version: str | None = None, load: Load = importlib.import_module)
         )
         _log.error("%s", message)
         raise UnsupportedVllm(message)
-    if not is_tested(version):
+    if not is_tested(version) and version not in _warned:
+        # vLLM looks the connector up several times in each process.
+        _warned.add(version)
         _log.warning(
             "vLLM %s was not tested with kvferry, but has all parts that the connector needs; tested: %s",
             version,
