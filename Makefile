@@ -1,4 +1,4 @@
-# make serve | test | test-vllm | soak | kill-test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-vllm | test-vllm-all | check-vllm | soak | kill-test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -15,7 +15,7 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-.PHONY: help serve test test-vllm soak kill-test lint format clean
+.PHONY: help serve test test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -33,10 +33,28 @@ soak: $(STAMP)
 kill-test: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.kill $(ROUNDS) $(SEED)
 
-# In a venv of its own, outside the checkout, which is used again while its versions match.
+# In a venv of its own, outside the checkout, which is used again while its versions match. VLLM is what make_venv.py
+# is asked for: 0.31, 0.32, or the Python files of a release over the binaries of 0.32 ("--python 0.33").
+VLLM ?= 0.32
+VLLM_TESTS ?= tests/vllm
 test-vllm: $(STAMP)
-	@venv="$$($(BIN)/python tests/vllm/make_venv.py)" && cd "$(CURDIR)" && \
-		TEST_VLLM=1 OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest tests/vllm $(XDIST) $(PYTEST_ARGS)
+	@venv="$$($(BIN)/python tests/vllm/make_venv.py $(VLLM))" && cd "$(CURDIR)" && TEST_VLLM=1 OMP_NUM_THREADS=1 \
+		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) $(PYTEST_ARGS)
+
+# What the connector needs of the releases that are not run in full: parts, signatures, layouts and orders of calls.
+INTERFACE := $(addprefix tests/vllm/test_,interface.py fabricated_steps.py layouts.py)
+test-vllm-interface: $(STAMP)
+	@for version in 0.31 0.33; do echo "vLLM $$version: interface" && \
+		$(MAKE) --no-print-directory test-vllm VLLM="--python $$version" VLLM_TESTS="$(INTERFACE)" || exit 1; done
+
+test-vllm-all: $(STAMP)
+	@for version in 0.31 0.32 "--python 0.33"; do echo "vLLM $$version" && \
+		$(MAKE) --no-print-directory test-vllm VLLM="$$version" || exit 1; done
+
+# Downloads the newest release of vLLM, and prints which parts that the connector needs it lacks.
+check-vllm: $(STAMP)
+	@venv="$$($(BIN)/python tests/vllm/make_venv.py --python newest)" && cd "$(CURDIR)" && VLLM_LOGGING_LEVEL=ERROR \
+		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m app.engines.vllm.versions
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,6 +20,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 BLOCK = 32
 NUM_BLOCKS = 12
@@ -90,10 +94,10 @@ def cache_config(
             prefix_cache_retention_interval=None,
         ),
     )
-    found = get_kv_cache_config_from_groups(about, list(groups), available_memory=1 << 30)
+    found = planning.get_kv_cache_config_from_groups(about, list(groups), available_memory=1 << 30)
     found.kv_cache_layout = layout.name
     found.hash_block_size = BLOCK
-    found.kv_tp_replicas = kv_cache_groups_tp_replicas(list(groups), tensor_parallel)
+    found.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(list(groups), tensor_parallel)
     return found
 
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import httpx
 import psutil
+import vllm
 
 from app.discovery import find_services
 from tests.vllm.engines import engine_options
@@ -106,9 +107,10 @@ def environment(shim: Path, state: Path, **more: str) -> dict[str, str]:
 
 def write_shim(folder: Path) -> Path:
     """`vllm serve` asks for the metadata of `vllm`, which the CPU wheel has under another name."""
-    metadata = folder / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    version = f"{vllm.__version__.split('+')[0]}+cpu"
+    metadata = folder / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return folder
 
 

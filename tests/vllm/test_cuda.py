@@ -31,6 +31,7 @@ from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
+from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
 from tests.waiting import wait_until
 
@@ -184,6 +185,28 @@ def test_a_lost_device_fails_its_loads_and_vllm_is_told_of_each(rig: Rig) -> Non
 
     wait_until(step, "both loads are told of", PATIENCE_S)
     assert received == failed == {"request-1", "request-2"}
+
+
+def test_caches_when_released_and_restored_elsewhere_are_copied_there(rig: Rig) -> None:
+    """As in sleep mode; the pool stays registered with the device all the time."""
+    fill(rig.caches, seed=1)
+    memory, before, registered = Moving(rig.caches), rig.seen(1, 7), dict(rig.cuda.registered)
+    rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [2])]))
+    for _ in range(2):
+        rig.worker.release_caches()
+        assert rig.cuda.num_queued_copies() == 0
+        assert rig.cuda.registered == registered
+    memory.free()
+    # What is asked for meanwhile fails, and touches nothing.
+    rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [2])]))
+    memory.allocate()
+    for _ in range(2):
+        rig.worker.restore_caches()
+    assert sorted(map(str, rig.collect_all(2))) == ["None", "the copy engine is closed"]
+    rig.worker.start_loads(StepOrders(loads=[job(3, Direction.LOAD, 1, [5], [2])]))
+    assert rig.collect_all(1) == [None]
+    assert rig.seen(1, 5) == before
+    assert rig.cuda.registered == registered
 
 
 def test_closing_leaves_no_copy_over_memory_that_vllm_frees_next(rig: Rig) -> None:

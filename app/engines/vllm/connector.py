@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from app.crash_report import enable_crash_report
 from app.engines.digests import DigestCache
@@ -42,6 +41,7 @@ from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
+from app.engines.vllm.versions import hash_block_size, host_cache_source
 from app.engines.vllm.waking import IdleSteps, find_waker
 from app.engines.vllm.worker_side import WorkerSide, orders_of
 from app.settings import Settings
@@ -84,7 +84,7 @@ def _guarded(
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in host memory, and brings them back."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = host_cache_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -96,13 +96,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._events: KVEventSink | None = None
         self._facts: RankFacts | None = None
         self._logs: GuestLogs | None = None
+        self._is_serving = False
         enable_crash_report()
         try:
             check_caching(vllm_config.cache_config)
             check_parallel(vllm_config.parallel_config)
             settings = read_options(self._kv_transfer_config)
             self._logs = GuestLogs(settings)
-            layout = read_layout(kv_cache_config)
+            layout = read_layout(kv_cache_config, hash_block_size(vllm_config, kv_cache_config))
             size = size_pool(settings, layout, vllm_config.parallel_config)
             if role is KVConnectorRole.WORKER:
                 self._settings, self._layout, self._size = settings, layout, size
@@ -155,6 +156,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             facts.dropped, facts.foreign_keys = mapped.file.found.dropped, mapped.file.take_foreign_keys()
             facts.num_cut_off = mapped.file.num_cut_off
         self._facts = facts
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Yes. vLLM resets its connectors before it sleeps, so that the pool is empty then; it stays mapped."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Stop using the KV caches, whose memory is about to go. vLLM does not sleep if this raises."""
+        self._the_worker().release_caches()
+
+    @_guarded()
+    def restore_kv_caches(self) -> None:
+        """Use the KV caches again, wherever they are after wake-up."""
+        self._the_worker().restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank made of the configuration."""
@@ -235,13 +250,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Refuse ranks that hold other bytes than the scheduler thinks; remember what was dropped with another pool.
 
-        Then all is known that operators may ask for: the last thing that vLLM does before it serves.
+        Then all is known that operators may ask for: the last thing that vLLM does before it serves. vLLM repeats the
+        call after each wake-up from sleep, with what the ranks found at start.
         """
-        for facts in metadata.values():
-            if isinstance(facts, RankFacts):
-                self._compare(facts)
-                if self._host is not None:
-                    self._host.note_dropped(facts)
+        ranks = [facts for facts in metadata.values() if isinstance(facts, RankFacts)]
+        for facts in ranks:
+            self._compare(facts)
+        if self._is_serving:
+            return
+        self._is_serving = True
+        if self._host is not None:
+            for facts in ranks:
+                self._host.note_dropped(facts)
         if self._admin is not None:
             self._admin.start()
 

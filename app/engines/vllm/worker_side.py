@@ -5,6 +5,7 @@ Every job ends, and every load that ends is told to vLLM once: a request whose l
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,10 @@ from app.engines.vllm.metadata import IDLE_WAIT_S, SizeOrder, SizeReport, StepOr
 from app.offload_guard import ErrorLog, GuardedCopies
 from core.transfers import Direction, TransferJob, TransferResult
 
+_log = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""How long jobs under way may take to end before the KV caches are released; the rest of them fails."""
 _MAX_ERRORS = 20
 """Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
@@ -105,6 +110,19 @@ class WorkerSide:
         self.reports.sizes += sizes
         self.reports.errors += self._error_texts
         self._error_texts = []
+
+    def release_caches(self) -> None:
+        """Let the open jobs end and stop using the KV caches; see `Copies`. Thread: the worker's, between two steps."""
+        if self._copies is None:
+            return
+        if not self._copies.wait(tuple(self._open), DRAIN_S):
+            _log.warning("KV caches are released: jobs that take longer than %.0f s fail", DRAIN_S)
+        self._copies.release_caches()
+
+    def restore_caches(self) -> None:
+        """Use the KV caches again; see `Copies`. Thread: the worker's, between two steps."""
+        if self._copies is not None:
+            self._copies.restore_caches()
 
     def close(self) -> None:
         """Stop copying."""
