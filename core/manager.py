@@ -160,6 +160,7 @@ class OffloadManager:
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
                 table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
+                self.missing.begin_filling(keys, slots)
             return Offer(num_answered, wanted_at, slots, held_back_at)
 
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
@@ -169,6 +170,7 @@ class OffloadManager:
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.lock:
+            self.missing.end_filling(self.table.keys[slots].tolist(), slots)
             holders = self.index.claim(slots)
             # As bytes: to compare two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
@@ -200,6 +202,7 @@ class OffloadManager:
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
         with self.lock:
+            self.missing.end_filling(self.table.keys[slots].tolist(), slots)
             self.leaving.void(slots)
             self.room.free(slots)
 

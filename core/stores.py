@@ -115,7 +115,35 @@ class StoreSide:
         """Offer all that is full, since the request is over; what finds no space now never will."""
         for progress in state.groups:
             self._offer(state, progress, None)
+        self.note_parts(state)
         self._reorder(state)
+
+    def note_lost(self, state: RequestState) -> None:
+        """Note why blocks were not stored that a request loses with its device blocks, in eager mode."""
+        self.note_parts(state)
+        if self.keep is None:
+            for progress in state.groups:
+                self._note_refused(progress, self._count_full(state, progress))
+
+    def note_parts(self, state: RequestState) -> None:
+        """Note the computed blocks that may be asked for without the rest of their slot."""
+        for progress in state.groups:
+            group = progress.group
+            if group.slot_blocks == 1 or group.spec.kind is not GroupKind.FULL:
+                continue
+            num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
+            num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
+            if num_blocks > progress.noted_parts:
+                parts = state.keys_of_parts(group, progress.noted_parts, num_blocks)
+                self._manager.missing.note_kept_out(parts, NotStored.PART_OF_SLOT)
+                progress.noted_parts = num_blocks
+
+    def _note_refused(self, progress: GroupProgress, end: int) -> None:
+        """Note that slots up to `end` are not stored so far, as there is no space for them."""
+        first = max(progress.answered, progress.noted_refused)
+        if end > first:
+            progress.noted_refused = end
+            self._manager.missing.note_kept_out(progress.keys[first:end], NotStored.NO_SPACE)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
         """How many slots of a group are whole: computed, on the device, and hashed."""
@@ -149,6 +177,8 @@ class StoreSide:
             room = self._offer_batch(state, progress, min(stop, progress.answered + _OFFER_SLOTS))
         if not room and limit is None:
             self._keep_out(state, progress, SkipReason.NO_SPACE, end)
+        elif not room:
+            self._note_refused(progress, end)
         if progress.answered == end:
             for reason, count in kept_back:
                 self._keep_out(state, progress, reason, progress.answered + count)
@@ -219,6 +249,9 @@ class StoreSide:
             progress.refused_at = version
             end = int(numbers[answered])
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
+        if busy and group.slot_blocks > 1:
+            taken = [progress.keys[first + i] for i, is_busy in enumerate(busy[: end - first]) if is_busy]
+            self._manager.missing.note_kept_out(taken, NotStored.IN_FLIGHT)
         if busy and self.cascades is not None and self.cascades.wishers(state):
             self._follow(state, progress, [first + i for i, taken in enumerate(busy[: end - first]) if taken])
         progress.answered = end
@@ -369,6 +402,8 @@ class StoreSide:
         keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
         if failed and not disowned:
             self._manager.missing.note_kept_out(keys, NotStored.FAILED)
+        elif disowned and part.epoch == self._manager.epoch:
+            self._manager.missing.note_kept_out(self._manager.table.keys[part.slots].tolist(), NotStored.RESET)
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:

@@ -129,6 +129,7 @@ class ToyEngine(ToySchedule):
         progress = [StepProgress(c.request.request_id, self._told(c.request), c.end) for c in chunks]
         plan = self.offload.plan_step(progress, self.now_s)
         self.ledger.opened(plan)
+        self.ledger.told_progress(chunks)
         self.flight.append((chunks, plan))
         self.submit(plan, stores=False)
         return chunks, plan
@@ -319,6 +320,7 @@ class ToyEngine(ToySchedule):
     def set_mode(self, mode: StoreMode) -> None:
         """Offer blocks as they fill, or when they leave the device."""
         self.ledger.was_lazy |= mode is StoreMode.LAZY
+        self.ledger.causes.is_sure &= mode is StoreMode.EAGER
         self.offload.set_store_mode(mode)
 
     # --- what must always hold --------------------------------------------------------------------------------------
