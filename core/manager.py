@@ -170,7 +170,8 @@ class OffloadManager:
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.lock:
-            self.missing.end_filling(self.table.keys[slots].tolist(), slots)
+            keys = self.table.keys[slots].tolist()
+            self.missing.end_filling(keys, slots)
             holders = self.index.claim(slots)
             # As bytes: to compare two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
@@ -180,7 +181,7 @@ class OffloadManager:
                 self.leaving.void(lost)
                 self.room.free(lost)
                 slots = slots[won]
-            keys = self.table.keys[slots].tolist()
+                keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
             self.room.policy.admit(slots)
             self.touch(chain)

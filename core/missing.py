@@ -79,9 +79,10 @@ class MissingKeys:
 
     def end_filling(self, keys: Sequence[Key], slots: Slots) -> None:
         """Note that nothing is written to these slots any more. Requires: manager lock held."""
+        filling = self._filling
         for key, slot in zip(keys, slots.tolist(), strict=True):
-            if self._filling.get(key) == slot:
-                del self._filling[key]
+            if filling.get(key) == slot:
+                del filling[key]
 
     def note_gone(self, marks: Marks, reason: EvictionReason, now_s: float) -> None:
         """Remember why the keys of these marks left the pool. Called under the lock."""
