@@ -17,7 +17,9 @@ from core.marks import Marks
 _SECONDS = (1 << 32) - 1
 _ENTRY, _SECOND = np.dtype(np.uint64), np.dtype(np.uint32)
 _MIN_BITS = 16
-"""Half a megabyte, so that in a small pool hardly any two ghosts fall on one place."""
+"""Half a megabyte, so that a small pool forgets hardly any."""
+_WAYS = 8
+"""Places in a row that an entry may be at: a cache line, so that entries displace others only where a table is full."""
 
 _CODE_BITS = 5
 _CODE = (1 << _CODE_BITS) - 1
@@ -47,10 +49,10 @@ class Regretted(NamedTuple, Generic[R]):
 class Ghosts(Generic[R]):
     """The latest keys that are missing, in one flat array, each with one of a few reasons.
 
-    An entry is a key's mark with the reason and the epoch in its low bits. A newer ghost overwrites an older one that
-    falls on its place, so the memory is fixed and nothing is ever searched; what this costs is a few forgotten ghosts.
-    A reset voids all, for what was in the pool then left by the reset. A key passes for another one with a chance of
-    2**-51.
+    An entry is a key's mark with the reason and the epoch in its low bits. It is at one of eight places; where others
+    have them all, it overwrites one. So the memory is fixed and a lookup is short; what this costs is forgotten ghosts
+    once the table is rather full. A reset voids all, for what was in the pool then left by the reset. A key passes for
+    another one with a chance of 2**-48.
     """
 
     def __init__(self, num_keys: int, reasons: type[R], *, is_dated: bool = False) -> None:
@@ -69,12 +71,13 @@ class Ghosts(Generic[R]):
         # Of no length if nobody wants to know.
         self._seconds: NDArray[np.uint32] = touched_zeros(1 << bits if is_dated else 0, _SECOND)
         self._epoch = 0
-        self._add = _adder()
+        self._put, self._find = _putter(), _finder()
+        self._no_seconds: NDArray[np.uint32] = np.zeros(0, _SECOND)
 
     def add(self, marks: Marks, reason: R, now_s: float = 0.0) -> None:
         """Remember keys that are missing."""
-        code = self._epoch << _CODE_BITS | self._codes[reason]
-        self._add(self._table, self._seconds, int(self._shift), marks, code, int(now_s) & _SECONDS)
+        entries = marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS | self._codes[reason])
+        self._put(self._table, self._seconds, int(self._shift), entries, self._no_seconds, int(now_s) & _SECONDS)
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
@@ -89,11 +92,8 @@ class Ghosts(Generic[R]):
             entries = old[start : start + _MOVED].copy()
             there = entries.nonzero()[0]
             # An entry has the high bits of its mark, which are its place in a table of any size.
-            entries = entries[there]
-            places = (entries >> shift).view(np.int64)
-            table[places] = entries
-            if len(seconds):
-                seconds[places] = old_seconds[start + there]
+            times = old_seconds[start + there] if len(seconds) else self._no_seconds
+            self._put(table, seconds, int(shift), entries[there], times, 0)
 
         def put_in_force() -> object:
             self._shift, self._table, self._seconds = shift, table, seconds
@@ -129,31 +129,70 @@ class Ghosts(Generic[R]):
 
     def _look_up(self, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places of these marks, and the codes that stand there if they are theirs, else 0."""
-        places = (marks >> self._shift).view(np.int64)
-        differences = self._table[places] ^ (marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS))
-        codes = np.where(differences <= _CODE, differences, 0).astype(np.int64)
+        places = np.empty(len(marks), dtype=np.int64)
+        codes = np.empty(len(marks), dtype=np.int64)
+        wanted = marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS)
+        self._find(self._table, int(self._shift), wanted, places, codes)
         return places, codes
 
 
 @functools.cache
-def _adder() -> Callable[..., None]:
-    """A function that enters marks into a table, and with them the second into another one unless that is empty."""
+def _putter() -> Callable[..., None]:
+    """Return a function that enters ghosts into a table, and their seconds into another one unless that is empty."""
+    from numba import types
+
+    given, given_seconds = types.Array(types.uint64, 1, "A", readonly=True), types.Array(types.uint32, 1, "A")
+
+    @compiled(types.void(types.uint64[::1], types.uint32[::1], types.uint64, given, given_seconds, types.uint32))
+    def put(
+        table: Marks,
+        seconds: NDArray[np.uint32],
+        shift: np.uint64,
+        entries: Marks,
+        times: NDArray[np.uint32],
+        now_s: np.uint32,
+    ) -> None:
+        of_key, of_epoch = ~np.uint64((1 << _NOTE_BITS) - 1), np.uint64(((1 << _EPOCH_BITS) - 1) << _CODE_BITS)
+        for i in range(len(entries)):
+            entry = entries[i]
+            home = np.int64(entry >> shift)
+            place, is_vacant = home, False
+            for way in range(_WAYS):
+                at = home // _WAYS * _WAYS + way
+                if (table[at] ^ entry) & of_key == np.uint64(0):
+                    place = at
+                    break
+                if not is_vacant and (table[at] == np.uint64(0) or (table[at] ^ entry) & of_epoch != np.uint64(0)):
+                    place, is_vacant = at, True
+            table[place] = entry
+            if len(seconds):
+                seconds[place] = times[i] if len(times) else now_s
+
+    return put
+
+
+@functools.cache
+def _finder() -> Callable[..., None]:
+    """Return a function that finds the places of ghosts in a table, and their codes: 0 where they are not."""
     from numba import types
 
     given = types.Array(types.uint64, 1, "A", readonly=True)
 
-    @compiled(types.void(types.uint64[::1], types.uint32[::1], types.uint64, given, types.uint64, types.uint32))
-    def add(
-        table: Marks, seconds: NDArray[np.uint32], shift: np.uint64, marks: Marks, code: np.uint64, now_s: np.uint32
+    @compiled(types.void(types.uint64[::1], types.uint64, given, types.int64[::1], types.int64[::1]))
+    def find(
+        table: Marks, shift: np.uint64, wanted: Marks, places: NDArray[np.int64], codes: NDArray[np.int64]
     ) -> None:
-        kept = ~np.uint64((1 << _NOTE_BITS) - 1)
-        for i in range(len(marks)):
-            place = marks[i] >> shift
-            table[place] = marks[i] & kept | code
-            if len(seconds):
-                seconds[place] = now_s
+        for i in range(len(wanted)):
+            home = np.int64(wanted[i] >> shift)
+            places[i], codes[i] = home, 0
+            for way in range(_WAYS):
+                at = home // _WAYS * _WAYS + way
+                code = table[at] ^ wanted[i]
+                if code <= np.uint64(_CODE):
+                    places[i], codes[i] = at, np.int64(code)
+                    break
 
-    return add
+    return find
 
 
 def _bits_for(num_keys: int) -> int:

@@ -17,7 +17,7 @@ from core.misses import MissCause, Misses
 from core.prefixes import PrefixFinder
 from core.promotions import PromotionSide
 from core.rates import LoadOrCompute
-from core.reasons import EvictionReason
+from core.reasons import EvictionReason, NotStored
 from core.requests import RequestPhase, RequestState
 from core.stats import LoadCounts
 from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
@@ -96,7 +96,7 @@ class LoadSide:
                 state.boundary_tokens = self._finder.find_boundary(state, num_computed_tokens)
                 self.counts.declined += 0 if state.decline_noted else hit.num_blocks
                 state.decline_noted = True
-                self._note_misses(state, hit.end_token)
+                state.found_end, state.in_pool = hit.end_token, MissCause.GAP
             return _MISS
         if self._leaders.follows(state, num_computed_tokens):
             self._set_hit(state, None)
@@ -115,7 +115,7 @@ class LoadSide:
                 return _LATER
             if not hit.num_tokens:
                 self._leaders.stop(state)
-        self._note_misses(state, hit.end_token, in_pool)
+        state.found_end, state.in_pool = hit.end_token, in_pool
         if not hit.num_tokens:
             return _MISS
         if state.load_wanted is None:
@@ -133,6 +133,8 @@ class LoadSide:
         if state.matched_tokens is None:
             return
         self._finder.note_computed(state)
+        if not state.prefill_counted:
+            self._note_misses(state)
         state.device_tokens = state.num_computed_tokens = state.matched_tokens
         state.loaded_tokens = 0
         state.matched_tokens = None
@@ -244,33 +246,44 @@ class LoadSide:
                 state.lost_load = LoadOutcome(state.request.request_id, False, state.device_tokens, 0)
             self._lost.append((state, state.lost_load))
 
-    def _note_misses(self, state: RequestState, end_token: int, in_pool: MissCause = MissCause.GAP) -> None:
-        """Find out why what is behind a request's hit cannot be loaded; `in_pool` is why what is there.
+    def _note_misses(self, state: RequestState) -> None:
+        """Note why what is behind the latest hit of a request could not be loaded.
 
-        Once, and again where the hit ends elsewhere by the time that there is room. What failed to load is known.
+        Once per admission, so that causes are those of the look-up that counts. Tokens whose load failed before keep
+        that cause.
         """
-        if state.misses is not None and (state.load_failed or state.misses.hit_end == end_token):
-            return
-        state.misses = Misses(end_token)
-        for group in self._layout.groups:
+        end_token = state.found_end
+        if state.load_failed and state.misses is not None:
+            end_token = max(end_token, state.misses.hit_end)
+        state.misses = misses = Misses(end_token)
+        num_tokens, alignment = state.request.num_tokens, self._layout.alignment_tokens
+        limit = (num_tokens - 1) // alignment * alignment
+        full = next((group for group in self._layout.groups if group.spec.kind is GroupKind.FULL), None)
+        if full is None:
             # Of windows and states hardly any would be asked for.
-            if group.spec.kind is GroupKind.FULL:
-                first = end_token // group.slot_tokens
-                end = (state.request.num_tokens - 1) // group.slot_tokens
-                keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
-                causes, evicted_between_s = self._manager.missing.explain(keys, state.now_s)
-                if not state.misses.runs:
-                    # The first such group has the say: a hit needs them all, and they are stored together.
-                    causes = [in_pool if cause is MissCause.GAP else cause for cause in causes]
-                    state.misses.extend(causes, first * group.slot_tokens, group.slot_tokens)
-                    num_left = (end - first - len(keys)) * group.slot_tokens
-                    if num_left:
-                        examined = (first + len(keys)) * group.slot_tokens
-                        state.misses.extend([MissCause.UNEXAMINED], examined, num_left)
-                    state.misses.evicted_between_s = evicted_between_s
-        whole = (state.request.num_tokens - 1) // self._layout.alignment_tokens * self._layout.alignment_tokens
-        if not state.misses.runs and whole > end_token:
-            state.misses.extend([MissCause.UNEXAMINED], end_token, whole - end_token)
+            if limit > end_token:
+                misses.extend([MissCause.UNEXAMINED], end_token, limit - end_token)
+            return
+        # The first such group has the say: a hit needs them all, and they are stored together.
+        size = full.slot_tokens
+        # A hit may end within a slot, but only a whole slot has a key.
+        first, end = end_token // size, min(-(-limit // size), num_tokens // size)
+        keys = self._finder.keys(state, full, first, min(end, first + _EXAMINED_SLOTS))
+        found, misses.evicted_between_s = self._manager.missing.explain(keys, state.now_s)
+        causes = [state.in_pool if cause is MissCause.GAP else cause for cause in found]
+        num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
+        misses.extend(causes[:num_old], first * size, size)
+        if full.slot_blocks > 1:
+            # Of prompts that part within a slot, or end there, the first blocks of that slot may be known.
+            start, block_size = max((first + num_old) * size, end_token), full.spec.block_size
+            parts = state.keys_of_parts(full, start // block_size, (first + num_old + 1) * full.slot_blocks)
+            num_parts = self._manager.missing.count_parts(parts)
+            misses.extend([NotStored.PART_OF_SLOT] * num_parts, start, block_size)
+        misses.extend(causes[num_old:], (first + num_old) * size, size)
+        rest = max((first + len(causes)) * size, misses.end_token)
+        if limit > rest:
+            misses.extend([MissCause.NEW if len(causes) == end - first else MissCause.UNEXAMINED], rest, limit - rest)
+        misses.end_at(limit)
 
     def _begin(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
         state.phase = RequestPhase.LOADING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -22,6 +22,8 @@ class MissCause(StrEnum):
     """It is in the pool, and cannot be used without another block that is not."""
     PIN_LIMIT = "pin_limit"
     """It is in the pool, and waiting requests held as much of that as they may."""
+    IN_FLIGHT = "in_flight"
+    """It is being stored, or brought from a tier, and cannot be loaded before that has ended."""
     TAIL = "tail"
     """Too little for a block, or the last token, which is computed in any case."""
     LOAD_FAILED = "load_failed"
@@ -31,7 +33,7 @@ class MissCause(StrEnum):
     LOAD_DISABLED = "load_disabled"
     """The request's policy does not let it load."""
     UNEXAMINED = "unexamined"
-    """So many blocks were missing that no more of them were looked at."""
+    """So many blocks were missing that no more of them were looked at, or none could be."""
 
 
 MissReason = MissCause | EvictionReason | NotStored
@@ -95,6 +97,16 @@ class Misses:
     runs: list[MissRun] = field(default_factory=list)
     evicted_between_s: tuple[float, float] | None = None
 
+    @classmethod
+    def unexamined(cls, num_tokens: int) -> Misses:
+        """The misses of a prompt that was never looked up."""
+        return cls(0, [MissRun(num_tokens, MissCause.UNEXAMINED)])
+
+    @property
+    def end_token(self) -> int:
+        """The first token behind the hit and all runs."""
+        return self.runs[-1].end_token if self.runs else self.hit_end
+
     def extend(self, causes: Iterable[MissReason], first_token: int, tokens_each: int) -> None:
         """Add the causes of slots of so many tokens each, the first of which begins at `first_token`."""
         end = first_token
@@ -107,8 +119,13 @@ class Misses:
                 self.runs.pop()
             self.runs.append(MissRun(end, cause))
 
-    def count(self, served: int, total: int, lost_hit: MissCause, missed: Iterable[MissedTokens]) -> None:
-        """Count the prompt's tokens from `served` to `total`.
+    def end_at(self, limit_token: int) -> None:
+        """Count the tokens of the last run behind `limit_token`, where no hit can end, as the tail."""
+        if self.runs and self.runs[-1].end_token > limit_token:
+            self.runs.append(MissRun(limit_token, self.runs.pop().cause))
+
+    def spans(self, served: int, total: int, lost_hit: MissCause) -> Iterator[tuple[int, int, MissReason]]:
+        """Yield first token, end and cause of each run of the prompt's tokens from `served` to `total`.
 
         Those within the hit were lost for `lost_hit`, those behind the last run are the tail.
         """
@@ -116,9 +133,13 @@ class Misses:
         for end, cause in ((self.hit_end, lost_hit), *((run.end_token, run.cause) for run in self.runs)):
             end = min(end, total)
             if end > start:
-                for counts in missed:
-                    counts.add(cause, end - start)
+                yield start, end, cause
                 start = end
         if total > start:
+            yield start, total, MissCause.TAIL
+
+    def count(self, served: int, total: int, lost_hit: MissCause, missed: Iterable[MissedTokens]) -> None:
+        """Count the prompt's tokens from `served` to `total` by cause; see `spans`."""
+        for start, end, cause in self.spans(served, total, lost_hit):
             for counts in missed:
-                counts.add(MissCause.TAIL, total - start)
+                counts.add(cause, end - start)

@@ -77,7 +77,7 @@ class Prefills:
             counts.recomputed += total - device_hit - loaded
             for name, count in tier_hit.items():
                 counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
-        misses = state.misses or Misses(0)
+        misses = state.misses or Misses.unexamined(total)
         served = device_hit + loaded
         misses.count(served, total, lost_cause, (self.missed_tokens, state.missed_tokens))
         state.evicted_between_s = misses.evicted_between_s

@@ -66,6 +66,8 @@ class GroupProgress:
     answered: int = 0
     kept: int = 0
     refused_at: int | None = None
+    noted_refused: int = 0
+    noted_parts: int = 0
 
     def extend_keys(self, block_hashes: Sequence[bytes], num_slots: int) -> int:
         """Make the keys of the first `num_slots` slots, or of as many as have a hash, and say how many there are."""
@@ -125,6 +127,8 @@ class RequestState:
     hit: PrefixHit | None = None
     pin: Pin | None = None
     matched_tokens: int | None = None
+    found_end: int = 0
+    in_pool: MissCause = MissCause.GAP
     misses: Misses | None = None
     load_wanted: bool | None = None
     decline_noted: bool = False
@@ -151,6 +155,14 @@ class RequestState:
         """Make the keys of all slots that a hit may read. Thread: engine; the manager lock is not needed."""
         for progress in self.groups:
             progress.extend_keys(self.request.block_hashes, (self.request.num_tokens - 1) // progress.group.slot_tokens)
+
+    def keys_of_parts(self, group: Group, first_block: int, end_block: int) -> list[Key]:
+        """Make the keys of those of these blocks that do not end a slot, each standing for the block alone."""
+        step = group.hashes_per_slot // group.slot_blocks
+        hashes = self.request.block_hashes
+        numbers = range(first_block, min(end_block, len(hashes) // step))
+        parts = (hashes[(i + 1) * step - 1] for i in numbers if (i + 1) % group.slot_blocks)
+        return make_keys(parts, group.index)
 
     def note_promoted(self, first: int, last: int, tier: str) -> None:
         """Note that a tier brought the aligned pieces `first` to `last`, unless the prompt is accounted for already."""

@@ -218,6 +218,7 @@ class OffloadScheduler:
                     num_prefill_tokens += new_tokens
                     if step.num_computed_tokens >= state.request.num_prompt_tokens:
                         self._prefills.plan(state)
+                self._stores.note_parts(state)
                 if self._stores.has_unanswered(state):
                     state.settle(self.policies, now_s)
                     self._stores.offer_step(state)
@@ -280,6 +281,10 @@ class OffloadScheduler:
             if state is None:
                 return
             self._counts.preempted += 1
+            self._prefills.count(state)
+            if state.phase is RequestPhase.RUNNING:
+                self._stores.note_lost(state)
+            state.load_failed = False
             state.block_ids = ()
             state.num_blocks = 0
             for progress in state.groups:

@@ -119,7 +119,35 @@ class StoreSide:
             self._offer(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._offer_last_window(state, progress)
+        self.note_parts(state)
         self._reorder(state)
+
+    def note_lost(self, state: RequestState) -> None:
+        """Note why blocks were not stored that a request loses with its device blocks, in eager mode."""
+        self.note_parts(state)
+        if self.keep is None:
+            for progress in state.groups:
+                self._note_refused(progress, self._count_full(state, progress))
+
+    def note_parts(self, state: RequestState) -> None:
+        """Note the computed blocks that may be asked for without the rest of their slot."""
+        for progress in state.groups:
+            group = progress.group
+            if group.slot_blocks == 1 or group.spec.kind is not GroupKind.FULL:
+                continue
+            num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
+            num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
+            if num_blocks > progress.noted_parts:
+                parts = state.keys_of_parts(group, progress.noted_parts, num_blocks)
+                self._manager.missing.note_kept_out(parts, NotStored.PART_OF_SLOT)
+                progress.noted_parts = num_blocks
+
+    def _note_refused(self, progress: GroupProgress, end: int) -> None:
+        """Note that slots up to `end` are not stored so far, as there is no space for them."""
+        first = max(progress.answered, progress.noted_refused)
+        if end > first:
+            progress.noted_refused = end
+            self._manager.missing.note_kept_out(progress.keys[first:end], NotStored.NO_SPACE)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
         """How many slots of a group are whole: computed, on the device, and hashed."""
@@ -155,6 +183,7 @@ class StoreSide:
         if self.keep is not None:
             progress.answered = stop
         if not self._offer_ranges(state, progress, wanted, stop, is_last=limit is None):
+            self._note_refused(progress, end)
             return
         progress.answered = stop
         if stop == end:
@@ -278,6 +307,9 @@ class StoreSide:
             progress.refused_at = version
             end = int(numbers[answered])
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
+        if busy and group.slot_blocks > 1:
+            taken = [progress.keys[first + i] for i, is_busy in enumerate(busy[: end - first]) if is_busy]
+            self._manager.missing.note_kept_out(taken, NotStored.IN_FLIGHT)
         if busy and self.cascades is not None and self.cascades.wishers(state):
             self._follow(state, progress, [first + i for i, taken in enumerate(busy[: end - first]) if taken])
         progress.answered = end
@@ -432,6 +464,8 @@ class StoreSide:
         keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
         if failed and not disowned:
             self._manager.missing.note_kept_out(keys, NotStored.FAILED)
+        elif disowned and part.epoch == self._manager.epoch:
+            self._manager.missing.note_kept_out(self._manager.table.keys[part.slots].tolist(), NotStored.RESET)
         if failed or disowned:
             self._manager.abandon(part.slots)
         else:

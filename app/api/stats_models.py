@@ -61,12 +61,14 @@ class MissedTokenStats(BaseModel):
         "start, since its model, layout or sizes were others; `tail`: too little for a block, or the last token; "
         "`gap`: in the pool, and of no use without a block that is not; `load_failed`; `declined`: computing was "
         "quicker; `load_disabled`: by the request's policy; `pin_limit`: waiting requests hold too much; "
-        "`unexamined`: too many to look at",
+        "`in_flight`: being stored, or brought from a tier; `unexamined`: too many to look at",
         examples=[{"new": 0, "tail": 0}],
     )
     evicted: dict[str, int] = Field(description="by the reason of the eviction", examples=[{"capacity": 0}])
     not_stored: dict[str, int] = Field(
-        description="by why it was not stored when it was considered", examples=[{"prompt_only": 0}]
+        description="by why it was not stored when it was considered; `in_flight`: one of its blocks was being stored "
+        "as part of another slot; `part_of_slot`: computed without the rest of its slot; `reset`: one came meanwhile",
+        examples=[{"prompt_only": 0}],
     )
 
 

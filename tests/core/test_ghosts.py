@@ -113,6 +113,17 @@ def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
     assert ghosts.reasons(marks_of(keys(10**8, 1000))).count(None) == 1000
 
 
+def test_ghosts_with_room_left_forget_none() -> None:
+    ghosts = Ghosts(10, EvictionReason, is_dated=True)
+    for first in range(0, 5000, 1000):
+        ghosts.add(marks_of(keys(first, 1000)), EvictionReason.CAPACITY, 1.0)
+    marks = marks_of(keys(0, 5000))
+    assert ghosts.reasons(marks).count(None) == 0
+    ghosts.plan_size(500_000)()
+    assert ghosts.reasons(marks).count(None) == 0
+    assert ghosts.regret(marks).between_s == (1.0, 1.0)
+
+
 def test_what_was_evicted_says_between_when_and_when() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 8))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.loads import Miss
+from core.loads import Hit, Miss
+from core.origins import OriginMatch
 from core.rates import MIN_SAMPLES
 from core.reasons import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
@@ -169,3 +170,104 @@ def test_a_reset_makes_everything_new(engine: ToyEngine) -> None:
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {"new": 5 * BLOCK_SIZE, "tail": 1}
+
+
+def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=4)
+    engine.add(request("first", 2, extra=3))
+    engine.run()
+    assert missed(engine, "first") == {"new": 2 * BLOCK_SIZE, "tail": 3}
+    turn_over(engine)
+    engine.add(request("longer", 3, extra=2))
+    engine.run()
+    assert missed(engine, "longer") == {"not_stored:part_of_slot": 2 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 2}
+
+
+def test_misses_when_preempted_behind_the_prompt_keep_their_causes(engine: ToyEngine) -> None:
+    engine.add(request("r", 5))
+    engine.step()
+    engine.preempt(engine.requests["r"])
+    engine.run()
+    assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 1}
+
+
+def test_misses_when_the_pool_changes_meanwhile_are_the_latest(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    slots = engine.offload.manager.find_prefix(engine.offload.manager.table.keys[:5].tolist())
+    engine.offload.manager.leaving.drop(slots[:1], EvictionReason.OPERATOR, engine.now_s)
+    engine.add(request("second", 5))
+    assert engine.offload.match("second", 0, engine.now_s) == Miss()
+    engine.offload.manager.leaving.drop(slots[1:], EvictionReason.OPERATOR, engine.now_s)
+    engine.run()
+    assert missed(engine, "second") == {"evicted:operator": 5 * BLOCK_SIZE, "tail": 1}
+
+
+def test_blocks_that_are_being_stored_are_in_flight(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.step()
+    engine.step()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    engine.step()
+    engine.run()
+    assert missed(engine, "second") == {"in_flight": 5 * BLOCK_SIZE, "tail": 1}
+
+
+@pytest.mark.parametrize("ends", ["aborted", "running"])
+def test_blocks_without_space_so_far_are_no_space(ends: str) -> None:
+    engine = ToyEngine(num_slots=2, num_blocks=64)
+    engine.add(request("first", 6, max_tokens=9))
+    engine.step()
+    if ends == "aborted":
+        engine.preempt(engine.requests["first"])
+        engine.finish(engine.requests["first"])
+    turn_over(engine)
+    engine.add(request("second", 6))
+    engine.step()
+    engine.run()
+    assert missed(engine, "second") == {"in_flight": 2 * BLOCK_SIZE, "not_stored:no_space": 4 * BLOCK_SIZE, "tail": 1}
+
+
+def test_blocks_of_an_incomplete_slot_are_part_of_slot() -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=4)
+    first = request("first", 6)
+    engine.add(first)
+    engine.run()
+    turn_over(engine)
+    for name, num_shared, hit in (("longer", 6, 4), ("parting", 3, 0)):
+        tokens = [*first.tokens[: num_shared * BLOCK_SIZE], *range(900, 901 + 5 * BLOCK_SIZE)]
+        engine.add(ToyRequest(name, list(tokens), len(tokens), 1))
+        assert engine.offload.match(name, 0, engine.now_s) == (Hit(hit * BLOCK_SIZE) if hit else Miss())
+        engine.run()
+        assert missed(engine, name) == {
+            "not_stored:part_of_slot": (num_shared - hit) * BLOCK_SIZE,
+            "new": 5 * BLOCK_SIZE,
+            "tail": 1,
+        }
+        turn_over(engine)
+
+
+def test_slots_with_a_block_under_another_store_are_in_flight() -> None:
+    engine = ToyEngine(64, 64, blocks_per_slot=2)
+    first = request("first", 2)
+    parting = [*first.tokens[:BLOCK_SIZE], *range(900, 901 + BLOCK_SIZE)]
+    engine.add(first)
+    engine.step()
+    engine.add(ToyRequest("second", list(parting), len(parting), 1))
+    engine.step()
+    engine.run()
+    turn_over(engine)
+    engine.add(ToyRequest("third", parting, len(parting), 1))
+    engine.run()
+    assert missed(engine, "third") == {"not_stored:in_flight": 2 * BLOCK_SIZE, "tail": 1}
+
+
+def test_blocks_that_a_reset_met_while_they_were_stored_are_reset(engine: ToyEngine) -> None:
+    engine.add(request("first", 5))
+    engine.step()
+    engine.reset(OriginMatch(request="first"))
+    engine.run()
+    turn_over(engine)
+    engine.add(request("second", 5))
+    engine.run()
+    assert missed(engine, "second") == {"not_stored:reset": 5 * BLOCK_SIZE, "tail": 1}

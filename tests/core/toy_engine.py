@@ -138,6 +138,7 @@ class ToyEngine(ToySchedule):
         for job in plan.ahead:
             self.copies.submit_ahead(job, self.living_ranks())
         self.device.overwrite()
+        self.ledger.told_progress(chunks)
         self.flight.append((chunks, plan))
         self.submit(plan, stores=False)
         return chunks, plan
@@ -328,6 +329,7 @@ class ToyEngine(ToySchedule):
     def set_mode(self, mode: StoreMode) -> None:
         """Offer blocks as they fill, or when they leave the device."""
         self.ledger.was_lazy |= mode is StoreMode.LAZY
+        self.ledger.causes.is_sure &= mode is StoreMode.EAGER
         self.offload.set_store_mode(mode)
 
     # --- what must always hold --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from core.scheduler import Hit, Later, MatchResult
 from core.stats import PromptTokens, StoreCounts
 from core.tiers import HOST
 from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
+from tests.core.toy_causes import CauseOracle
 from tests.core.toy_compute import Chunk
 from tests.core.toy_oracle import PolicyOracle, key_of, longest_hit, matches
 from tests.core.toy_tokens import ToyRequest
@@ -76,6 +77,7 @@ class Ledger:
         self.disowned: dict[int, int] = {}
         self.clock_went_back_s = 0.0
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
+        self.causes = CauseOracle(engine)
         self._one_full = [group.spec.kind for group in self._groups] == [GroupKind.FULL]
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -128,6 +130,8 @@ class Ledger:
         record = self.live[request.request_id]
         if record.told is not None:
             self._note_full(record, record.told)
+            self.causes.computed(request, record.told)
+        self.causes.check(request, is_over=True)
         self._retire(record)
         if record.failed or self.was_lazy:
             return
@@ -152,6 +156,7 @@ class Ledger:
     def forgetting(self, request: ToyRequest) -> None:
         """An id is about to come again while its request is there."""
         self._events["an id came again while its request was there"] += 1
+        self.causes.is_sure = False
         self._retire(self.live[request.request_id])
 
     def _retire(self, record: Record) -> None:
@@ -196,6 +201,7 @@ class Ledger:
     def matched(self, request: ToyRequest, prefix: int, answer: MatchResult) -> None:
         """Hold an answer against the pool as it is."""
         record, engine = self.live[request.request_id], self._engine
+        self.causes.matched(request, record.state)
         if isinstance(answer, Later):
             self._check_leader(record, prefix)
             return
@@ -253,6 +259,7 @@ class Ledger:
         """A request got its blocks."""
         record = self.live[request.request_id]
         record.was_admitted = True
+        self.causes.committed(request, record.state)
         record.waits_until_s = None
         record.told = None if request.num_loading else request.num_computed
         self._events["resumed after preemption"] += record.was_preempted
@@ -279,6 +286,11 @@ class Ledger:
         record.told = chunk.end
         self._note_full(record, chunk.end)
 
+    def told_progress(self, chunks: Sequence[Chunk]) -> None:
+        """Core was told of a step's chunks."""
+        for chunk in chunks:
+            self.causes.computed(chunk.request, chunk.end)
+
     def _note_full(self, record: Record, num_tokens: int) -> None:
         request = record.request
         num_tokens = min(num_tokens, len(request.block_hashes) * request.hash_block_size)
@@ -288,6 +300,7 @@ class Ledger:
     def step_failed(self, requests: Sequence[ToyRequest]) -> None:
         """What these hold was not computed."""
         self._events["a step failed"] += 1
+        self.causes.is_sure = False
         for request in requests:
             self.live[request.request_id].failed = True
 

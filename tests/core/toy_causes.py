@@ -1,0 +1,86 @@
+"""Which prompt tokens a toy engine ever computed, held against the causes that core counts for those it missed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.engine import StoreMode
+from core.groups import GroupKind
+from core.misses import Misses
+from core.requests import RequestState
+from tests.core.toy_tokens import ToyRequest
+
+if TYPE_CHECKING:
+    from tests.core.toy_engine import ToyEngine
+
+
+@dataclass(slots=True)
+class LookUp:
+    """The state at a request's latest look-up: where its whole blocks and the prefix of computed ones ended."""
+
+    state: RequestState
+    whole_end: int
+    computed_end: int
+    misses: Misses | None = None
+
+
+class CauseOracle:
+    """Knows every block that was ever computed. `is_sure` ends where core cannot know what it would have to count."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        (group, *others) = engine.groups
+        self.is_sure = (
+            engine.offload.store_mode is StoreMode.EAGER
+            and not others
+            and group.spec.kind is GroupKind.FULL
+            and not engine.tiers
+        )
+        self._manager = engine.manager
+        self._size = group.spec.block_size
+        self._computed: set[bytes] = set()
+        self._look_ups: dict[str, LookUp] = {}
+
+    def computed(self, request: ToyRequest, num_tokens: int) -> None:
+        """Core was told that the first tokens of a request are computed."""
+        if self.is_sure:
+            self._computed.update(request.block_hashes[: num_tokens // request.hash_block_size])
+
+    def matched(self, request: ToyRequest, state: RequestState) -> None:
+        """A request was looked up."""
+        if not self.is_sure or state.prefill_counted or state.prefill_planned:
+            return
+        whole_end = (request.num_tokens - 1) // self._size * self._size
+        count = 0
+        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._size]:
+            if block_hash not in self._computed:
+                break
+            count += 1
+        self._look_ups[request.request_id] = LookUp(state, whole_end, count * self._size, state.misses)
+
+    def committed(self, request: ToyRequest, state: RequestState) -> None:
+        """A request got its blocks."""
+        look_up = self._look_ups.get(request.request_id)
+        if look_up is not None and not state.prefill_counted:
+            look_up.misses = state.misses
+
+    def check(self, request: ToyRequest, *, is_over: bool = False) -> None:
+        """Once a prompt is accounted for: what was computed before is neither `new` nor `tail`, and all else is."""
+        look_up = self._look_ups.get(request.request_id)
+        if look_up is None or not (look_up.state.prefill_counted or is_over):
+            return
+        del self._look_ups[request.request_id]
+        state = look_up.state
+        if not self.is_sure or self._manager.epoch or not state.prefill_counted:
+            return
+        total = state.prompt_tokens.total
+        served = total - state.prompt_tokens.recomputed
+        causes = dict.fromkeys(("new", "tail"), 0) | {c: t for c, t in state.missed_tokens.flat().items() if t}
+        if "unexamined" in causes:
+            return
+        whole = max(min(look_up.whole_end, total), served)
+        known = min(max(look_up.computed_end, served), whole)
+        assert (causes["new"], causes["tail"]) == (whole - known, total - whole), (
+            f"{request.request_id}: of {total} tokens {served} were served, {known} computed before, and {whole} in "
+            f"whole blocks, and the causes are {causes}"
+        )
