@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engines.embedded import EmbeddedEngine
+from app.engines.embedded import EmbeddedEngine, scheduler
 from app.engines.embedded.waiting import MAX_IDLE_CALLERS, WaitingQueue
-from tests.engine.serving import collect, greedy, random_prompts, run
+from tests.engine.serving import ask_all, collect, greedy, random_prompts, run
 
 
 class Waiting:
@@ -125,3 +126,26 @@ def test_callers_that_have_gone_are_forgotten() -> None:
         queue.add(request)  # type: ignore[arg-type]
         queue.start(request)  # type: ignore[arg-type]
     assert len(queue._last_of) <= MAX_IDLE_CALLERS
+
+
+def test_a_short_call_while_long_answers_run_ends_before_them(
+    make_engine: Callable[..., EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "SLICE_TOKENS", 8)
+    engine = make_engine(max_running=2, dtype="float64")
+    engine.start()
+    prompts = random_prompts(47, 5, 20)
+    alone = [ask_all(engine, [prompt], greedy(30))[0].token_ids for prompt in prompts]
+    ended: list[int] = []
+
+    async def answer(index: int, max_tokens: int) -> list[int]:
+        token_ids = (await collect(engine.submit(prompts[index % 5], greedy(max_tokens)))).token_ids
+        ended.append(index)
+        return token_ids
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(answer(index, 30) for index in range(5)), answer(5, 4))
+
+    answers = run(all_of_them())
+    assert ended[0] == 5
+    assert answers == [*alone, alone[0][:4]]

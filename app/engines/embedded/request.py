@@ -97,6 +97,7 @@ class Request:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_loading_tokens = 0
+        self.num_output_at_start = 0
         self.arrival = 0
         self.number_in_call = 0
         self.call: Call | None = None
