@@ -26,10 +26,14 @@ class Waiting:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["start", "again", "cancel"])), max_size=40), st.data())
+@given(
+    st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["start", "again", "sliced", "cancel"])), max_size=40),
+    st.data(),
+)
 def test_order_is_that_of_a_sorted_list(steps: list[int | str], data: st.DataObject) -> None:
     queue, started_place, arrivals, firsts = WaitingQueue(), (0, 0), 0, 0
     previous_calls: dict[str, tuple[int, int]] = {}
+    last_sliced = (0, 0)
     model: list[tuple[tuple[int, int], int, Waiting]] = []
     started: list[Waiting] = []
     for step in steps:
@@ -47,6 +51,12 @@ def test_order_is_that_of_a_sorted_list(steps: list[int | str], data: st.DataObj
             request = started.pop(data.draw(st.integers(0, len(started) - 1)))
             queue.add_first(request)  # type: ignore[arg-type]
             model.append(((-1, 0), firsts, request))
+        elif step == "sliced" and started:
+            turn, rank = max(last_sliced, (started_place[0] + 1, 0))
+            last_sliced = turn, rank + 1
+            request = started.pop(0)
+            queue.add_again(request)  # type: ignore[arg-type]
+            model.append((last_sliced, request.arrival, request))
         elif model:
             model.sort(key=lambda one: one[:2])
             at = 0 if step == "start" else data.draw(st.integers(0, len(model) - 1))

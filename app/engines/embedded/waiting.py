@@ -27,6 +27,7 @@ class WaitingQueue:
         self._requests: dict[str, tuple[Request, _Place]] = {}
         self._started = (0, 0)
         self._last_of: dict[tuple[str, str | None], tuple[int, int]] = {}
+        self._last_again = (0, 0)
         self._last_first = 0
 
     def __len__(self) -> int:
@@ -43,7 +44,11 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Cost: a search and a move within a list of at most `MAX_WAITING` entries."""
-        turn, rank = self._next_place(request) if request.number_in_call == 0 else self._last_place(request)
+        caller = request.caller
+        turn, rank = max(self._started, self._last_of.get(caller, self._started))
+        if request.number_in_call == 0:
+            rank += 1
+            self._last_of[caller] = turn, rank
         self._insert(request, (turn + request.number_in_call, rank, request.arrival, request.request_id))
 
     def add_first(self, request: Request) -> None:
@@ -52,8 +57,10 @@ class WaitingQueue:
         self._insert(request, (_FIRST, 0, self._last_first, request.request_id))
 
     def add_again(self, request: Request) -> None:
-        """Queue a request that has run for a while, like a new call of its caller."""
-        self._insert(request, (*self._next_place(request), request.arrival, request.request_id))
+        """Queue a request that has run for a while, a turn behind the request that started last."""
+        turn, rank = max(self._last_again, (self._started[0] + 1, 0))
+        self._last_again = turn, rank + 1
+        self._insert(request, (turn, rank + 1, request.arrival, request.request_id))
 
     def start(self, request: Request) -> None:
         """Remove a request, since it starts."""
@@ -66,14 +73,6 @@ class WaitingQueue:
         """Remove a request, if it waits."""
         if request.request_id in self._requests:
             self._remove(request.request_id)
-
-    def _last_place(self, request: Request) -> tuple[int, int]:
-        return max(self._started, self._last_of.get(request.caller, self._started))
-
-    def _next_place(self, request: Request) -> tuple[int, int]:
-        turn, rank = self._last_place(request)
-        self._last_of[request.caller] = turn, rank + 1
-        return turn, rank + 1
 
     def _insert(self, request: Request, place: _Place) -> None:
         insort(self._order, place)
