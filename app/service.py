@@ -8,6 +8,7 @@ import logging
 from app.crash_report import enable_crash_report
 from app.discovery import Announcement, announce_service
 from app.logs import start_logging
+from app.memory import return_large_allocations
 from app.preflight import start_problems
 from app.serving import listen, make_server, url_of
 from app.settings import Settings
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartRefused`."""
     enable_crash_report()
+    return_large_allocations()
     with start_logging(settings) as logs:
         listener = listen(settings.host, settings.port)
         with listener:
