@@ -8,7 +8,7 @@ import logging
 _log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 1 << 20
 
 
 def return_large_allocations() -> None:
@@ -22,5 +22,5 @@ def return_large_allocations() -> None:
     except (OSError, AttributeError):
         # Another C library.
         return
-    if not (mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)):
+    if not (mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, 8 * LARGE_BYTES)):
         _log.debug("mallopt refused a threshold of %d bytes", LARGE_BYTES)
