@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
@@ -17,20 +17,30 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from app.api.envelope import complete_headers
-from app.api.problems import RETRY_AFTER_S, Problem
+from app.api.envelope import complete_headers, is_request_id
+from app.api.problems import BUSY, RETRY_AFTER_S, Problem
 from app.seldom import SeldomLogger
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _HEALTH_CHECK = b"GET /healthz "
+_COMPLETION_PATH = "/v1/completions"
+_COMPLETION = b"POST %s " % _COMPLETION_PATH.encode()
+_LENGTH = re.compile(rb"\n(?:content-length:[ \t]*([0-9]{1,8})[ \t]*(?=\r?\n)|transfer-encoding:)", re.IGNORECASE)
+_REQUEST_ID = re.compile(rb"\nx-request-id:[ \t]*([^\r\n]*?)[ \t]*(?=\r?\n)", re.IGNORECASE)
 REQUESTS_PER_ITERATION = 8
 """Requests that may start in one iteration of the event loop; each takes the loop about a millisecond."""
+REFUSALS_PER_ITERATION = 64
 ACCEPTS_PER_REQUEST = 8
 """Iterations that accept a connection for each request that starts meanwhile: uvloop accepts one in an iteration, and
 a health check may be behind thousands."""
+RetryAfter = Callable[[str], int | None]
 SHORT_WAIT_S = 1.0
 """A connection that has waited no longer for its client may have a request that has not been read yet."""
+
+
+def never_busy(client: str) -> None:
+    """Refuse no completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +78,9 @@ class Connections:
     so that thousands that arrive at once cannot delay health checks and answers under way.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, retry_after_s: RetryAfter = never_busy) -> None:
         self.limits = limits
+        self.retry_after_s = retry_after_s
         self._waiting: dict[HttpConnection, float] = {}
         self._queued: dict[HttpConnection, None] = {}
         self._num_accepted = 0
@@ -132,11 +143,14 @@ class Connections:
             self._quota = int(self._accepting_iterations == 0)
         else:
             self._quota = REQUESTS_PER_ITERATION
-        while self._queued and self._quota > 0:
+        num_refused = 0
+        while self._queued and self._quota > 0 and num_refused < REFUSALS_PER_ITERATION:
             connection = next(iter(self._queued))
             del self._queued[connection]
-            self._quota -= 1
-            connection.start_queued()
+            if connection.start_queued():
+                self._quota -= 1
+            else:
+                num_refused += 1
         if self._queued or self._quota < REQUESTS_PER_ITERATION:
             self._schedule(loop)
 
@@ -166,6 +180,17 @@ class _Parser(h11.Connection):
     def is_health_check(self) -> bool:
         """Return whether what has not been parsed yet begins with a health check."""
         return self.trailing_data[0].startswith(_HEALTH_CHECK)
+
+    def held_completion(self) -> bytes | None:
+        """Return the head of the next request if that is a completion whose body has been received too."""
+        held, blank_line = self._held_head()
+        if blank_line is None or not held.startswith(_COMPLETION):
+            return None
+        head = held[: blank_line.end()]
+        lengths = _LENGTH.findall(head)
+        # What is not received yet would reset the connection that is closed after the response.
+        is_whole = len(lengths) == 1 and lengths[0] and len(head) + int(lengths[0]) <= len(held)
+        return head if is_whole else None
 
     def _held_head(self) -> tuple[bytes, re.Match[bytes] | None]:
         """Return what has not been parsed yet, and the end of the complete head in it, if there is one."""
@@ -251,19 +276,38 @@ class HttpConnection(H11Protocol):
             # Bounds the memory of what is received before the request starts. Until then a client that goes is noticed.
             self.flow.pause_reading()
             return
-        if self.conn.has_next_request() and not self.conn.is_health_check() and not self._kept.may_start(self):
-            self._is_queued = True
-            self._unset_keepalive_if_required()
-            return
+        if self.conn.has_next_request() and not self.conn.is_health_check():
+            if self._refuse_completion():
+                return
+            if not self._kept.may_start(self):
+                self._is_queued = True
+                self._unset_keepalive_if_required()
+                return
         super().handle_events()
 
-    def start_queued(self) -> None:
-        """Parse and dispatch the request that was queued."""
+    def start_queued(self) -> bool:
+        """Parse and dispatch the request that was queued, or return False if it is refused or its client has gone."""
         self._is_queued = False
-        if not self.transport.is_closing():
-            self.flow.resume_reading()
-            super().handle_events()
+        if self.transport.is_closing() or self._refuse_completion():
+            self._update()
+            return False
+        self.flow.resume_reading()
+        super().handle_events()
         self._update()
+        return True
+
+    def _refuse_completion(self) -> bool:
+        """Answer a completion with 429 while the engine takes none, before anything is spent on parsing it."""
+        client = "" if self.client is None else self.client[0]
+        retry_after_s = self._kept.retry_after_s(client)
+        head = None if retry_after_s is None else self.conn.held_completion()
+        if head is None:
+            return False
+        self._kept.log("the engine takes no completions")
+        ids = [one.decode("latin-1") for one in _REQUEST_ID.findall(head)]
+        request_id = ids[0] if len(ids) == 1 and is_request_id(ids[0]) else None
+        self.refuse(429, BUSY, {"Retry-After": str(retry_after_s)}, path=_COMPLETION_PATH, request_id=request_id)
+        return True
 
     def on_response_complete(self) -> None:
         """Go on with the next request, if it has been received already."""
@@ -297,10 +341,19 @@ class HttpConnection(H11Protocol):
         too_large = f"a head of more than {limits.head_bytes} bytes or {limits.header_lines} lines"
         self.refuse(400, f"Malformed HTTP/1.1 request, or {too_large}.")
 
-    def refuse(self, status: int, detail: str, own_headers: Mapping[str, str] | None = None) -> None:
+    def refuse(
+        self,
+        status: int,
+        detail: str,
+        own_headers: Mapping[str, str] | None = None,
+        *,
+        path: str = "",
+        request_id: str | None = None,
+    ) -> None:
         """Answer with a problem document, and close. Requires: no response has begun."""
-        request_id = uuid.uuid4().hex
-        answer = Problem(status, detail, headers=own_headers).response({"state": {"request_id": request_id}})
+        request_id = request_id or uuid.uuid4().hex
+        problem = Problem(status, detail, headers=own_headers)
+        answer = problem.response({"path": path, "state": {"request_id": request_id}})
         lines = [b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode())]
         headers = complete_headers(answer.raw_headers, status, request_id)
         for name, value in (*self.server_state.default_headers, *headers, (b"connection", b"close")):

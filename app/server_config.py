@@ -9,7 +9,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http_protocol import ConnectionLimits, Connections, HttpConnection
+from app.http_protocol import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
 
 MAX_CONNECTIONS = 4096
 BACKLOG = 4096
@@ -47,19 +47,25 @@ def _is_not_replaced(record: logging.LogRecord) -> bool:
     return record.msg not in _REPLACED_WARNINGS
 
 
-def server_config(app: ASGIApp, grace_s: int | None = None, limits: ConnectionLimits | None = None) -> uvicorn.Config:
+def server_config(
+    app: ASGIApp,
+    grace_s: int | None = None,
+    limits: ConnectionLimits | None = None,
+    retry_after_s: RetryAfter = never_busy,
+) -> uvicorn.Config:
     """Return a configuration that leaves logging as it is.
 
     Args:
         app: The application to serve.
         grace_s: Time that requests under way get when the server stops; None waits for all of them.
         limits: Limits of connections; None for those of this process.
+        retry_after_s: When a client address should send a completion again; None where it may now.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_not_replaced)
     limits = limits or connection_limits()
     return uvicorn.Config(
         app,
-        http=partial(HttpConnection, kept=Connections(limits)),  # type: ignore[arg-type]  # called like the class
+        http=partial(HttpConnection, kept=Connections(limits, retry_after_s)),  # type: ignore[arg-type]  # called like the class
         ws="none",
         log_config=None,
         log_level=logging.WARNING,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from app.crash_report import enable_crash_report
 from app.discovery import Announcement, announce_service
 from app.logs import start_logging
+from app.memory import return_large_allocations
 from app.preflight import start_problems
 from app.serving import listen, make_server, url_of
 from app.settings import Settings
@@ -19,6 +21,7 @@ _log = logging.getLogger(__name__)
 def run(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartRefused`."""
     enable_crash_report()
+    return_large_allocations()
     with start_logging(settings) as logs:
         listener = listen(settings.host, settings.port)
         with listener:
@@ -35,6 +38,9 @@ def run(settings: Settings) -> int:
                     server = make_server(process)
                 announcement = announce_service(settings.state_dir, process.name, url_of(listener))
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
+                # Else each full collection would scan every object of PyTorch: hundreds of milliseconds.
+                gc.collect()
+                gc.freeze()
                 server.run(sockets=[listener])
             finally:
                 if announcement is not None:

@@ -52,8 +52,9 @@ class Server(uvicorn.Server):
 def make_server(process: Served) -> Server:
     """A server for this process's API, which runs until its `should_exit` is set."""
     servers: list[Server] = []
-    app = create_app(process.context(closing=lambda: bool(servers) and servers[0].should_exit))
-    servers.append(Server(server_config(app, GRACE_S + ABORT_S), process.abort_requests))
+    context = process.context(closing=lambda: bool(servers) and servers[0].should_exit)
+    config = server_config(create_app(context), GRACE_S + ABORT_S, retry_after_s=context.retry_after_s)
+    servers.append(Server(config, process.abort_requests))
     return servers[0]
 
 

@@ -106,7 +106,8 @@ class Process:
             return self.ferry.context(closing)
         from app.engines.embedded.completions import completions_router
 
-        return self.ferry.context(closing, completions_router(self.engine))
+        context = self.ferry.context(closing, completions_router(self.engine))
+        return replace(context, retry_after_s=self.engine.retry_after_s)
 
     def abort_requests(self) -> None:
         """End what the engine works on; clients are told."""
@@ -144,6 +145,7 @@ class Process:
                 max_batched_tokens=settings.max_batched_tokens,
                 max_running=settings.max_running,
                 max_waiting=settings.max_waiting,
+                max_wait_s=settings.max_wait_s,
                 state_dir=settings.state_dir if settings.has_lasting_blocks else None,
             )
         )

@@ -13,7 +13,7 @@ from app.api.problems import ENGINE_PREFIX, RETRY_AFTER_S, Problem
 MAX_ADMIN_BODY_BYTES = 1 << 20
 MAX_ENGINE_BODY_BYTES = 16 << 20
 SMALL_BODY_BYTES = 64 << 10
-MAX_LARGE_BODY_BYTES = 256 << 20
+MAX_LARGE_BODY_BYTES = 128 << 20
 """Memory for bodies that are larger than small while they arrive and until a route takes them."""
 BODY_TIMEOUT_S = 30.0
 

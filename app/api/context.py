@@ -35,6 +35,10 @@ def _never() -> bool:
     return False
 
 
+def _not_busy(client: str) -> None:
+    """An engine of another process accepts its calls itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     """The process as the admin API sees it.
@@ -44,6 +48,7 @@ class AdminContext:
     served all the same. `wake` makes an idle engine take a step, so that transfers and admin work go on; it is
     called from the event loop and from threads, and must not block. `closing` turns true once the server is to stop:
     streams and waiting resets end then. `engine_router` serves `/v1`; None when another engine hosts us.
+    `retry_after_s` returns after how many seconds a client address should call `/v1` again, None where it may now.
     `tier_news` is told whenever a tier has an answer for whoever waits. `pool_kind` is the setting `POOL_KIND`;
     `warm_start` is what a kept pool brought back. `started_s` is Unix time.
     """
@@ -64,6 +69,7 @@ class AdminContext:
     started_s: float
     closing: Callable[[], bool] = _never
     engine_router: APIRouter | None = None
+    retry_after_s: Callable[[str], int | None] = _not_busy
     warm_start: WarmStart | None = None
     tier_news: TierNews = field(default_factory=TierNews)
     version: str = "0.1.0"

@@ -22,6 +22,7 @@ PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
 ENGINE_PREFIX = "/v1/"
 RETRY_AFTER_S = 1
+BUSY = "too many requests are waiting; try again later"
 _URN = "urn:kvferry:problem:"
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 

@@ -88,6 +88,13 @@ class SettingFields(BaseModel):
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
         "429 and `Retry-After`; its prompts are accepted all or none.",
     )
+    max_wait_s: Annotated[int, _read(values.whole(1))] = Field(
+        default=2,
+        description="Seconds for which calls to `/v1` may be expected to wait, by the measured rate at which requests "
+        "end. Calls beyond that are answered with 429 and `Retry-After`. One client address gets half of the room "
+        "at most. However slow the engine is, 32 calls under way are accepted for each request that may run at once, "
+        "and never fewer than 64.",
+    )
     pool_bytes: Annotated[int, _read(values.size), _bounds(1, values.MAX_EXACT), MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "

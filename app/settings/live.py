@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from app.settings.model import Settings
+
+_log = logging.getLogger(__name__)
 
 
 def _all_good(_: Settings, __: Collection[str]) -> None:
@@ -17,8 +20,9 @@ class LiveSettings:
     """Frozen settings that can be exchanged while running. Thread-safe.
 
     `check` is called with the new settings and the names that were given, and raises what they are refused with; then
-    `apply`, before they are in force, carries them to whoever holds a copy; it must not raise for values that
-    validated. The caller of `change` waits for both. Changes are forgotten at the next start.
+    `apply`, before they are in force, carries them to whoever holds a copy. If it raises, it is called with the
+    settings in force, so that all of a change is applied or nothing. The caller of `change` waits for both. Changes are
+    forgotten at the next start.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class LiveSettings:
         """Change some settings; None gives one its value at start back.
 
         Raises `BadSettings` for unknown names and bad values, `NeedsRestart` for settings that are fixed while running,
-        and what `check` raises.
+        and what `check` and `apply` raise.
         """
         with self._lock:
             taken_back = {name for name, value in patch.items() if value is None and name in self.mutable}
@@ -59,11 +63,22 @@ class LiveSettings:
             changes = {name: value for name, value in self._changes.items() if name not in taken_back} | given
             settings = self._at_start.change(changes, self.mutable)
             self._check(settings, patch)
-            self._apply(settings)
+            try:
+                self._apply(settings)
+            except Exception:
+                self._restore()
+                raise
             self._changes = changes
             self._current = settings
             self._shortfalls = {name: why for name, why in self._shortfalls.items() if name not in patch}
             return settings
+
+    def _restore(self) -> None:
+        """Apply the settings in force again, since a change was applied in part."""
+        try:
+            self._apply(self._current)
+        except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
+            _log.exception("settings: a failed change could not be taken back")
 
     def fall_short(self, name: str, asked: object, value: object, why: str) -> None:
         """What was asked for of a setting could not be had, and `value` is in force, unless more was asked since."""

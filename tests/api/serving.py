@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http_protocol import ConnectionLimits
+from app.http_protocol import ConnectionLimits, RetryAfter, never_busy
 from app.server_config import server_config
 from tests import waiting
 
@@ -58,14 +58,17 @@ class ClosingFlag:
 
 @contextmanager
 def serve(
-    app: ASGIApp, closing: ClosingFlag | None = None, limits: ConnectionLimits | None = None
+    app: ASGIApp,
+    closing: ClosingFlag | None = None,
+    limits: ConnectionLimits | None = None,
+    retry_after_s: RetryAfter = never_busy,
 ) -> Iterator[Running]:
     """Serve an app until the block ends."""
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without, every answer waits 40 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = uvicorn.Server(server_config(app, grace_s=10, limits=limits))
+    server = uvicorn.Server(server_config(app, grace_s=10, limits=limits, retry_after_s=retry_after_s))
     if closing is not None:
         closing.server = server
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server", daemon=True)

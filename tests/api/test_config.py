@@ -171,6 +171,28 @@ def test_the_bounds_of_settings_are_described_exactly(api: httpx.Client) -> None
     ]
 
 
+def test_a_change_that_fails_midway_is_taken_back(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = fresh.engine.manager
+    switch_policy = manager.switch_policy
+
+    def fail(name: str) -> bool:
+        if name == "arc":
+            raise MemoryError("no memory for the policy's tables")
+        return switch_policy(name)
+
+    monkeypatch.setattr(manager, "switch_policy", fail)
+    change = {"max_pinned_fraction": 0.125, "store_threshold": 3, "eviction_policy": "arc"}
+    with fresh.client() as client:
+        before = client.get(CONFIG).json()
+        assert client.patch(CONFIG, json=change).status_code == 500
+        assert client.get(CONFIG).json() == before
+        assert manager.operator_pins.max_fraction == before["max_pinned_fraction"]["value"]
+        assert manager.admission.threshold == before["store_threshold"]["value"]
+        monkeypatch.undo()
+        assert client.patch(CONFIG, json=change).status_code == 200
+        assert manager.operator_pins.max_fraction == 0.125
+
+
 def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:
     (error,) = api.patch(CONFIG, json={"log_levle": "debug"}).json()["errors"]
     assert "log_level" in error["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
 import socket
@@ -206,7 +207,13 @@ CLOSE = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 def burst(
-    running: Running, served: BlockingApp, num_requests: int, stack: ExitStack, *, release: bool = True
+    running: Running,
+    served: BlockingApp,
+    num_requests: int,
+    stack: ExitStack,
+    *,
+    release: bool = True,
+    request: bytes = b"",
 ) -> list[socket.socket]:
     """Send requests, and a health check last, that the server finds all at once."""
     first = stack.enter_context(connect(running))
@@ -214,7 +221,7 @@ def burst(
     assert served.blocked.wait(DEADLINE_S)
     sent = [stack.enter_context(connect(running)) for _ in range(num_requests)]
     for raw in sent:
-        raw.sendall(b"GET /work" + CLOSE)
+        raw.sendall(request or b"GET /work" + CLOSE)
     sent.append(stack.enter_context(connect(running)))
     sent[-1].sendall(b"GET /healthz" + CLOSE)
     if release:
@@ -256,6 +263,51 @@ def test_beyond_the_limit_queued_requests_yield_to_a_health_check() -> None:
         answers = [read_all(raw) for raw in burst(running, served, 60, stack)]
         assert answers[-1].startswith(b"HTTP/1.1 200")
         assert is_well(running)
+
+
+COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: r 7\r\n"
+
+
+def test_completions_while_the_engine_takes_none_are_refused_unparsed() -> None:
+    served = BlockingApp()
+    served.released.set()
+    limits = ConnectionLimits(max_connections=100)
+    with serve(served, None, limits, lambda client: 7 if client == "127.0.0.1" else None) as running:
+        with connect(running) as raw:
+            raw.sendall(GET + b"\r\n" + COMPLETION + b"Content-Length: 10\r\n\r\n" + b"x" * 10)
+            head, _, body = read_all(raw).split(b"HTTP/1.1 ")[-1].partition(b"\r\n\r\n")
+        assert head.startswith(b"429 Too Many Requests\r\n")
+        headers = {name.lower(): value for name, value in (line.split(b": ", 1) for line in head.split(b"\r\n")[1:])}
+        assert headers[b"retry-after"] == b"7"
+        assert headers[b"x-request-id"] == b"r 7"
+        assert headers[b"content-type"] == b"application/json"
+        assert headers[b"cache-control"] == b"no-store"
+        assert headers[b"connection"] == b"close"
+        assert int(headers[b"content-length"]) == len(body)
+        assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+        assert served.paths == ["/"]
+        assert is_well(running)
+        # Closing these early would lose the response.
+        for rest in (
+            b"Content-Length: 10\r\n\r\nx",
+            b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
+        ):
+            with connect(running) as raw:
+                raw.sendall(COMPLETION + rest)
+                assert raw.recv(100).startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))
+
+
+def test_a_burst_of_refused_completions_does_not_delay_other_calls() -> None:
+    served, is_busy = BlockingApp(), threading.Event()
+    limits = ConnectionLimits(max_connections=200)
+    with serve(served, None, limits, lambda _: 1 if is_busy.is_set() else None) as running, ExitStack() as stack:
+        sent = burst(running, served, 100, stack, release=False, request=COMPLETION + b"Content-Length: 1\r\n\r\nx")
+        is_busy.set()
+        served.released.set()
+        answers = [read_all(raw) for raw in sent]
+        assert all(answer.startswith(b"HTTP/1.1 429") for answer in answers[:-1])
+        assert answers[-1].startswith(b"HTTP/1.1 200")
+    assert served.paths == ["/block", "/healthz"]
 
 
 def test_hostile_clients_cost_one_log_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.engines.embedded import EmbeddedEngine, EngineConfig, completions
+from app.engines.embedded.admission import MIN_CALLS, Admission
 from app.engines.embedded.completion_models import CompletionRequest
 from app.engines.embedded.completions import completions_router
 from app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
@@ -353,6 +354,62 @@ def test_a_call_when_too_many_wait_is_429_and_says_when(make_engine: Callable[..
                 assert (await send("e")).status_code == 200
 
         run(scenario())
+
+
+def test_a_client_gets_half_of_the_room_for_calls_at_most(make_engine: Callable[..., EmbeddedEngine]) -> None:
+    engine, waiting = make_engine(dtype="float32", max_running=1), WaitingRequests()
+    engine.attach(waiting, NoCopies())
+    engine.start()
+    with serve(engine) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+
+        async def send(http: httpx.AsyncClient, **more: object) -> httpx.Response:
+            return await http.post(url, json={"prompt": "a", "max_tokens": 1, **more})
+
+        async def scenario() -> None:
+            transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+            async with (
+                httpx.AsyncClient(trust_env=False, timeout=30.0) as flood,
+                httpx.AsyncClient(trust_env=False, timeout=30.0, transport=transport) as other,
+            ):
+                half = [asyncio.create_task(send(flood)) for _ in range(MIN_CALLS // 2)]
+                await until(lambda: engine.num_live == len(half), "half of the room is taken")
+                for refused in (await send(flood), await send(flood, stream=True)):
+                    assert refused.status_code == 429
+                    assert refused.headers["Retry-After"] == "1"
+                accepted = asyncio.create_task(send(other))
+                await until(lambda: engine.num_live == len(half) + 1, "another client's call is accepted")
+                half.pop().cancel()
+                await until(lambda: engine.num_live == len(half) + 1, "a canceled call has ended")
+                assert (await send(flood, prompt="")).status_code == 400
+                half.append(asyncio.create_task(send(flood)))
+                await until(lambda: engine.num_live == len(half) + 1, "a call is accepted in its place")
+                waiting.may_start.set()
+                assert {(await task).status_code for task in (*half, accepted)} == {200}
+
+        run(scenario())
+
+
+def test_the_room_for_calls_grows_with_the_measured_rate() -> None:
+    now_s = 0.0
+    admission = Admission(max_running=2, max_wait_s=3, clock=lambda: now_s)
+    first = admission.begin("a")
+    for _ in range(MIN_CALLS // 2 - 1):
+        admission.begin("a")
+    assert admission.retry_after_s("a") == 1
+    assert admission.retry_after_s("b") is None
+    for _ in range(200):
+        now_s += 1 / 64
+        admission.end_request(None, has_run=True)
+    for _ in range(64):
+        assert admission.retry_after_s("a") is None
+        admission.begin("a")
+    assert admission.retry_after_s("a") == 2
+    for _ in range(2):
+        admission.end(first)
+    assert admission.retry_after_s("a") is None
+    now_s += 100.0
+    assert admission.retry_after_s("a") == 60
 
 
 class SlowTokenizer(ByteTokenizer):

@@ -25,6 +25,7 @@ CONTRACT = {
     "MAX_BATCHED_TOKENS": "`2048`",
     "MAX_RUNNING": "`8`",
     "MAX_WAITING": "`2048`",
+    "MAX_WAIT_S": "`2`",
     "POOL_BYTES": "`1GiB`",
     "POOL_KIND": "`pinned`",
     "POOL_PATH": "none",

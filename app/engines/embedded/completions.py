@@ -62,7 +62,7 @@ class OpenAIRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(await self._read(request))
+                return await self._handle(request, handler)
             except InvalidRequestError as invalid:
                 error = ApiError(400, str(invalid), invalid.param)
             except EngineStoppedError as stopped:
@@ -75,14 +75,21 @@ class OpenAIRoute(APIRoute):
 
         return handle
 
+    async def _handle(self, request: Request, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Response:
+        if request.method != "POST":
+            return await handler(request)
+        request.state.call = call = self.intake.admit("" if request.client is None else request.client.host)
+        try:
+            return await handler(await self._read(request))
+        finally:
+            if not call.num_open:
+                self.intake.dismiss(call)
+
     async def _read(self, request: Request) -> Request:
         """Read a body without keeping its bytes for as long as the answer takes."""
-        if request.method != "POST":
-            return request
         body = b"".join([chunk async for chunk in request.stream()])
         num_bytes = len(body)
-        call = await self.intake.read(body)
-        return _ReadRequest(request, call, num_bytes)
+        return _ReadRequest(request, await self.intake.read(body), num_bytes)
 
 
 _ERROR = {
@@ -182,7 +189,8 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         _check_model(engine, body.model)
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         num_bytes = request.num_bytes if isinstance(request, _ReadRequest) else 0
-        streams = engine.submit_all(await intake_of_engine.prepare(body, num_bytes, request_id))
+        requests = await intake_of_engine.prepare(body, num_bytes, request_id)
+        streams = engine.submit_all(requests, request.state.call)
         answer = Answer(engine.info.model, request_id, streams, body.return_token_ids)
         headers = {"X-Request-ID": request_id}
         if body.stream:

@@ -19,7 +19,8 @@ class EngineConfig:
     """Settings of the embedded engine under the names of their environment variables, checked when made.
 
     `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once; `max_waiting` is how many more are accepted. `state_dir` caches digests of model files; None
+    is requests at once; `max_waiting` is how many more are accepted; `max_wait_s` bounds the expected wait of calls.
+    `state_dir` caches digests of model files; None
     where nothing outlives the process, so that a local model's files need not be read for a revision.
     """
 
@@ -31,6 +32,7 @@ class EngineConfig:
     max_batched_tokens: int = 2048
     max_running: int = 8
     max_waiting: int = 2048
+    max_wait_s: int = 2
     state_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -43,5 +45,7 @@ class EngineConfig:
                 raise EngineStartError(f"KVFERRY_{name.upper()}={getattr(self, name)} must be at least 1")
         if self.max_waiting < 0:
             raise EngineStartError(f"KVFERRY_MAX_WAITING={self.max_waiting} must be at least 0")
+        if self.max_wait_s < 1:
+            raise EngineStartError(f"KVFERRY_MAX_WAIT_S={self.max_wait_s} must be at least 1")
         if self.block_size > MAX_BLOCK_SIZE_TOKENS:
             raise EngineStartError(f"KVFERRY_BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from app.engines.embedded.admission import Admission, Call
 from app.engines.embedded.block_pool import BlockPool
 from app.engines.embedded.check import inspect_model
 from app.engines.embedded.config import EngineConfig
@@ -100,6 +101,7 @@ class EmbeddedEngine:
         self._clock = clock
         self._live_lock = threading.Lock()
         self._live: dict[str, Request] = {}
+        self.admission = Admission(config.max_running, config.max_wait_s)
         self._loop = self._make_loop(NoOffload(), NoCopies())
 
     # ---- what wires and watches it ----------------------------------------------------------------------------------
@@ -203,8 +205,10 @@ class EmbeddedEngine:
             priority=priority,
         )
 
-    def submit_all(self, requests: Sequence[Request]) -> list[RequestStream]:
+    def submit_all(self, requests: Sequence[Request], call: Call | None = None) -> list[RequestStream]:
         """Queue prepared requests, all or none, in the event loop that will read their streams.
+
+        `call` is what `admission` counted for them; it ends with the last of them.
 
         Raises `EngineBusyError` where more would wait than may, `InvalidRequestError` where that is so even of an idle
         engine, and `EngineStoppedError`.
@@ -213,9 +217,12 @@ class EmbeddedEngine:
         streams = []
         for number, request in enumerate(requests):
             request.number_in_call = number
+            request.call = call
             stream = RequestStream(request.request_id, partial(self._cancel, request))
             request.sink = stream.push
             streams.append(stream)
+        if call is not None:
+            call.num_open = len(requests)
         try:
             self._loop.post(*map(NewRequest, requests))
         except BaseException:
@@ -227,6 +234,10 @@ class EmbeddedEngine:
     def has_room(self) -> bool:
         """Whether another request would be taken now. Thread: any."""
         return self.num_live < self.config.max_running + self.config.max_waiting
+
+    def retry_after_s(self, client: str) -> int | None:
+        """Return after how many seconds a client address should call again; None where it may now. Thread: any."""
+        return self.admission.retry_after_s(client) if self.has_room() else 1
 
     @property
     def num_live(self) -> int:
@@ -301,7 +312,9 @@ class EmbeddedEngine:
 
     def _release_id(self, request_id: str) -> None:
         with self._live_lock:
-            self._live.pop(request_id, None)
+            request = self._live.pop(request_id, None)
+        if request is not None:
+            self.admission.end_request(request.call, has_run=request.num_output_tokens > 0)
 
     def _make_loop(self, offload: Offload, copies: CopyEngine) -> EngineLoop:
         config = self.config

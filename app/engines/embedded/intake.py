@@ -15,7 +15,8 @@ from typing import ParamSpec, TypeVar
 from pydantic import ValidationError
 
 from app.api.bodies import SMALL_BODY_BYTES
-from app.api.problems import RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from app.api.problems import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from app.engines.embedded.admission import Call
 from app.engines.embedded.completion_models import (
     DEFAULT_MAX_TOKENS,
     MAX_PROMPTS,
@@ -56,9 +57,9 @@ class ApiError(Exception):
         self.body = openai_error(status, message, param, code)
 
 
-def too_busy(message: str) -> ApiError:
+def too_busy(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """Return the 429 for a call that may be sent again."""
-    return ApiError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)})
+    return ApiError(429, message, headers={"Retry-After": str(retry_after_s)})
 
 
 class Intake:
@@ -73,9 +74,18 @@ class Intake:
 
     async def read(self, body: bytes) -> CompletionRequest:
         """Parse and validate a body. Raises `ApiError`."""
-        if not self._engine.has_room():
-            raise too_busy("too many requests are waiting; try again later")
         return await self._run(len(body), read_completion, body)
+
+    def admit(self, client: str) -> Call:
+        """Count a call of this client address as accepted. Raises `ApiError`."""
+        retry_after_s = self._engine.retry_after_s(client)
+        if retry_after_s is not None:
+            raise too_busy(BUSY, retry_after_s)
+        return self._engine.admission.begin(client)
+
+    def dismiss(self, call: Call) -> None:
+        """Count a call as ended."""
+        self._engine.admission.end(call)
 
     async def prepare(self, call: CompletionRequest, num_bytes: int, request_id: str) -> list[Request]:
         """Tokenize and check the prompts of a call whose body had `num_bytes`; one request each. Raises `ApiError`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from app.engines.embedded.admission import Call
 from app.engines.embedded.hashing import chain_root, extend_chain
 from app.engines.embedded.tokenizer import TextStream
 from core.keys import tenant_digest
@@ -96,8 +97,10 @@ class Request:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_loading_tokens = 0
+        self.num_output_at_start = 0
         self.arrival = 0
         self.number_in_call = 0
+        self.call: Call | None = None
         self.generator: torch.Generator | None = None
         self._block_size = block_size
         self._chain_root = chain_root(cache_salt, self.lora)
@@ -111,6 +114,11 @@ class Request:
         """Take another id, before the submission; the one before stays an alias."""
         self.aliases = (self.request_id, *self.aliases)
         self.request_id = request_id
+
+    @property
+    def caller(self) -> tuple[str, str | None]:
+        """Client address and tenant, by which waiting calls take turns."""
+        return "" if self.call is None else self.call.client, self.tenant
 
     @property
     def num_tokens(self) -> int:

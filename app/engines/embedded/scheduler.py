@@ -1,7 +1,8 @@
 """Which tokens of which requests the next step computes, and the life of a request's blocks around it.
 
 Running requests go first, decodes before prefill, under one token budget; then waiting ones start, as far as blocks go.
-When blocks run out, the request that came last gives its own back and starts over later.
+When blocks run out, the request that came last gives its own back and starts over later. While others wait, a request
+that has answered for a while gives its place to them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from core.transfers import LoadOutcome
 
 MAX_LATER_PER_STEP = 64
 """Waiting requests that a step may pass over, so that its cost does not grow with the number of waiting ones."""
+
+SLICE_TOKENS = 128
+"""Tokens that a request answers before it gives its place to one that waits."""
+SLICES_PER_CONTEXT = 8
+"""A slice has at least one eighth of the tokens so far, which may have to be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class StepScheduler:
 
     def schedule(self, now_s: float) -> Step:
         """Choose the next step's tokens and take the blocks that they need."""
+        self._end_slices(now_s)
         step = Step(budget_tokens=self.max_batched_tokens)
         preempted = False
         for request in self._running_in_order():
@@ -177,6 +184,7 @@ class StepScheduler:
             if table is None:
                 return
             self.waiting.start(request)
+            request.num_output_at_start = request.num_output_tokens
             request.block_table = table
             request.num_computed_tokens = num_hit
             request.num_loading_tokens = num_load
@@ -200,10 +208,25 @@ class StepScheduler:
         request.block_table.extend(blocks)
         return True
 
-    def _preempt(self, request: Request, now_s: float) -> None:
+    def _end_slices(self, now_s: float) -> None:
+        """Preempt requests that have answered for long enough, as many as wait without a free place."""
+        num_wanted = len(self.waiting) - (self.max_running - len(self.running) - len(self.loading))
+        if num_wanted <= 0:
+            return
+        for request in sorted(self.running.values(), key=lambda r: r.arrival):
+            slice_tokens = max(SLICE_TOKENS, request.num_tokens // SLICES_PER_CONTEXT)
+            if num_wanted and request.num_output_tokens - request.num_output_at_start >= slice_tokens:
+                num_wanted -= 1
+                self._preempt(request, now_s, is_slice=True)
+
+    def _preempt(self, request: Request, now_s: float, *, is_slice: bool = False) -> None:
         """Take a request's blocks. It keeps its answer so far and computes all of it anew, or finds it in a cache."""
         del self.running[request.request_id]
-        self._queue_first(request)
+        if is_slice:
+            request.state = RequestState.WAITING
+            self.waiting.add_again(request)
+        else:
+            self._queue_first(request)
         try:
             self.offload.on_preempted(request.request_id, now_s)
         finally:

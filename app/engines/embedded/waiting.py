@@ -1,4 +1,4 @@
-"""The requests that wait to start: calls take turns, so that one of many prompts does not delay all others."""
+"""The requests that wait to start: calls and callers take turns, so that many of one do not delay all others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from app.engines.embedded.request import Request
 
 _FIRST = -1
 """Turn of requests that have run before: they start before all others."""
+MAX_IDLE_CALLERS = 64
+"""Callers without waiting requests that are remembered, besides one for each waiting request."""
+_Place = tuple[int, int, int, str]
 
 
 class WaitingQueue:
-    """Requests by id, ordered by turn and arrival.
+    """Requests by id, ordered by turn, rank in the turn, and arrival.
 
-    Prompt number i of a call is i turns behind its first one, which is a turn behind the request that started last.
-    A call of one prompt so waits for one prompt of each call that waits already. Thread: engine.
+    A call's first prompt is a rank behind the request that started last, and behind the caller's previous call. Prompt
+    number i is i turns behind the first one. A caller's only call so waits for one prompt of each other caller, and a
+    call of one prompt for one prompt of each call of its own caller. Thread: engine.
     """
 
     def __init__(self) -> None:
-        self._order: list[tuple[int, int, str]] = []
-        self._requests: dict[str, tuple[Request, tuple[int, int, str]]] = {}
-        self._turn = 0
+        self._order: list[_Place] = []
+        self._requests: dict[str, tuple[Request, _Place]] = {}
+        self._started = (0, 0)
+        self._last_of: dict[tuple[str, str | None], tuple[int, int]] = {}
+        self._last_again = (0, 0)
         self._last_first = 0
 
     def __len__(self) -> int:
@@ -29,7 +35,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Requests in the order in which they start."""
-        return (self._requests[request_id][0] for _, _, request_id in self._order)
+        return (self._requests[request_id][0] for *_, request_id in self._order)
 
     def get(self, request_id: str) -> Request | None:
         """The request of this id, if it waits."""
@@ -38,28 +44,41 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Cost: a search and a move within a list of at most `MAX_WAITING` entries."""
-        self._insert(request, (self._turn + 1 + request.number_in_call, request.arrival, request.request_id))
+        caller = request.caller
+        turn, rank = max(self._started, self._last_of.get(caller, self._started))
+        if request.number_in_call == 0:
+            rank += 1
+            self._last_of[caller] = turn, rank
+        self._insert(request, (turn + request.number_in_call, rank, request.arrival, request.request_id))
 
     def add_first(self, request: Request) -> None:
         """Queue a request that has run before, ahead of all others."""
         self._last_first -= 1
-        self._insert(request, (_FIRST, self._last_first, request.request_id))
+        self._insert(request, (_FIRST, 0, self._last_first, request.request_id))
+
+    def add_again(self, request: Request) -> None:
+        """Queue a request that has run for a while, a turn behind the request that started last."""
+        turn, rank = max(self._last_again, (self._started[0] + 1, 0))
+        self._last_again = turn, rank + 1
+        self._insert(request, (turn, rank + 1, request.arrival, request.request_id))
 
     def start(self, request: Request) -> None:
         """Remove a request, since it starts."""
-        turn = self._remove(request.request_id)
-        self._turn = max(self._turn, turn)
+        turn, rank, *_ = self._remove(request.request_id)
+        self._started = max(self._started, (turn, rank))
+        if len(self._last_of) > 2 * len(self._order) + MAX_IDLE_CALLERS:
+            self._last_of = {caller: place for caller, place in self._last_of.items() if place > self._started}
 
     def discard(self, request: Request) -> None:
         """Remove a request, if it waits."""
         if request.request_id in self._requests:
             self._remove(request.request_id)
 
-    def _insert(self, request: Request, place: tuple[int, int, str]) -> None:
+    def _insert(self, request: Request, place: _Place) -> None:
         insort(self._order, place)
         self._requests[request.request_id] = request, place
 
-    def _remove(self, request_id: str) -> int:
+    def _remove(self, request_id: str) -> _Place:
         _, place = self._requests.pop(request_id)
         del self._order[bisect_left(self._order, place)]
-        return place[0]
+        return place

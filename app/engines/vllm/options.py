@@ -25,6 +25,7 @@ VLLMS_OWN = (
     "max_batched_tokens",
     "max_running",
     "max_waiting",
+    "max_wait_s",
 )
 """Settings of the embedded engine."""
 

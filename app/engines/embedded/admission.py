@@ -1,0 +1,87 @@
+"""Admission of completion calls: a bounded expected wait, and half of the room at most for one client.
+
+Without it, a client that sends thousands of calls at once delays all others by as long as the engine takes for them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CALLS_PER_RUNNING = 32
+"""Calls under way that are accepted for each request that may run at once, however slow the engine is."""
+MIN_CALLS = 64
+RATE_REQUESTS = 64
+"""Requests that ended last, over which the rate is measured."""
+MAX_RETRY_AFTER_S = 60
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that was accepted. `num_open` counts its requests in the engine that have not ended."""
+
+    client: str
+    num_open: int = 0
+    has_ended: bool = False
+
+
+class Admission:
+    """Counts calls under way by client address, and the rate at which requests end. Thread-safe."""
+
+    def __init__(self, max_running: int, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._min_calls = max(MIN_CALLS, CALLS_PER_RUNNING * max_running)
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._calls_of: Counter[str] = Counter()
+        self._ended_s: deque[float] = deque(maxlen=RATE_REQUESTS)
+
+    def retry_after_s(self, client: str) -> int | None:
+        """Return after how many seconds a client should call again, or None where a call is accepted now.
+
+        A client may have as many calls under way as there is room left for the calls of others.
+        """
+        num_calls = self._num_calls
+        rate = self._ended_per_s()
+        limit = max(self._min_calls, rate * self._max_wait_s)
+        if num_calls + self._calls_of[client] < limit:
+            return None
+        return min(max(math.ceil(num_calls / rate), 1), MAX_RETRY_AFTER_S) if rate else 1
+
+    def begin(self, client: str) -> Call:
+        """Count a call, which must be given to the engine or ended."""
+        with self._lock:
+            self._num_calls += 1
+            self._calls_of[client] += 1
+        return Call(client)
+
+    def end(self, call: Call) -> None:
+        """Forget a call; harmless if it has ended."""
+        with self._lock:
+            if call.has_ended:
+                return
+            call.has_ended = True
+            self._num_calls -= 1
+            self._calls_of[call.client] -= 1
+            if not self._calls_of[call.client]:
+                del self._calls_of[call.client]
+
+    def end_request(self, call: Call | None, *, has_run: bool) -> None:
+        """Count the end of a request in the engine, with which its call may end."""
+        if has_run:
+            self._ended_s.append(self._clock())
+        if call is not None:
+            call.num_open -= 1
+            if not call.num_open:
+                self.end(call)
+
+    def _ended_per_s(self) -> float:
+        """Requests that ended per second, over the last of them; 0 before there are enough."""
+        if len(self._ended_s) < RATE_REQUESTS:
+            return 0.0
+        return (RATE_REQUESTS - 1) / max(self._clock() - self._ended_s[0], 1e-3)
