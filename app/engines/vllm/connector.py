@@ -220,6 +220,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The blocks that transfers hold."""
         self._the_scheduler().device.bind(gpu_block_pool)
+        if self._events is not None:
+            self._events.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -357,6 +359,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             listen=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
+        if self._events is not None:
+            self._host.report_recovered(self._events.recovered)
         core = self._host.ferry.scheduler
         waits_for = woken if settings.tiers else None
         self._scheduler = SchedulerSide(

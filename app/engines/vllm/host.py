@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from app.ferry import EngineSide, Ferry, PoolSide
 from app.starting import StartRefused
 from app.store import StoreError, claim_name
 from core.events import EventSink
+from core.keys import Key
 from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.kept_slots import DropReason
 from cuda_ops.slot_headers import SlotHeaders
@@ -125,6 +126,12 @@ class EngineCoreHost:
             started = replace(started, foreign=facts.dropped)
         dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
         self.ferry.warm_start = replace(started, dropped={**started.dropped, **dropped})
+
+    def report_recovered(self, report: Callable[[Sequence[Key]], None]) -> None:
+        """Pass the keys of all blocks of an earlier process to `report`, with the manager lock held."""
+        manager = self.ferry.manager
+        with manager.lock:
+            report(manager.inventory.list_blocks(0, manager.inventory.counts().slots).keys)
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
