@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -18,12 +17,12 @@ from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.engine.arg_utils import EngineArgs
 
 import app.engines.vllm as entry
 from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.versions import SUPPORTED, UnsupportedVllm, check_vllm, is_supported
-from app.serving import listen
 from tests.vllm.engines import engine_options, out_of_vllms_sight, transfer_config
 
 
@@ -126,6 +125,17 @@ def test_a_configuration_that_cannot_work_is_refused_and_the_right_one_named(nam
         read_options(config)
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_setting_is_refused_before_weights_are_loaded(
+    llama: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, words = WRONG[name]
+    options = EngineArgs(**engine_options(llama), kv_transfer_config=config)
+    with pytest.raises(ValueError, match=words):
+        options.create_engine_config()
+    assert re.search("kvferry does not start: .*" + words, caplog.text)
+
+
 def test_what_would_change_the_meaning_of_a_block_is_refused() -> None:
     one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
     check_parallel(SimpleNamespace(**one))
@@ -172,10 +182,3 @@ def test_an_engine_does_not_start_on_it_and_our_own_line_says_why(
     start_in_vain(llama, words, **extra)
     # Before the settings are known our lines go wherever Python's go.
     assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err + caplog.text)
-
-
-def test_a_port_that_is_taken_refuses_and_says_so(llama: Path) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        start_in_vain(llama, f"port={port} cannot be listened on", port=port)
-    assert not list(Path(os.environ["KVFERRY_STATE_DIR"]).glob("services/*.json"))

@@ -6,6 +6,7 @@ imported before its version was looked at, so that an unsupported one is refused
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 CONNECTOR = "KVFerryConnector"
@@ -14,12 +15,23 @@ __all__ = ["CONNECTOR"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector's class, once vLLM is known to be one that it fits. Raises `UnsupportedVllm`."""
+    """The connector's class, once vLLM is known to be one that it fits.
+
+    Raises:
+        UnsupportedVllm: the connector does not fit this vLLM.
+        ConnectorRefused: a setting is wrong. Only where vLLM looks the class up for a configuration.
+    """
     if name != CONNECTOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from app.engines.vllm.versions import check_vllm
 
     check_vllm()
+    # vLLM calls no hook of a connector before it loads the weights, but looks the class up as it reads its options.
+    transfer = sys._getframe(1).f_locals.get("kv_transfer_config")
+    if transfer is not None:
+        from app.engines.vllm.options import check_options
+
+        check_options(transfer)
     from app.engines.vllm.connector import KVFerryConnector
 
     return KVFerryConnector

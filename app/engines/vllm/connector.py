@@ -37,7 +37,7 @@ from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
 from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
-from app.engines.vllm.options import check_caching, check_parallel, read_options
+from app.engines.vllm.options import check_caching, check_parallel, log_refusal, read_options
 from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
@@ -395,8 +395,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def _refuse(self, error: BaseException) -> None:
         """Say why in one line of our own, and undo what was started."""
         if isinstance(error, (ConnectorRefused, NotEnoughMemory)):
-            for line in str(error).splitlines():
-                _log.error("kvferry does not start: %s", line)
+            log_refusal(error)
         self.shutdown()
 
     def _record_error(self, hook: str, error: Exception) -> None:

@@ -45,6 +45,21 @@ def read_options(transfer: Any) -> Settings:
     return settings
 
 
+def check_options(transfer: Any) -> None:
+    """Raise `ConnectorRefused` for settings that are wrong, with a line of our own in the log."""
+    try:
+        read_options(transfer)
+    except ConnectorRefused as error:
+        log_refusal(error)
+        raise
+
+
+def log_refusal(error: BaseException) -> None:
+    """Log why the connector does not start."""
+    for line in str(error).splitlines():
+        _log.error("kvferry does not start: %s", line)
+
+
 def _check_transfer(transfer: Any) -> None:
     if transfer.kv_role != "kv_both":
         raise ConnectorRefused(f"kv_role={transfer.kv_role}: kvferry stores and loads; set kv_role to kv_both")
