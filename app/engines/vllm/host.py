@@ -90,6 +90,7 @@ class EngineCoreHost:
                 claim = claim_name(settings.resolved_database_url(), wanted.name, is_default=is_default)
                 undo.callback(claim.close)
                 engine = replace(engine, name=claim.name, claim=claim)
+                self.engine_name = wanted.shared_name(claim.name)
                 mapped = map_for_scheduler(wanted)
                 if mapped is not None:
                     undo.callback(mapped.pool.close)
