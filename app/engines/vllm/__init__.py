@@ -10,6 +10,8 @@ import sys
 from typing import Any
 
 CONNECTOR = "KVFerryConnector"
+VLLMS_NAMES = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""With --kv-offloading-size vLLM looks its own connector up instead, in this module where the options name it."""
 
 __all__ = ["CONNECTOR"]
 
@@ -21,7 +23,7 @@ def __getattr__(name: str) -> Any:
         UnsupportedVllm: the connector does not fit this vLLM.
         ConnectorRefused: a setting is wrong. Only where vLLM looks the class up for a configuration.
     """
-    if name != CONNECTOR:
+    if name != CONNECTOR and name not in VLLMS_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from app.engines.vllm.versions import check_vllm
 

@@ -36,7 +36,7 @@ from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
-from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
+from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource, hits_by_source
 from app.engines.vllm.options import check_caching, check_parallel, log_refusal, read_options
 from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
@@ -98,7 +98,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._logs: GuestLogs | None = None
         enable_crash_report()
         try:
-            check_caching(vllm_config.cache_config)
+            check_caching(vllm_config)
             check_parallel(vllm_config.parallel_config)
             settings = read_options(self._kv_transfer_config)
             self._logs = GuestLogs(settings)
@@ -256,6 +256,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             side.commit(request, blocks, num_external_tokens)
         except Exception as error:  # noqa: BLE001 - the request recomputes
             side.commit_failed(request, num_external_tokens, error)
+
+    @_guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Split the tokens of a load by where their blocks were: host memory, or a tier that brought them for it."""
+        if self._host is None or not num_external_tokens:
+            return {}
+        by_tier = self._host.ferry.scheduler.tier_hit(request.request_id, num_external_tokens)
+        return hits_by_source(num_external_tokens, by_tier, self._host.tier_types)
 
     @_guarded(StepOrders)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

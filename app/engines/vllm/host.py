@@ -56,6 +56,7 @@ class EngineCoreHost:
         self.reasons: Callable[[], list[str]] = list
         """Why the engine should get no traffic; set by the connector."""
         self.data_parallel_rank = int(config.parallel_config.data_parallel_index)
+        self.tier_types = {tier.name: tier.type for tier in wanted.settings.tiers}
         size = wanted.size
         if wanted.is_for_scheduler and wanted.has_random_hashes:
             _log.warning(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from app.engines.vllm.scheduler_side import SchedulerSide
 from core.scheduler import OffloadScheduler
@@ -30,6 +32,22 @@ GAUGES = {
     "pool_slots": "Slots of the host pool",
     "pool_free_slots": "Free slots of the host pool",
 }
+
+
+TIER_SOURCES = {"fs": CacheHitSource.DISK}
+"""vLLM's name for the source of a hit, by type of tier; it has none for stores on other hosts."""
+
+
+def hits_by_source(
+    num_tokens: int, by_tier: Mapping[str, int], tier_types: Mapping[str, str]
+) -> dict[CacheHitSource, int]:
+    """Return loaded tokens by vLLM's names of their sources; what no tier brought was in host memory."""
+    sources: dict[CacheHitSource, int] = {}
+    for name, count in by_tier.items():
+        source = TIER_SOURCES.get(tier_types.get(name, ""), CacheHitSource.EXTERNAL_UNSPECIFIED)
+        sources[source] = sources.get(source, 0) + count
+    of_host = num_tokens - sum(sources.values())
+    return {CacheHitSource.HOST: of_host, **sources} if of_host else sources
 
 
 class KVFerryStats(KVConnectorStats):
