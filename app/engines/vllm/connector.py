@@ -106,7 +106,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             size = size_pool(settings, layout, vllm_config.parallel_config)
             if role is KVConnectorRole.WORKER:
                 self._settings, self._layout, self._size = settings, layout, size
-                self._worker = WorkerSide(vllm_config.parallel_config.rank)
+                rank = vllm_config.parallel_config.rank
+                self._worker = WorkerSide(rank, stores=size.stores(rank))
             else:
                 self._start_scheduler(settings, self._logs, layout, size)
         except BaseException as error:

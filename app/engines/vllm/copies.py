@@ -62,19 +62,19 @@ class Copies:
         headers = None if mapped.file is None else SlotHeaders(mapped.file, pool)
         before = None if headers is None else headers.before_copy
         if cuda is None:
-            self._engine = CpuCopyEngine(regions, pool, on_finished, pool.rank, cpus=cpus, before=before)
+            self._engine = CpuCopyEngine(regions, pool, on_finished, mapped.rank, cpus=cpus, before=before)
         else:
             try:
                 self._engine = cuda.copies(
-                    regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes, before
+                    regions, pool, on_finished, settings.state_dir, settings.kernel_below_bytes, before, mapped.rank
                 )
             except CudaUnavailable as error:
                 pool.close()
                 cuda.close()
                 raise ConnectorRefused(str(error)) from error
         if headers is not None:
-            self._engine = KeptCopies(self._engine, headers, on_finished, pool.rank, cpus)
-        self.extents = RankExtents(pool, self._settle, on_finished, cpus)
+            self._engine = KeptCopies(self._engine, headers, on_finished, mapped.rank, cpus)
+        self.extents = RankExtents(pool, mapped.rank, self._settle, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""

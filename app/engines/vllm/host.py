@@ -153,7 +153,7 @@ def _record(wanted: EnginePool, mapped: MappedPool | None, undo: ExitStack) -> K
         return None
     record, file = KeptRecord(mapped.file), mapped.file
     if wanted.settings.tiers:
-        headers = [SlotHeaders(file, mapped.pool, rank) for rank in range(wanted.size.num_ranks)]
+        headers = [SlotHeaders(file, mapped.pool, rank) for rank in range(wanted.size.num_columns)]
         record.fillings = fillings = EngineFillings(headers)
         undo.callback(fillings.close)
     return record

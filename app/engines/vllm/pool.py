@@ -89,6 +89,8 @@ class MappedPool:
     pool: HostPool
     file: KeptFile | None = None
     passing: PassingFile | None = None
+    rank: int = 0
+    """The rank whose view this is; several ranks may have one column of the pool."""
 
     def place(self) -> tuple[object, ...]:
         """The same for all who have mapped the same memory."""
@@ -158,7 +160,13 @@ def _map(
 ) -> MappedPool:
     size, slots = wanted.size, wanted.size.extents
     file = open_kept_file(
-        wanted.settings, wanted.name, wanted.fingerprint, slots, size.rank_slot_bytes, size.num_ranks, join=not is_first
+        wanted.settings,
+        wanted.name,
+        wanted.fingerprint,
+        slots,
+        size.rank_slot_bytes,
+        size.num_columns,
+        join=not is_first,
     )
     passing: PassingFile | None = None
     if file is None:
@@ -171,8 +179,8 @@ def _map(
         size.rank_slot_bytes,
         shape.extent_slots * size.slots.slot_bytes,
         backing=file or passing,
-        num_ranks=size.num_ranks,
-        rank=rank,
+        num_ranks=size.num_columns,
+        rank=size.column(rank),
         preparation=preparation,
     )
     if file is not None and is_first:
@@ -181,7 +189,7 @@ def _map(
         except BaseException:
             pool.close()
             raise
-    return MappedPool(pool, file, passing)
+    return MappedPool(pool, file, passing, rank)
 
 
 def _of_all_ranks(wanted: EnginePool, mine: _Said) -> list[_Said]:
