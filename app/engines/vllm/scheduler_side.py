@@ -211,6 +211,7 @@ class SchedulerSide:
         now_s = self._clock()
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
+        self._device_hits.pop(request_id, None)
         self.offload.fail("request_finished", error, now_s)
         self.offload.on_request_finished(request_id, now_s)
 
