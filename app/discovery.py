@@ -39,19 +39,21 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class FoundService:
-    """A live service of this host."""
+    """A live service of this host. Data-parallel ranks of one engine have one `engine`."""
 
     name: str
     url: str
+    engine: str
 
 
-def announce_service(state_dir: Path, name: str, url: str) -> Announcement:
+def announce_service(state_dir: Path, name: str, url: str, engine: str | None = None) -> Announcement:
     """Say that the engine `name` can be reached at `url`, for as long as this process lives. Where that cannot be
-    written, the log says so: the service does without."""
+    written, the log says so: the service does without. `engine` is the name that data-parallel ranks share."""
     folder = state_dir / _FOLDER
     path = folder / f"{name}.json"
     process = psutil.Process()
-    content = json.dumps({"name": name, "url": url, "pid": process.pid, "started_s": process.create_time()})
+    about = {"name": name, "url": url, "engine": engine or name}
+    content = json.dumps({**about, "pid": process.pid, "started_s": process.create_time()})
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(folder)
@@ -86,7 +88,7 @@ def find_services(state_dir: Path) -> list[FoundService]:
             content = json.loads(path.read_text())
             name, url = str(content["name"]), str(content["url"])
             if _is_alive(int(content["pid"]), float(content["started_s"])):
-                found.append(FoundService(name, url))
+                found.append(FoundService(name, url, str(content.get("engine", name))))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -18,6 +19,10 @@ from app.starting import StartRefused
 GRACE_S = 5
 """How long answers under way may take once the service is told to stop; then they are aborted, and told so."""
 ABORT_S = 5
+
+
+class PortTaken(StartRefused):
+    """Another socket listens on the port."""
 
 
 class Served(Protocol):
@@ -59,7 +64,12 @@ def make_server(process: Served) -> Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port first: a second service on it must find out before it loads a model."""
+    """Take the port first: a second service on it must find out before it loads a model.
+
+    Raises:
+        PortTaken: another socket has the port.
+        StartRefused: the address cannot be listened on.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named in full: without the protocol asyncio would not switch off Nagle's delay, which costs 40 ms an answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -69,7 +79,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartRefused(
+        refused = PortTaken if error.errno == errno.EADDRINUSE else StartRefused
+        raise refused(
             f"KVFERRY_HOST={host} KVFERRY_PORT={port} cannot be listened on: {error.strerror or error}; "
             "stop what holds it, or set KVFERRY_PORT to another (0 takes a free one)"
         ) from error

@@ -52,7 +52,7 @@ class Leaders:
             return False
         if state.follow_until_s is None:
             num_led = 0
-            for mark in self._marks(state, first_token, (state.request.num_tokens - 1) // step * step):
+            for mark in self._marks(state, first_token, state.loadable_tokens // step * step):
                 if self._by_mark.get(mark) is not leader:
                     break
                 num_led += step

@@ -98,13 +98,17 @@ class LoadSide:
                 state.decline_noted = True
                 state.found_end, state.in_pool = hit.end_token, MissCause.GAP
             return _MISS
-        if self._leaders.follows(state, num_computed_tokens):
+        if num_computed_tokens < state.loadable_tokens and self._leaders.follows(state, num_computed_tokens):
             self._set_hit(state, None)
             return _LATER
         room = max(self._manager.num_slots // 2, 1) - self._num_pinned + len(state.pin or ())
         hit = self._finder.find(state, num_computed_tokens)
         state.boundary_tokens = self._finder.find_boundary(state, hit.end_token)
-        in_pool = MissCause.PIN_LIMIT if len(hit.slots) > room else MissCause.GAP
+        in_pool = MissCause.GAP
+        if len(hit.slots) > room:
+            in_pool = MissCause.PIN_LIMIT
+        elif state.is_load_cap(hit.end_token, self._layout.alignment_tokens):
+            in_pool = MissCause.LOAD_DISABLED
         while hit.num_tokens and len(hit.slots) > room:
             # Windows make the slots of a hit grow by less than its tokens: it takes a few rounds to fit.
             fitting = hit.num_tokens * max(room, 0) // len(hit.slots)

@@ -48,18 +48,21 @@ PRIORITY_CLASS = {Priority.LOW: 0, Priority.NORMAL: 1, Priority.HIGH: 2}
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """The effective policy of a request. `max_offload_tokens` and `tiers` are None where nothing is held back."""
+    """The effective policy of a request. Caps and `tiers` are None where nothing is held back."""
 
     offload_prompt_only: bool = True
     max_offload_tokens: int | None = None
     level: Level = Level.BLOCK
     store: bool = True
     load: bool = True
+    max_load_tokens: int | None = None
     tiers: tuple[str, ...] | None = None
     priority: Priority = Priority.NORMAL
 
 
 POLICY_FIELDS = tuple(f.name for f in fields(RequestPolicy))
+CAP_FIELDS = ("max_offload_tokens", "max_load_tokens")
+"""Numbers of tokens, of which None is no cap."""
 REQUEST_FIELDS_DEFAULT = ("offload_prompt_only", "max_offload_tokens", "store", "load")
 
 PolicyPatch = Mapping[str, Any]
@@ -155,7 +158,7 @@ def _describe(value: object, depth: int) -> str:
 def _parse_field(name: str, value: object) -> Any:
     if name in ("offload_prompt_only", "store", "load"):
         return value if _is_bool(value) else _INVALID
-    if name == "max_offload_tokens":
+    if name in CAP_FIELDS:
         return value if _is_cap(value) else _INVALID
     if name == "tiers":
         return tuple(value) if _is_name_list(value) else _INVALID  # type: ignore[arg-type]

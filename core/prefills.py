@@ -65,7 +65,7 @@ class Prefills:
         total = state.request.num_prompt_tokens
         device_hit = min(state.device_tokens, total)
         loaded = min(state.loaded_tokens, total - device_hit)
-        tier_hit = self._tier_hit(state, device_hit, device_hit + loaded) if state.promoted else {}
+        tier_hit = self.tier_hit(state, device_hit, device_hit + loaded)
         host_hit = loaded - sum(tier_hit.values())
         lost_cause = state.why_hit_lost()
         # Nothing below may raise: a part of the counts would be missing.
@@ -83,8 +83,10 @@ class Prefills:
         state.evicted_between_s = misses.evicted_between_s
         state.promoted = []
 
-    def _tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
+    def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """By tier, how many of these loaded tokens it brought into the pool for this very request."""
+        if not state.promoted:
+            return {}
         step = self._layout.alignment_tokens
         hits: dict[str, int] = {}
         tiers = {piece: run.tier for run in state.promoted for piece in range(run.first, run.last + 1)}

@@ -50,11 +50,12 @@ class PrefixFinder:
         limit_token: int | None = None,
         also: Container[Key] | None = None,
     ) -> PrefixHit:
-        """What the pool has behind the first `first_token` tokens. The last token is computed in any case.
+        """What the pool has behind the first `first_token` tokens, up to `limit_token`; by default, all that the
+        request may load.
 
         With `also`, what it would have with these keys besides, whose slots are `elsewhere`.
         """
-        limit = state.request.num_tokens - 1 if limit_token is None else limit_token
+        limit = state.loadable_tokens if limit_token is None else limit_token
 
         def find_prefix(group: Group, first: int, end: int) -> Slots:
             keys = self.keys(state, group, first, end)

@@ -162,7 +162,7 @@ class PromotionSide:
     def _begin(self, state: RequestState, hit: PrefixHit) -> TierLook | None:
         """Ask the tiers for what the pool lacks; None if there is nothing to ask, or nobody."""
         step = self._layout.alignment_tokens
-        limit = (state.request.num_tokens - 1) // step * step
+        limit = state.loadable_tokens // step * step
         links = [link for link in self._links_of(state) if not link.num_unawaited]
         if limit <= hit.end_token or hit.first_token % step or not links or not self._may_promote(state):
             return None

@@ -221,6 +221,19 @@ class RequestState:
         return prompt_end, cap_end
 
     @property
+    def loadable_tokens(self) -> int:
+        """The tokens from the start that may be loaded: not the last one, and none beyond the policy's cap."""
+        cap = self.policy.policy.max_load_tokens
+        last = self.request.num_tokens - 1
+        return last if cap is None else min(last, cap)
+
+    def is_load_cap(self, end_token: int, alignment_tokens: int) -> bool:
+        """Whether a hit that ends at `end_token` would be longer but for the policy's cap."""
+        return (
+            self.loadable_tokens < self.request.num_tokens - 1 and end_token + alignment_tokens > self.loadable_tokens
+        )
+
+    @property
     def answered_tokens(self) -> int:
         """The tokens from the start whose slots have their answer in some group."""
         return max(progress.answered * progress.group.slot_tokens for progress in self.groups)

@@ -346,6 +346,14 @@ class OffloadScheduler:
 
     # --- what operators see and do ------------------------------------------------------------------------------
 
+    def tier_hit(self, request_id: str, num_loaded_tokens: int) -> dict[str, int]:
+        """Return, by tier, how many tokens of the load just committed it brought into the pool for this request."""
+        with self.manager.lock:
+            state = self._requests.get(request_id)
+            if state is None:
+                return {}
+            return self._prefills.tier_hit(state, state.device_tokens, state.device_tokens + num_loaded_tokens)
+
     def snapshot(self) -> Snapshot:
         """All counters at one moment."""
         self.tiers.fetch_counts()

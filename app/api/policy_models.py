@@ -41,6 +41,7 @@ class PolicyView(BaseModel):
     level: Sourced[Level]
     store: Sourced[bool]
     load: Sourced[bool]
+    max_load_tokens: Sourced[int | Literal["unlimited"]]
     tiers: Sourced[list[str] | None] = Field(description="null means all")
     priority: Sourced[Priority]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +20,15 @@ UrlOption = Annotated[
         show_default="KVFERRY_URL, else the one found, else http://127.0.0.1:8787",
     ),
 ]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="The engine, where several run on this host.",
+        show_default="KVFERRY_ENGINE_NAME, else the only one",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
 
 
@@ -28,6 +39,17 @@ def connect(url: str | None) -> KVFerryClient:
 
     found = find_connection(url)
     return KVFerryClient(found.url, found.token)
+
+
+@contextmanager
+def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryClient]]:
+    """Clients for all data-parallel ranks of one engine, found as by `connect`."""
+    from app.client import KVFerryClient
+    from app.settings.connection import find_ranks
+
+    with ExitStack() as clients:
+        found = find_ranks(url, engine=engine)
+        yield [clients.enter_context(KVFerryClient(one.url, one.token)) for one in found]
 
 
 def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from app.cli.console import ExitCode, complain, count, duration, out, print_json, print_json_line, share, size
-from app.cli.remote import JsonOption, UrlOption, connect
+from app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks
 
 BAR_WIDTH = 24
+_SHARED = ("block_size", "groups", "slot_bytes")
+"""Numbers that all data-parallel ranks of an engine have alike."""
+_LARGEST = ("uptime_s", "epoch", "lag_s")
+"""Numbers of which the largest counts."""
 
 Json = Mapping[str, Any]
 
@@ -26,20 +30,26 @@ def stats(
     interval_s: Annotated[
         float, typer.Option("--interval-s", metavar="SECONDS", min=0.1, max=60, help="Time between snapshots.")
     ] = 1.0,
+    engine: EngineOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Show where prompt tokens came from, what the pool holds, and what was stored, loaded and evicted."""
-    with connect(url) as client:
+    """Show where prompt tokens came from, what the pool holds, and what was stored, loaded and evicted.
+
+    Numbers of an engine's data-parallel ranks are added up.
+    """
+    with connect_ranks(url, engine) as clients:
         if not watch:
-            snapshot = client.stats()
+            snapshot = add_up([client.stats() for client in clients])
             if as_json:
                 print_json(snapshot)
             else:
                 out.print(render(snapshot))
             return 0
         try:
-            with closing(client.stats_stream(interval_s)) as snapshots:
+            with ExitStack() as streams:
+                ranks = [streams.enter_context(closing(client.stats_stream(interval_s))) for client in clients]
+                snapshots = map(add_up, zip(*ranks, strict=False))
                 if as_json:
                     for snapshot in snapshots:
                         print_json_line(snapshot)
@@ -51,6 +61,30 @@ def stats(
             return 0
     complain("the server ended the stream")
     return ExitCode.UNREACHABLE
+
+
+def add_up(snapshots: Sequence[Json]) -> Json:
+    """Return the snapshots of an engine's data-parallel ranks as one: counts are added, what they share stays."""
+    if len(snapshots) == 1:
+        return snapshots[0]
+    whole = _merged(snapshots)
+    return {**whole, "engine": {**whole.get("engine", {}), "ranks": len(snapshots)}}
+
+
+def _merged(parts: Sequence[Json]) -> dict[str, Any]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _added(name, [part[name] for part in parts if part.get(name) is not None]) for name in names}
+
+
+def _added(name: str, values: Sequence[Any]) -> Any:
+    first = values[0] if values else None
+    if isinstance(first, Mapping):
+        return _merged(values)
+    if isinstance(first, bool):
+        return all(values)
+    if not isinstance(first, (int, float)) or name in _SHARED:
+        return first
+    return max(values) if name in _LARGEST else sum(values)
 
 
 def render(snapshot: Json) -> RenderableType:
@@ -71,6 +105,7 @@ def _headline(snapshot: Json) -> Text:
     return Text.assemble(
         ("kvferry", "bold"),
         f"  {engine.get('name', '?')}, {engine.get('model', '?')} on {engine.get('device', '?')}",
+        f", {engine['ranks']} data-parallel ranks" if "ranks" in engine else "",
         (f"  up {duration(snapshot.get('uptime_s', 0))}, epoch {snapshot.get('epoch', 0)}", "dim"),
     )
 

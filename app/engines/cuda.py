@@ -57,9 +57,10 @@ class CudaSide:
         state_dir: Path,
         kernel_below_bytes: int | None = None,
         before: Callable[[TransferJob], None] | None = None,
+        worker: int | None = None,
     ) -> CudaCopyEngine:
         """A copy engine between the device's blocks and the pool; see `choose_mover` and, for `before`,
-        `CudaCopyEngine`. Raises `CudaUnavailable`."""
+        `CudaCopyEngine`. Results name `worker`, by default the pool's rank. Raises `CudaUnavailable`."""
         try:
             mover = choose_mover(self._driver, self._index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
             return CudaCopyEngine(
@@ -69,7 +70,7 @@ class CudaSide:
                 driver=self._driver,
                 device=self._index,
                 current_stream=self._current_stream,
-                worker=pool.rank,
+                worker=pool.rank if worker is None else worker,
                 mover=mover,
                 before=before,
             )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
-from core.policy import POLICY_FIELDS, UNLIMITED, Level, PolicyPatch, Priority
+from core.policy import CAP_FIELDS, POLICY_FIELDS, UNLIMITED, Level, PolicyPatch, Priority
 
 MAX_TOKENS = 2**53 - 1
 """The largest whole number that every JSON reader holds exactly."""
@@ -61,6 +61,7 @@ class PolicyBody(BaseModel):
     )
     store: bool | None = Field(default=None, description="may write to the pool")
     load: bool | None = Field(default=None, description="may read from the pool")
+    max_load_tokens: Cap = Field(default=None, description="load at most the first N tokens; 0 loads none")
     tiers: Annotated[list[TierName], Field(max_length=MAX_TIERS)] | None = Field(
         default=None, description="tiers that may be used"
     )
@@ -81,7 +82,7 @@ class PolicyBody(BaseModel):
 
 
 def _to_core(name: str, value: Any) -> Any:
-    if name == "max_offload_tokens":
+    if name in CAP_FIELDS:
         return None if value == UNLIMITED else value
     if name == "level":
         return Level(value)
@@ -92,7 +93,7 @@ def _to_core(name: str, value: Any) -> Any:
 
 def to_wire(name: str, value: Any) -> Any:
     """A policy field's value in JSON: a lifted cap is `unlimited`, null tiers are all of them."""
-    if name == "max_offload_tokens" and value is None:
+    if name in CAP_FIELDS and value is None:
         return UNLIMITED
     return list(value) if isinstance(value, tuple) else value
 

@@ -1,6 +1,6 @@
 """How a client finds the service: its URL and token, from the same places as settings, without checking the rest.
 
-Where no URL is given, a service that has left word in the state folder is taken, if there is but one.
+Where no URL is given, a service that is announced in the state folder is taken, if only one engine is.
 """
 
 from __future__ import annotations
@@ -40,14 +40,34 @@ def find_connection(
 
     Raises `BadSettings` for a URL or token that cannot be one, and where several services could be meant.
     """
+    found = find_ranks(url, token, env_files=env_files)
+    if len(found) > 1:
+        urls = ", ".join(connection.url for connection in found)
+        advice = f"the engine has {len(found)} data-parallel ranks; choose one with --url or KVFERRY_URL: {urls}"
+        raise BadSettings([Problem(URL, advice, advice)])
+    return found[0]
+
+
+def find_ranks(
+    url: str | None = None,
+    token: str | None = None,
+    engine: str | None = None,
+    *,
+    env_files: Iterable[Path] = (Path(".env"),),
+) -> list[Connection]:
+    """Find the data-parallel ranks of one engine: the one named `engine` or KVFERRY_ENGINE_NAME, or the only one.
+
+    A URL, given as for `find_connection`, is one rank. Raises `BadSettings` as well where several engines could be
+    meant, or none has the name `engine`.
+    """
     layers: list[Layer] = [{}] if url and token else read_layers(Settings.names(), {}, env_files)
     layers.insert(
         0, {name: Given(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
     )
-    return Connection(
-        _first(layers, URL, _read_url) or _found_url(layers) or LOCAL_URL,
-        _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token),
-    )
+    given = None if engine is not None else _first(layers, URL, _read_url)
+    urls = [given] if given is not None else _found_urls(layers, engine) or [LOCAL_URL]
+    known = _first(layers, "admin_token", _read_token) or _first(layers, "read_token", _read_token)
+    return [Connection(found, known) for found in urls]
 
 
 def find_engine(url: str | None, service: Connection, *, env_files: Iterable[Path] = (Path(".env"),)) -> Connection:
@@ -71,15 +91,24 @@ def _origin(url: str) -> tuple[str, str | None, int]:
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _found_url(layers: Iterable[Layer]) -> str | None:
-    """Where the one service is that this host's engines have announced."""
+def _found_urls(layers: Iterable[Layer], engine: str | None) -> list[str]:
+    """URLs of the one engine that is announced on this host, in the order of its ranks; none without announcements."""
     given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
     folder = user_state_path(APP_NAME) if given is None or given.trouble is not None else Path(str(given.value))
     found = find_services(folder.expanduser())
-    if len(found) > 1:
-        advice = f"several services are running; name one with --url or KVFERRY_URL: {_listed(found)}"
+    named = next((str(layer["engine_name"].value) for layer in layers if "engine_name" in layer), None)
+    ranks = [service for service in found if service.engine == (engine or named)]
+    if engine is not None and not ranks:
+        advice = f"no engine named {engine} is announced on this host; running: {_listed(found) or 'none'}"
+        raise BadSettings([Problem("engine", advice, advice)])
+    ranks = ranks or found
+    if len({service.engine for service in ranks}) > 1:
+        advice = (
+            "several services are running; name one with --url or KVFERRY_URL, or its engine with KVFERRY_ENGINE_NAME: "
+            f"{_listed(found)}"
+        )
         raise BadSettings([Problem(URL, advice, advice)])
-    return found[0].url if found else None
+    return [service.url for service in sorted(ranks, key=lambda service: (len(service.name), service.name))]
 
 
 def _listed(services: Iterable[FoundService]) -> str:

@@ -135,6 +135,10 @@ class SettingFields(BaseModel):
         default=Level.BLOCK,
         description="Default request policy: tiers get new blocks only (`block`) or all of a request's (`request`).",
     )
+    max_load_tokens: Annotated[int | None, _read(values.cap)] = Field(
+        default=None,
+        description="Default request policy: load at most the first N tokens; 0 loads nothing, `unlimited` every hit.",
+    )
     request_fields: Annotated[tuple[str, ...], _read(values.policy_fields)] = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )

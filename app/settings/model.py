@@ -45,6 +45,7 @@ class Settings(BaseSettings, SettingFields):
         "offload_prompt_only": "offload_prompt_only",
         "max_offload_tokens": "max_offload_tokens",
         "level": "offload_level",
+        "max_load_tokens": "max_load_tokens",
     }
     """Which setting is the default of which field of a request policy."""
 

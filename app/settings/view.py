@@ -13,7 +13,7 @@ from app.settings.origin import PREFIX, Place, Source
 from app.settings.problems import MASK, mask_url
 from app.settings.tiers import TierSettings
 from app.settings.values import format_size
-from core.policy import UNLIMITED
+from core.policy import CAP_FIELDS, UNLIMITED
 
 Plain = str | int | float | bool | None | list[Any]
 
@@ -41,7 +41,7 @@ def plain(name: str, value: object) -> Plain:
     """A value as JSON, masked where it is secret."""
     if isinstance(value, SecretStr):
         return mask_url(value.get_secret_value()) if name == "database_url" else MASK
-    if name == "max_offload_tokens" and value is None:
+    if name in CAP_FIELDS and value is None:
         return UNLIMITED
     if isinstance(value, StrEnum):
         return value.value

@@ -23,6 +23,7 @@ DEFAULTS = {
     "level": {"value": "block", "source": "default"},
     "store": {"value": True, "source": "default"},
     "load": {"value": True, "source": "default"},
+    "max_load_tokens": {"value": "unlimited", "source": "default"},
     "tiers": {"value": None, "source": "default"},
     "priority": {"value": "normal", "source": "default"},
 }
@@ -39,6 +40,7 @@ BAD_FIELDS: list[tuple[Any, list[str]]] = [
     ({"max_offload_tokens": 2**53}, ["max_offload_tokens"]),
     ({"max_offload_tokens": "Unlimited"}, ["max_offload_tokens"]),
     ({"max_offload_tokens": [5]}, ["max_offload_tokens"]),
+    ({"max_load_tokens": "5"}, ["max_load_tokens"]),
     ({"level": "blocks"}, ["level"]),
     ({"level": 1}, ["level"]),
     ({"tiers": "disk"}, ["tiers"]),
@@ -302,6 +304,7 @@ def test_ids_that_nobody_can_have_are_refused(api: httpx.Client, raw: str) -> No
             "level": st.sampled_from(["block", "request"]),
             "store": st.booleans(),
             "load": st.booleans(),
+            "max_load_tokens": st.one_of(st.integers(0, 2**53 - 1), st.just("unlimited")),
             "tiers": st.lists(st.from_regex(r"\A[!-~]{1,64}\Z"), max_size=5),
             "priority": st.sampled_from(["low", "normal", "high"]),
         },

@@ -12,7 +12,7 @@ import pytest
 
 from app.discovery import announce_service, find_services
 from app.settings import BadSettings
-from app.settings.connection import LOCAL_URL, find_connection
+from app.settings.connection import LOCAL_URL, find_connection, find_ranks
 
 
 @pytest.fixture
@@ -94,6 +94,22 @@ def test_of_several_services_none_is_guessed(state: Path) -> None:
     announce_service(state, "two", "http://127.0.0.1:2")
     with pytest.raises(BadSettings, match=r"several services.*127.0.0.1:1 .one.*127.0.0.1:2 .two"):
         find_connection()
+
+
+def test_ranks_of_one_engine_are_found_together_and_in_order(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (10, 0, 2):
+        announce_service(state, f"one-dp{rank}", f"http://127.0.0.1:{rank + 1}", "one")
+    assert [found.url for found in find_ranks()] == [f"http://127.0.0.1:{port}" for port in (1, 3, 11)]
+    with pytest.raises(BadSettings, match=r"3 data-parallel ranks; choose one with --url.*:1, .*:3, .*:11"):
+        find_connection()
+    announce_service(state, "two", "http://127.0.0.1:20")
+    with pytest.raises(BadSettings, match=r"several services.*KVFERRY_ENGINE_NAME"):
+        find_ranks()
+    assert [found.url for found in find_ranks(engine="two")] == ["http://127.0.0.1:20"]
+    with pytest.raises(BadSettings, match=r"no engine named three.*two"):
+        find_ranks(engine="three")
+    monkeypatch.setenv("KVFERRY_ENGINE_NAME", "one")
+    assert len(find_ranks()) == 3
 
 
 def test_what_a_killed_process_left_behind_does_not_count(state: Path) -> None:

@@ -15,8 +15,10 @@ import pytest
 from rich.console import Console
 
 from app.cli.stats import render
+from app.discovery import announce_service
 from core.keys import tenant_digest
-from tests.api.service import ADMIN, READ, Service
+from tests.api.loop_engine import LoopRequest
+from tests.api.service import ADMIN, READ, Service, start_service
 
 from .conftest import COMMAND_DEADLINE_S, Run, command_environment
 
@@ -32,6 +34,33 @@ def test_stats(ask: Run, service: Service) -> None:
     total = answer.json["prompt_tokens"]["total"]
     assert total >= 4 * 128
     assert re.search(rf"^prompt tokens +{total:,} *$", shown.out, re.MULTILINE)
+
+
+def test_stats_when_an_engine_has_ranks_adds_them_up(run: Run, service: Service, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with start_service(tmp_path / "other", admin_token=ADMIN, read_token=READ, num_slots=8) as other:
+        other.engine.run(LoopRequest("other", 128, seed=9))
+        other.settle()
+        for rank, one in enumerate((service, other)):
+            announce_service(state, f"chat-dp{rank}", one.url, "chat")
+        announce_service(state, "alone", other.url)
+        found = {"STATE_DIR": str(state), "READ_TOKEN": READ}
+        asked = run("stats", "--json", **found)
+        assert asked.code == 2
+        assert "several services are running" in asked.err
+        parts = [run("stats", "--json", "--url", one.url, **found).json for one in (service, other)]
+        whole = run("stats", "--json", "--engine", "chat", **found).json
+        shown = run("stats", "--engine", "chat", **found)
+    assert whole["engine"] == {**parts[0]["engine"], "workers": 2, "ranks": 2}
+    assert whole["pool"]["slots"] == 16 + 8
+    assert whole["pool"]["slot_bytes"] == parts[0]["pool"]["slot_bytes"]
+    for section, name in (("prompt_tokens", "recomputed"), ("store", "stored"), ("store", "bytes")):
+        assert whole[section][name] == parts[0][section][name] + parts[1][section][name]
+    tails = [part["missed_tokens"]["causes"]["tail"] for part in parts]
+    assert whole["missed_tokens"]["causes"]["tail"] == sum(tails)
+    assert whole["offloading"]["is_on"] is True
+    assert whole["recovery"] is None
+    assert "2 data-parallel ranks" in shown.out
 
 
 @pytest.mark.parametrize(("free", "used"), [(4, "0 B"), (3, "256.0 MiB"), (0, "1.0 GiB")])

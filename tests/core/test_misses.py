@@ -6,6 +6,7 @@ import pytest
 
 from core.loads import Hit, Miss
 from core.origins import OriginMatch
+from core.policy import RequestPolicy
 from core.rates import MIN_SAMPLES
 from core.reasons import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
@@ -129,6 +130,19 @@ def test_a_load_that_failed_says_so(engine: ToyEngine) -> None:
     engine.end_job(plan.loads[0].job_id, error="injected")
     engine.run()
     assert missed(engine, "second") == {"load_failed": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
+
+
+@pytest.mark.parametrize("cap", [0, BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE, 100 * BLOCK_SIZE])
+def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
+    engine = ToyEngine(num_slots=64, num_blocks=64, settings=RequestPolicy(max_load_tokens=cap))
+    store_and_turn_over(engine)
+    engine.add(request("second", 6))
+    engine.run()
+    loaded = min(cap // BLOCK_SIZE, 5) * BLOCK_SIZE
+    view = engine.offload.requests.find("second", engine.now_s)
+    assert view.prompt_tokens.host_hit == loaded
+    wanted = {"load_disabled": 5 * BLOCK_SIZE - loaded, "new": BLOCK_SIZE, "tail": 1}
+    assert missed(engine, "second") == {cause: tokens for cause, tokens in wanted.items() if tokens}
 
 
 def test_what_may_not_be_loaded_says_so(engine: ToyEngine) -> None:

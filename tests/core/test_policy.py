@@ -28,6 +28,7 @@ VALUES = {
     "level": st.sampled_from(Level),
     "store": st.booleans(),
     "load": st.booleans(),
+    "max_load_tokens": st.one_of(st.none(), st.integers(0, 10**6)),
     "tiers": st.one_of(st.none(), st.lists(st.text(max_size=3), max_size=2).map(tuple)),
     "priority": st.sampled_from(Priority),
 }

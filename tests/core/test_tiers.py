@@ -395,6 +395,15 @@ def test_what_only_a_tier_has_is_promoted_while_the_request_waits() -> None:
     assert engine.offload.snapshot().store.offered == 10, "a promotion is no store"
 
 
+def test_promotion_when_max_load_tokens_is_less_ends_there() -> None:
+    engine = engine_with(settings=RequestPolicy(max_load_tokens=3 * BLOCK_SIZE + 1))
+    serve(engine, request("r", 5))
+    forget(engine)
+    serve(engine, request("s", 5))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 3 * BLOCK_SIZE}
+    assert use(engine).promoted == 3
+
+
 def test_a_hit_in_the_pool_is_made_longer_by_a_tier() -> None:
     engine = engine_with()
     serve(engine, request("r", 5))

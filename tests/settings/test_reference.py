@@ -35,6 +35,7 @@ CONTRACT = {
     "EVICTION_POLICY": "`lru`",
     "OFFLOAD_PROMPT_ONLY": "`true`",
     "MAX_OFFLOAD_TOKENS": "`unlimited`",
+    "MAX_LOAD_TOKENS": "`unlimited`",
     "OFFLOAD_LEVEL": "`block`",
     "REQUEST_FIELDS": "`offload_prompt_only,max_offload_tokens,store,load`",
     "LOAD_DECISION": "`auto`",

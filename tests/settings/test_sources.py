@@ -85,6 +85,7 @@ def test_toml_takes_native_types(monkeypatch: pytest.MonkeyPatch, clean_world: P
         "offload_prompt_only": "file",
         "max_offload_tokens": "file",
         "level": "default",
+        "max_load_tokens": "default",
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -39,6 +40,7 @@ from app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrde
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.offload_guard import ErrorLog, OffloadGuard
+from app.serving import listen
 from core.engine import StoreMode
 from core.keys import group_of, hash_of
 from core.manager import OffloadManager
@@ -624,6 +626,36 @@ def test_data_parallel_engines_have_a_pool_and_a_port_of_their_own(
     found = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
     assert [service.url for service in found] == [f"http://127.0.0.1:{port + rank}" for rank in range(2)]
     assert [service.name[-4:] for service in found] == ["-dp0", "-dp1"]
+    assert {service.engine for service in found} == {found[0].name.removesuffix("-dp0")}
+
+
+def test_admin_port_when_taken_is_a_free_one_that_is_announced(
+    base_config: VllmConfig, connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str]
+) -> None:
+    extra = base_config.kv_transfer_config.kv_connector_extra_config
+    with listen("127.0.0.1", 0) as taken:
+        extra["port"] = taken.getsockname()[1]
+        try:
+            made = connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL))
+            made.set_xfer_handshake_metadata_pp_aware({})
+        finally:
+            port, extra["port"] = extra["port"], 0
+        (found,) = find_services(Path(os.environ["KVFERRY_STATE_DIR"]))
+        assert found.url != f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{found.url}/healthz").status_code == 200
+    assert f"admin port {port} is taken: listening on {found.url}" in capfd.readouterr().err
+
+
+def test_admin_address_when_it_is_not_this_hosts_refuses(
+    base_config: VllmConfig, connector: Callable[..., KVFerryConnector]
+) -> None:
+    extra = base_config.kv_transfer_config.kv_connector_extra_config
+    extra |= {"host": "192.0.2.1", "admin_token": "a-token-that-is-long-enough"}
+    try:
+        with pytest.raises(ConnectorRefused, match=r"^host=192\.0\.2\.1 port=0 cannot be listened on"):
+            connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL))
+    finally:
+        del extra["host"], extra["admin_token"]
 
 
 @pytest.mark.parametrize("saves_last", [False, True])

@@ -6,6 +6,7 @@ The configurations are fabricated; the code that lays them out and views them is
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -27,15 +28,19 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from app.engines.vllm.copies import Copies, check_caches
 from app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from app.engines.vllm.metadata import StepOrders, StepReports
 from app.engines.vllm.pool import MappedPool
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.sizing import announce, size_pool
+from app.engines.vllm.worker_side import WorkerSide
 from app.settings import Settings
 from core.groups import GroupKind
-from core.transfers import BlockRun, Direction, TransferJob
+from core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from cuda_ops.host_pool import HostPool
+from cuda_ops.passing_file import PassingFile
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
+from tests.waiting import wait_until
 
 ALL = tuple(KVCacheLayout)
 LAYERS_OUT = tuple(layout for layout in ALL if not layout.is_block_outermost)
@@ -133,16 +138,81 @@ def test_what_is_needed_of_each_group_is_what_vllm_says_of_it(
         assert ours.spec.kind is kind
 
 
-def test_the_first_line_says_that_replicated_bytes_are_stored_by_each_rank(caplog: pytest.LogCaptureFixture) -> None:
+def test_pool_when_ranks_hold_identical_kv_has_one_copy(caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(_env_file=None, pool_bytes="64MiB")
-    shared = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=4))
+    mla = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=4))
     own = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL), tensor_parallel=4))
-    assert (shared.replicas, own.replicas) == (4, 1)
+    assert (mla.replicas, own.replicas) == (4, 1)
     caplog.set_level(logging.INFO)
-    for layout, lines in ((shared, 1), (own, 0)):
+    for layout, stages, copies in ((mla, 1, 1), (mla, 2, 2), (own, 1, 4)):
         caplog.clear()
-        announce(size_pool(settings, layout, SimpleNamespace(world_size=4)), settings, layout)
-        assert sum("each block is stored 4 times" in line for line in caplog.messages) == lines
+        size = size_pool(settings, layout, SimpleNamespace(world_size=4 * stages))
+        announce(size, settings, layout)
+        assert sum("stored once for 4 ranks" in line for line in caplog.messages) == (layout is mla)
+        block_bytes = layout.groups[0].spec.block_bytes
+        assert size.slots.slot_bytes == copies * block_bytes
+        assert (size.num_ranks, size.num_columns, size.rank_slot_bytes) == (4 * stages, copies, block_bytes)
+        # One rank stores to each column, and all ranks have one.
+        ranks = range(size.num_ranks)
+        assert sorted(size.column(rank) for rank in ranks if size.stores(rank)) == list(range(copies))
+        assert {size.column(rank) for rank in ranks} == set(range(copies))
+
+
+def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
+    config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=2)
+    layout, settings = read_layout(config), Settings(_env_file=None, pool_bytes="64MiB")
+    size = size_pool(settings, layout, SimpleNamespace(world_size=2))
+    ranks: list[tuple[WorkerSide, Bench]] = []
+    name = f"test-{os.getpid()}"
+    for rank in range(2):
+        caches = allocate(config)
+        fill(caches, seed=1)
+        pool = HostPool(
+            4,
+            size.rank_slot_bytes,
+            backing=PassingFile(name, is_ready=rank > 0),
+            num_ranks=size.num_columns,
+            rank=size.column(rank),
+        )
+        worker = WorkerSide(rank, stores=size.stores(rank))
+        mapped = MappedPool(pool, rank=rank)
+        worker.attach(lambda on_finished: Copies(layout, settings, caches, mapped, on_finished))  # noqa: B023
+        assert isinstance(worker._copies, Copies)
+        ranks.append((worker, Bench(config, caches, worker._copies)))
+
+    def run(orders: StepOrders) -> None:
+        job = (*orders.stores, *orders.loads)[0]
+        for rank, (worker, _) in enumerate(ranks):
+            worker.start_stores(orders)
+            worker.start_loads(orders)
+            results: list[TransferResult] = []
+
+            def has_ended() -> bool:
+                worker.collect(orders)  # noqa: B023
+                results[:] = worker.reports.results  # noqa: B023
+                return bool(results)  # noqa: B023
+
+            wait_until(has_ended, "the job has ended", DEADLINE_S)
+            assert [(result.job_id, result.worker, result.error) for result in results] == [(job.job_id, rank, None)]
+            # The bytes of the one copy count once.
+            assert (results[0].num_bytes > 0) == (rank == 0)
+            worker.reports = StepReports()
+
+    def job(number: int, direction: Direction, block: int) -> TransferJob:
+        arrays = [np.array([value], dtype=np.int64) for value in (block, 2, 0)]
+        return TransferJob(number, direction, (BlockRun(0, *arrays),), "a-request")
+
+    try:
+        wanted = ranks[0][1].seen(0, 3)
+        run(StepOrders(stores=[job(1, Direction.STORE, 3)]))
+        for seed, (_, bench) in enumerate(ranks, 5):
+            fill(bench.caches, seed=seed)
+        run(StepOrders(loads=[job(2, Direction.LOAD, 7)]))
+        assert [bench.seen(0, 7) for _, bench in ranks] == [wanted, wanted]
+        assert ranks[1][1].copies.slot(2).tobytes() == ranks[0][1].copies.slot(2).tobytes()
+    finally:
+        for worker, _ in ranks:
+            worker.close()
 
 
 @pytest.mark.parametrize(

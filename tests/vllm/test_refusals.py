@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,17 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import vllm
+from transformers import DeepseekV2Config
 from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
 
 import app.engines.vllm as entry
 from app.engines.vllm import versions
 from app.engines.vllm.options import check_caching, check_parallel, read_options
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
-from app.serving import listen
 from tests.vllm.engines import engine_options, hidden_llvmlite, transfer_config
 
 
@@ -131,14 +132,58 @@ def test_a_configuration_that_cannot_work_is_refused_and_the_right_one_named(nam
         read_options(config)
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_setting_is_refused_before_weights_are_loaded(
+    llama: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, words = WRONG[name]
+    options = EngineArgs(**engine_options(llama), kv_transfer_config=config)
+    with pytest.raises(ValueError, match=words):
+        options.create_engine_config()
+    assert re.search("kvferry does not start: .*" + words, caplog.text)
+
+
 def test_what_would_change_the_meaning_of_a_block_is_refused() -> None:
     one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
     check_parallel(SimpleNamespace(**one))
     for name in one:
-        with pytest.raises(ConnectorRefused, match=f"{name}=2.*1"):
+        with pytest.raises(ConnectorRefused, match=f"{name}=2: .*1"):
             check_parallel(SimpleNamespace(**{**one, name: 2}))
-    with pytest.raises(ConnectorRefused, match="enable_prefix_caching=False"):
-        check_caching(SimpleNamespace(enable_prefix_caching=False))
+
+
+def test_prefix_caching_when_the_user_switched_it_off_is_refused(llama: Path) -> None:
+    config = EngineArgs(**engine_options(llama), enable_prefix_caching=False).create_engine_config()
+    with pytest.raises(ConnectorRefused, match=r"enable_prefix_caching=False: .*leave --no-enable-prefix-caching out"):
+        check_caching(config)
+
+
+def test_prefix_caching_when_vllm_switched_it_off_says_so(tmp_path: Path) -> None:
+    """vLLM's CPU backend has none for MLA."""
+    DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2, max_position_embeddings=4096
+    ).save_pretrained(tmp_path)
+    options = EngineArgs(**engine_options(tmp_path), kv_transfer_config=transfer_config())
+    with pytest.raises(ConnectorRefused, match=r"vLLM switched prefix caching off by itself, since its CPU backend"):
+        check_caching(options.create_engine_config())
+
+
+def test_pool_size_when_given_by_vllms_flag_is_taken(llama: Path) -> None:
+    about = {"kv_connector_module_path": "app.engines.vllm", "kv_load_failure_policy": "recompute"}
+    options = EngineArgs(**engine_options(llama), kv_transfer_config=about, kv_offloading_size=0.125)
+    config = options.create_engine_config()
+    assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is entry.KVFerryConnector
+    assert read_options(config.kv_transfer_config).pool_bytes == 128 << 20
+
+
+def test_pool_size_when_given_as_vllm_calls_it_is_named_so() -> None:
+    about = transfer({"cpu_bytes_to_use": 3 << 20})
+    with pytest.raises(ConnectorRefused, match=r"cpu_bytes_to_use .*and pool_bytes both set"):
+        read_options(about)
+    del about.kv_connector_extra_config["pool_bytes"]
+    assert read_options(about).pool_bytes == 3 << 20
+    about.kv_connector_extra_config["cpu_bytes_to_use"] = "3 gigs"
+    with pytest.raises(ConnectorRefused, match=r"^cpu_bytes_to_use=3 gigs"):
+        read_options(about)
 
 
 def test_the_connectors_settings_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +222,3 @@ def test_an_engine_does_not_start_on_it_and_our_own_line_says_why(
     start_in_vain(llama, words, **extra)
     # Before the settings are known our lines go wherever Python's go.
     assert re.search("kvferry does not start: .*" + words, capfd.readouterr().err + caplog.text)
-
-
-def test_a_port_that_is_taken_refuses_and_says_so(llama: Path) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        start_in_vain(llama, f"port={port} cannot be listened on", port=port)
-    assert not list(Path(os.environ["KVFERRY_STATE_DIR"]).glob("services/*.json"))

@@ -71,6 +71,13 @@ def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
         assert engine.metric("vllm:external_prefix_cache_hits") == (
             after.prompt_tokens.host_hit + tier_hits(after.prompt_tokens.tier_hit)
         )
+        by_source = {
+            metric.labels["source"]: metric.value
+            for metric in engine.llm.get_metrics()
+            if metric.name == "vllm:prompt_tokens_cached_by_source"
+        }
+        assert by_source["disk"] == tier_hits(after.prompt_tokens.tier_hit) > 0
+        assert by_source["host"] == after.prompt_tokens.host_hit
         assert_nothing_left(engine)
     with in_process(llama, tiered(tmp_path)) as engine:
         wait_until(lambda: not engine.core.tiers.health(), "the tier has read its folder", 30.0)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 
 from app.discovery import Announcement, announce_service
 from app.engines.vllm.host import EngineCoreHost
 from app.engines.vllm.refusal import ConnectorRefused
-from app.serving import Server, listen, make_server, url_of
+from app.serving import PortTaken, Server, listen, make_server, url_of
 from app.settings import Settings
 from app.starting import StartRefused
 
 _log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+MAX_PORT = 65535
 
 
 class AdminServer:
     """Takes its port when made, serves from `start` to `close`."""
 
     def __init__(self, host: EngineCoreHost, settings: Settings) -> None:
-        """Raises `ConnectorRefused` where the port is taken. Each data-parallel engine has a port of its own."""
-        port = settings.port + host.data_parallel_rank if settings.port else 0
+        """Each data-parallel engine has a port of its own, a free one where that is taken. Raises `ConnectorRefused`
+        for an address that cannot be listened on."""
         try:
-            self._listener = listen(settings.host, port)
+            self._listener = _listen(settings, host.data_parallel_rank)
         except StartRefused as error:
             raise ConnectorRefused(settings.as_written(str(error))) from error
         self.url = url_of(self._listener)
@@ -34,12 +36,13 @@ class AdminServer:
         self._announcement: Announcement | None = None
         self._state_dir = settings.state_dir
         self._name = host.ferry.name
+        self._engine_name = host.engine_name
 
     def start(self) -> None:
         """Serve, and let clients on this host find it."""
         self._server = make_server(self._host)
         self._thread.start()
-        self._announcement = announce_service(self._state_dir, self._name, self.url)
+        self._announcement = announce_service(self._state_dir, self._name, self.url, self._engine_name)
         _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
 
     def close(self) -> None:
@@ -59,3 +62,19 @@ class AdminServer:
             self._server.run(sockets=[self._listener])
         except Exception:  # noqa: BLE001 - the engine goes on without its admin API, and says so
             _log.exception("the admin API has stopped; the engine goes on")
+
+
+def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
+    port = settings.port + data_parallel_rank if settings.port else 0
+    if port <= MAX_PORT:
+        try:
+            return listen(settings.host, port)
+        except PortTaken:
+            pass
+    listener = listen(settings.host, 0)
+    _log.warning(
+        "admin port %d is taken: listening on %s, where clients of this host find it; set port=0 for a free one",
+        port,
+        url_of(listener),
+    )
+    return listener

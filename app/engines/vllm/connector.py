@@ -35,13 +35,13 @@ from app.engines.vllm.kv_events import KVEventSink
 from app.engines.vllm.layout import VllmLayout, read_layout
 from app.engines.vllm.logs import GuestLogs
 from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
-from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource
-from app.engines.vllm.options import check_caching, check_parallel, read_options
+from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource, hits_by_source
+from app.engines.vllm.options import check_caching, check_parallel, log_refusal, read_options
 from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
 from app.engines.vllm.refusal import ConnectorRefused
 from app.engines.vllm.scheduler_side import SchedulerSide
 from app.engines.vllm.sizing import PoolSize, announce, size_pool
-from app.engines.vllm.versions import hash_block_size, host_cache_source
+from app.engines.vllm.versions import cache_source, hash_block_size
 from app.engines.vllm.waking import IdleSteps, find_waker
 from app.engines.vllm.worker_side import WorkerSide, orders_of
 from app.settings import Settings
@@ -84,7 +84,7 @@ def _guarded(
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks in host memory, and brings them back."""
 
-    _cache_hit_source = host_cache_source()
+    _cache_hit_source = cache_source("HOST")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -99,7 +99,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_serving = False
         enable_crash_report()
         try:
-            check_caching(vllm_config.cache_config)
+            check_caching(vllm_config)
             check_parallel(vllm_config.parallel_config)
             settings = read_options(self._kv_transfer_config)
             self._logs = GuestLogs(settings)
@@ -107,7 +107,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             size = size_pool(settings, layout, vllm_config.parallel_config)
             if role is KVConnectorRole.WORKER:
                 self._settings, self._layout, self._size = settings, layout, size
-                self._worker = WorkerSide(vllm_config.parallel_config.rank)
+                rank = vllm_config.parallel_config.rank
+                self._worker = WorkerSide(rank, stores=size.stores(rank))
             else:
                 self._start_scheduler(settings, self._logs, layout, size)
         except BaseException as error:
@@ -244,6 +245,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """The blocks that transfers hold."""
         self._the_scheduler().device.bind(gpu_block_pool)
+        if self._events is not None:
+            self._events.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -283,6 +286,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             side.commit(request, blocks, num_external_tokens)
         except Exception as error:  # noqa: BLE001 - the request recomputes
             side.commit_failed(request, num_external_tokens, error)
+
+    @_guarded(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Split the tokens of a load by where their blocks were: host memory, or a tier that brought them for it."""
+        if self._host is None or not num_external_tokens:
+            return {}
+        by_tier = self._host.ferry.scheduler.tier_hit(request.request_id, num_external_tokens)
+        return hits_by_source(num_external_tokens, by_tier, self._host.tier_types)
 
     @_guarded(StepOrders)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -386,6 +397,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             listen=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
+        if self._events is not None:
+            self._host.report_recovered(self._events.recovered)
         core = self._host.ferry.scheduler
         waits_for = woken if settings.tiers else None
         self._scheduler = SchedulerSide(
@@ -422,8 +435,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def _refuse(self, error: BaseException) -> None:
         """Say why in one line of our own, and undo what was started."""
         if isinstance(error, (ConnectorRefused, NotEnoughMemory)):
-            for line in str(error).splitlines():
-                _log.error("kvferry does not start: %s", line)
+            log_refusal(error)
         self.shutdown()
 
     def _record_error(self, hook: str, error: Exception) -> None:

@@ -56,6 +56,7 @@ class Copies:
         self._on_finished = on_finished
         self._cpus = cpus
         self._pool = mapped.pool
+        self._rank = mapped.rank
         self._cuda = cuda
         self._headers = None if mapped.file is None else SlotHeaders(mapped.file, mapped.pool)
         self._left: list[TransferResult] = []
@@ -67,7 +68,7 @@ class Copies:
             if cuda is not None:
                 cuda.close()
             raise ConnectorRefused(str(error)) from error
-        self.extents = RankExtents(mapped.pool, self._settle, on_finished, cpus)
+        self.extents = RankExtents(mapped.pool, mapped.rank, self._settle, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`."""
@@ -134,14 +135,14 @@ class Copies:
         before = None if headers is None else headers.before_copy
         engine: CopyEngine
         if self._cuda is None:
-            engine = CpuCopyEngine(regions, pool, self._on_finished, pool.rank, cpus=self._cpus, before=before)
+            engine = CpuCopyEngine(regions, pool, self._on_finished, self._rank, cpus=self._cpus, before=before)
         else:
             engine = self._cuda.copies(
-                regions, pool, self._on_finished, settings.state_dir, settings.kernel_below_bytes, before
+                regions, pool, self._on_finished, settings.state_dir, settings.kernel_below_bytes, before, self._rank
             )
         if headers is None:
             return engine
-        return KeptCopies(engine, headers, self._on_finished, pool.rank, self._cpus)
+        return KeptCopies(engine, headers, self._on_finished, self._rank, self._cpus)
 
     def _settle(self, timeout_s: float) -> bool:
         """Wait until nobody looks at slots that have left the pool."""

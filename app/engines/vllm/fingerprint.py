@@ -78,6 +78,7 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
         "hash_seed": _hash_seed(config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
+        **({"ranks_per_copy": layout.ranks_per_copy} if layout.ranks_per_copy > 1 else {}),
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from app.ferry import EngineSide, Ferry, PoolSide
 from app.starting import StartRefused
 from app.store import StoreError, claim_name
 from core.events import EventSink
+from core.keys import Key
 from cuda_ops.kept_pool import KeptRecord
 from cuda_ops.kept_slots import DropReason
 from cuda_ops.slot_headers import SlotHeaders
@@ -55,6 +56,7 @@ class EngineCoreHost:
         self.reasons: Callable[[], list[str]] = list
         """Why the engine should get no traffic; set by the connector."""
         self.data_parallel_rank = int(config.parallel_config.data_parallel_index)
+        self.tier_types = {tier.name: tier.type for tier in wanted.settings.tiers}
         size = wanted.size
         if wanted.is_for_scheduler and wanted.has_random_hashes:
             _log.warning(
@@ -89,6 +91,7 @@ class EngineCoreHost:
                 claim = claim_name(settings.resolved_database_url(), wanted.name, is_default=is_default)
                 undo.callback(claim.close)
                 engine = replace(engine, name=claim.name, claim=claim)
+                self.engine_name = wanted.shared_name(claim.name)
                 mapped = map_for_scheduler(wanted)
                 if mapped is not None:
                     undo.callback(mapped.pool.close)
@@ -126,6 +129,12 @@ class EngineCoreHost:
         dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
         self.ferry.warm_start = replace(started, dropped={**started.dropped, **dropped})
 
+    def report_recovered(self, report: Callable[[Sequence[Key]], None]) -> None:
+        """Pass the keys of all blocks of an earlier process to `report`, with the manager lock held."""
+        manager = self.ferry.manager
+        with manager.lock:
+            report(manager.inventory.list_blocks(0, manager.inventory.counts().slots).keys)
+
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
         return self.ferry.context(closing)
@@ -144,7 +153,7 @@ def _record(wanted: EnginePool, mapped: MappedPool | None, undo: ExitStack) -> K
         return None
     record, file = KeptRecord(mapped.file), mapped.file
     if wanted.settings.tiers:
-        headers = [SlotHeaders(file, mapped.pool, rank) for rank in range(wanted.size.num_ranks)]
+        headers = [SlotHeaders(file, mapped.pool, rank) for rank in range(wanted.size.num_columns)]
         record.fillings = fillings = EngineFillings(headers)
         undo.callback(fillings.close)
     return record

@@ -27,6 +27,7 @@ _KINDS = {
     "MambaSpec": GroupKind.RECURRENT,
 }
 """Exactly these classes: a subclass may mean something else by its blocks."""
+_LATENT_KINDS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,27 @@ class VllmGroup:
 
 @dataclass(frozen=True, slots=True)
 class VllmLayout:
-    """All groups of one rank. `device_bytes` is its whole cache, and `replicas` ranks hold the same bytes."""
+    """All groups of one rank. `device_bytes` is its whole cache.
+
+    `replicas` consecutive ranks hold the same heads. In an MLA model (`is_latent`) their bytes are the same, too.
+    """
 
     groups: tuple[VllmGroup, ...]
     num_blocks: int
     hash_block_size: int
     device_bytes: int
     replicas: int
+    is_latent: bool = False
 
-    def of_core(self, blocks_per_slot: int, num_ranks: int) -> GroupLayout:
-        """The groups as core lays them out in slots. To core a block has the bytes of all ranks together."""
-        specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_ranks) for group in self.groups]
+    @property
+    def ranks_per_copy(self) -> int:
+        """How many consecutive ranks share one copy of their blocks in the pool."""
+        return self.replicas if self.is_latent else 1
+
+    def of_core(self, blocks_per_slot: int, num_copies: int) -> GroupLayout:
+        """The groups as core lays them out in slots. To core a block has the bytes of all `num_copies` ranks that hold
+        bytes of their own."""
+        specs = [replace(group.spec, block_bytes=group.spec.block_bytes * num_copies) for group in self.groups]
         return GroupLayout(specs, blocks_per_slot, self.hash_block_size)
 
     def slot_blocks(self, blocks_per_slot: int) -> list[int]:
@@ -90,7 +101,10 @@ def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:
     found = tuple(_read_group(cache, index) for index in range(len(groups)))
     device_bytes = max(int(tensor.size) for tensor in cache.kv_cache_tensors)
     hash_block_size = hash_block_size or cache.hash_block_size or min(group.spec.block_size for group in found)
-    return VllmLayout(found, int(cache.num_blocks), int(hash_block_size), device_bytes, replicas)
+    is_latent = all(
+        type(spec).__name__ in _LATENT_KINDS for group in groups for spec in _layer_specs(group.kv_cache_spec)
+    )
+    return VllmLayout(found, int(cache.num_blocks), int(hash_block_size), device_bytes, replicas, is_latent)
 
 
 def _check_whole(cache: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from app.engines.vllm.scheduler_side import SchedulerSide
+from app.engines.vllm.versions import cache_source
 from core.scheduler import OffloadScheduler
 from core.stats import Snapshot
 
@@ -30,6 +32,20 @@ GAUGES = {
     "pool_slots": "Slots of the host pool",
     "pool_free_slots": "Free slots of the host pool",
 }
+
+
+TIER_SOURCES = {"fs": "DISK"}
+"""vLLM's name for the source of a hit, by type of tier; it has none for stores on other hosts."""
+
+
+def hits_by_source(num_tokens: int, by_tier: Mapping[str, int], tier_types: Mapping[str, str]) -> dict[Any, int]:
+    """Return loaded tokens by vLLM's `CacheHitSource`; what no tier brought was in host memory."""
+    sources: dict[Any, int] = {}
+    for name, count in by_tier.items():
+        source = cache_source(TIER_SOURCES.get(tier_types.get(name, ""), "EXTERNAL_UNSPECIFIED"))
+        sources[source] = sources.get(source, 0) + count
+    of_host = num_tokens - sum(sources.values())
+    return {cache_source("HOST"): of_host, **sources} if of_host else sources
 
 
 class KVFerryStats(KVConnectorStats):

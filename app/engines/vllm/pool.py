@@ -36,7 +36,9 @@ class EnginePool:
     settings: Settings
     size: PoolSize
     name: str
-    """The engine's, with its data-parallel rank."""
+    """The engine's, with `rank_suffix`."""
+    rank_suffix: str
+    """The data-parallel rank as part of a name; empty for an engine that is the only one."""
     fingerprint: dict[str, object]
     start: str
     """Tells this start of the engine from all others."""
@@ -50,9 +52,19 @@ class EnginePool:
         name = settings.engine_name or engine_name(config, about)
         parallel = config.parallel_config
         # vLLM runs the engines of a dense model as if each were alone: they still have their number.
-        if parallel.data_parallel_size > 1 or parallel.data_parallel_index:
-            name = f"{name}-dp{parallel.data_parallel_index}"
-        return cls(settings, size, name, about, start_digest(config), has_random_hashes(config))
+        is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index
+        suffix = f"-dp{parallel.data_parallel_index}" if is_one_of_several else ""
+        return cls(settings, size, name + suffix, suffix, about, start_digest(config), has_random_hashes(config))
+
+    def shared_name(self, claimed: str) -> str:
+        """Return the name that all data-parallel ranks of the engine have, given the one that this rank claimed.
+
+        A number behind the claimed name, which tells apart engines of one default name, stays.
+        """
+        if not self.rank_suffix:
+            return claimed
+        head, _, number = claimed.rpartition(self.rank_suffix)
+        return head + number
 
     @property
     def is_kept(self) -> bool:
@@ -77,6 +89,8 @@ class MappedPool:
     pool: HostPool
     file: KeptFile | None = None
     passing: PassingFile | None = None
+    rank: int = 0
+    """The rank whose view this is; several ranks may have one column of the pool."""
 
     def place(self) -> tuple[object, ...]:
         """The same for all who have mapped the same memory."""
@@ -146,7 +160,13 @@ def _map(
 ) -> MappedPool:
     size, slots = wanted.size, wanted.size.extents
     file = open_kept_file(
-        wanted.settings, wanted.name, wanted.fingerprint, slots, size.rank_slot_bytes, size.num_ranks, join=not is_first
+        wanted.settings,
+        wanted.name,
+        wanted.fingerprint,
+        slots,
+        size.rank_slot_bytes,
+        size.num_columns,
+        join=not is_first,
     )
     passing: PassingFile | None = None
     if file is None:
@@ -159,8 +179,8 @@ def _map(
         size.rank_slot_bytes,
         shape.extent_slots * size.slots.slot_bytes,
         backing=file or passing,
-        num_ranks=size.num_ranks,
-        rank=rank,
+        num_ranks=size.num_columns,
+        rank=size.column(rank),
         preparation=preparation,
     )
     if file is not None and is_first:
@@ -169,7 +189,7 @@ def _map(
         except BaseException:
             pool.close()
             raise
-    return MappedPool(pool, file, passing)
+    return MappedPool(pool, file, passing, rank)
 
 
 def _of_all_ranks(wanted: EnginePool, mine: _Said) -> list[_Said]:

@@ -26,6 +26,7 @@ class RankExtents:
     def __init__(
         self,
         pool: HostPool,
+        rank: int,
         settle: Callable[[float], bool],
         on_done: Callable[[], None],
         cpus: Collection[int] | None = None,
@@ -36,6 +37,7 @@ class RankExtents:
         `cpus`, by default on those of the thread that makes this.
         """
         self._pool = pool
+        self._rank = rank
         self._settle = settle
         self._on_done = on_done
         self._reports: deque[SizeReport] = deque()
@@ -50,7 +52,7 @@ class RankExtents:
 
     def submit(self, order: SizeOrder) -> None:
         """Carry out an order that is for this rank."""
-        if self._pool.rank not in order.ranks:
+        if self._rank not in order.ranks:
             return
         self._num_open += 1
         try:
@@ -89,7 +91,7 @@ class RankExtents:
         self._on_done()
 
     def _end(self, order: SizeOrder, error: str | None) -> None:
-        rank = self._pool.rank
+        rank = self._rank
         self._reports.append(SizeReport(order.number, rank, error if error is None else f"rank {rank}: {error}"))
 
     def _have(self, num_slots: int, *, free: bool) -> None:

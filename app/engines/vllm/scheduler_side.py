@@ -36,9 +36,15 @@ _LATER: Match = (None, False)
 
 
 class FillListener(Protocol):
-    """Told what fills the device's blocks, and when a request is over."""
+    """Receives what fills the device's blocks, the hits of requests that ask for reports, and their ends.
 
+    `is_behind` while it needs more steps to pass on what it received.
+    """
+
+    @property
+    def is_behind(self) -> bool: ...
     def note(self, request: VllmRequest, num_computed_tokens: int) -> None: ...
+    def report(self, request: VllmRequest, num_tokens: int) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
 
@@ -78,6 +84,8 @@ class SchedulerSide:
         self._clock = clock
         self._requests: dict[str, VllmRequest] = {}
         self._tables: dict[str, BlockTables] = {}
+        # Prompt tokens that the device had at the last match, until vLLM commits to it.
+        self._device_hits: dict[str, int] = {}
         self._lost: list[str] = []
         self._unread: list[TransferResult] = []
         self._open_stores: dict[int, int] = {}
@@ -100,6 +108,8 @@ class SchedulerSide:
         """How many tokens can be loaded (None: ask again), and whether the load runs beside the steps: always."""
         now_s = self._clock()
         self._note_preemption(request.request_id, now_s)
+        if self._events is not None:
+            self._device_hits[request.request_id] = num_computed_tokens
         found = self.offload.match(request.request_id, num_computed_tokens, now_s)
         if not self._only_grow:
             self._name_boundary(request, self.offload.boundary(request.request_id, now_s))
@@ -116,6 +126,7 @@ class SchedulerSide:
             self.offload.fail("update_state_after_alloc", error, self._clock())
             tables = ()
         self.offload.commit(request_id, tables, num_external_tokens, self._clock())
+        self._report_hit(request, num_external_tokens)
 
     def finish(self, request_id: str) -> None:
         """A request is over, in whatever state. Blocks that are still copied are held by themselves."""
@@ -130,6 +141,7 @@ class SchedulerSide:
         if not self._requests:
             self._step_since_s = None
         if self._events is not None:
+            self._device_hits.pop(request_id, None)
             self._events.forget(request_id)
 
     def reasons(self) -> list[str]:
@@ -207,6 +219,7 @@ class SchedulerSide:
         now_s = self._clock()
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
+        self._device_hits.pop(request_id, None)
         self.offload.fail("request_finished", error, now_s)
         self.offload.on_request_finished(request_id, now_s)
 
@@ -233,7 +246,8 @@ class SchedulerSide:
         """Whether steps are needed although no request may be there."""
         is_waiting = self._extents is not None and self._extents.is_waiting
         is_wanted = self._steps is not None and self._steps.is_wanted
-        return bool(self._lost or self._unread) or is_waiting or is_wanted or self.offload.has_open_work()
+        is_behind = self._events is not None and self._events.is_behind
+        return bool(self._lost or self._unread) or is_waiting or is_wanted or is_behind or self.offload.has_open_work()
 
     def reset(self) -> None:
         """Forget all blocks. Transfers under way end, and publish nothing."""
@@ -313,6 +327,15 @@ class SchedulerSide:
         theirs = getattr(request, "shared_prefix_boundary", None)
         if theirs is not None and boundary > theirs:
             request.shared_prefix_boundary = boundary
+
+    def _report_hit(self, request: Any, num_external_tokens: int) -> None:
+        """Have routers learn of the blocks that a request found, if it asks for full reports as vLLM's own do."""
+        num_device_tokens = self._device_hits.pop(request.request_id, None)
+        ours = self._requests.get(request.request_id)
+        if self._events is None or ours is None or num_device_tokens is None:
+            return
+        if getattr(request, "kv_cache_report_mode", None) == "full":
+            self._events.report(ours, num_device_tokens + num_external_tokens)
 
     def _note_preemption(self, request_id: str, now_s: float) -> None:
         """vLLM has no hook for it, and may resume a request within the very step that preempts it."""

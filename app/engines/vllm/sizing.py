@@ -23,11 +23,28 @@ _MUCH_WASTE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Slots of an engine. `slots` is how groups lie in them, with the bytes of all ranks together."""
+    """Slots of an engine. `slots` is how groups lie in them, with the bytes of all ranks together.
+
+    A slot has one column for `ranks_per_copy` consecutive ranks, which hold the same bytes. The first of them stores.
+    """
 
     slots: GroupLayout
     extents: PoolPlan
     num_ranks: int
+    ranks_per_copy: int = 1
+
+    @property
+    def num_columns(self) -> int:
+        """Parts of a slot."""
+        return self.num_ranks // self.ranks_per_copy
+
+    def column(self, rank: int) -> int:
+        """The part of each slot that a rank loads from."""
+        return rank // self.ranks_per_copy
+
+    def stores(self, rank: int) -> bool:
+        """Whether a rank stores to its column; the others of the column find its bytes there."""
+        return rank % self.ranks_per_copy == 0
 
     @property
     def num_slots(self) -> int:
@@ -37,7 +54,7 @@ class PoolSize:
     @property
     def rank_slot_bytes(self) -> int:
         """Bytes of a slot on one rank."""
-        return self.slots.slot_bytes // self.num_ranks
+        return self.slots.slot_bytes // self.num_columns
 
     @property
     def num_bytes(self) -> int:
@@ -47,9 +64,9 @@ class PoolSize:
 
 def size_pool(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolSize:
     """The pool that `pool_bytes` make. Raises `ConnectorRefused`."""
-    num_ranks = int(parallel.world_size)
+    num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
     try:
-        slots = layout.of_core(settings.blocks_per_slot, num_ranks)
+        slots = layout.of_core(settings.blocks_per_slot, num_ranks // ranks_per_copy)
     except ValueError as error:
         raise ConnectorRefused(str(error)) from error
     extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
@@ -58,24 +75,26 @@ def size_pool(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolSize
             f"pool_bytes={settings.pool_bytes} holds no slot: one takes {slots.slot_bytes:,} bytes, of "
             f"{num_ranks} ranks together; make it larger"
         )
-    return PoolSize(slots, extents, num_ranks)
+    return PoolSize(slots, extents, num_ranks, ranks_per_copy)
 
 
 def announce(size: PoolSize, settings: Settings, layout: VllmLayout) -> None:
     """Say what the pool will be, and check that there is room for it. Raises `NotEnoughMemory`."""
-    device_bytes = layout.device_bytes * size.num_ranks
+    device_bytes = layout.device_bytes * size.num_columns
     _log.info(
         "host pool: %s slots of %s bytes; %s bytes on each of %d ranks, %s in all, %.2f times the device's KV cache",
         f"{size.num_slots:,}",
         f"{size.slots.slot_bytes:,}",
         f"{size.num_slots * size.rank_slot_bytes:,}",
-        size.num_ranks,
+        size.num_columns,
         f"{size.num_bytes:,}",
         size.num_bytes / device_bytes,
     )
-    if layout.replicas > 1:
+    if size.ranks_per_copy > 1:
+        _log.info("each block is stored once for %d ranks: they hold identical KV (MLA)", size.ranks_per_copy)
+    elif layout.replicas > 1:
         _log.info(
-            "each block is stored %d times: so many ranks hold identical KV (as with MLA), and each stores its own",
+            "each block is stored %d times: so many ranks hold the same heads, and each stores its own",
             layout.replicas,
         )
     if size.slots.waste() > _MUCH_WASTE:

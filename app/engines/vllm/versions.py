@@ -260,10 +260,10 @@ def _installed_version() -> str:
 # --- what differs between releases ----------------------------------------------------------------------------------
 
 
-def host_cache_source() -> Any:
-    """The label of external hits in vLLM's metrics; None before 0.32, which has one label for all connectors."""
+def cache_source(name: str) -> Any:
+    """Return a label of external hits in vLLM's metrics; None before 0.32, which has one label for all connectors."""
     try:
-        return importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource.HOST
+        return importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource[name]
     except ImportError:
         return None
 

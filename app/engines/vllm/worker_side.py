@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from app.engines.vllm.copies import Copies
@@ -29,8 +30,11 @@ _NOT_REGISTERED = "not submitted: the KV caches were never registered"
 class WorkerSide:
     """On the worker's thread, but for `wake`, which the copy engine calls."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, stores: bool = True) -> None:
+        """A rank that does not store, since another one stores the same bytes, reports each store as done, and its
+        loads without bytes: those of a block count once."""
         self._rank = rank
+        self._stores = stores
         self._copies: Copies | None = None
         self._guarded: GuardedCopies | None = None
         self._errors = ErrorLog()
@@ -81,7 +85,11 @@ class WorkerSide:
     def start_stores(self, orders: StepOrders) -> None:
         """Start this step's stores, after its compute was queued: copy engines read behind that."""
         for job in orders.stores:
-            self._submit(job)
+            if self._stores:
+                self._submit(job)
+            else:
+                self._open[job.job_id] = job
+                self._end(TransferResult(job.job_id, self._rank))
 
     def jobs_failed(self, where: str, jobs: Sequence[TransferJob], error: Exception, lost: Sequence[str] = ()) -> None:
         """Starting these jobs raised: those that were not submitted have failed, and the loads of `lost` requests."""
@@ -163,6 +171,8 @@ class WorkerSide:
         job = self._open.pop(result.job_id, None)
         if job is None:
             return
+        if not self._stores:
+            result = replace(result, num_bytes=0)
         self.reports.results.append(result)
         if job.direction is Direction.LOAD and job.request_id is not None:
             self.received.add(job.request_id)

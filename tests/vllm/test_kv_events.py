@@ -1,0 +1,268 @@
+"""KV events of the host pool, received over ZMQ: a router's index equals the pool's content after every step."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
+from core.events import ResetEvent, StoreBatch
+from core.groups import GroupLayout, GroupSpec
+from core.keys import group_of, hash_of, make_keys
+from core.origins import Origin
+from tests.vllm.engines import InProcess, in_process, transfer_config
+from tests.vllm.server import free_port
+from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
+
+PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
+SMALL_POOL = "6MiB"
+"""48 slots: less than the prompts take."""
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+Index = dict[str | None, dict[tuple[int, Any], Any]]
+
+
+class Router:
+    """A subscriber that follows vLLM's protocol, and replays the batches that it missed.
+
+    vLLM's `AllBlocksCleared` has no medium. `index` forgets all media then, and `patient` only the device's.
+    """
+
+    def __init__(self, port: int, replay_port: int) -> None:
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.setsockopt(zmq.RCVHWM, 0)
+        self._live.connect(f"tcp://127.0.0.1:{port}")
+        self._live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._missed = self._context.socket(zmq.DEALER)
+        self._missed.connect(f"tcp://127.0.0.1:{replay_port}")
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._next = 0
+        self.events: list[Any] = []
+        self.index: Index = {}
+        self.patient: Index = {}
+
+    def close(self) -> None:
+        self._live.close(0)
+        self._missed.close(0)
+        self._context.term()
+
+    def catch_up(self, last: int) -> None:
+        """Apply all batches up to this one."""
+        while self._next <= last:
+            if not self._live.poll(100):
+                self._replay()
+                continue
+            _, number, payload = self._live.recv_multipart()
+            if int.from_bytes(number, "big") > self._next:
+                self._replay()
+            self._apply(number, payload)
+
+    def stored(self, medium: str = "CPU") -> list[Any]:
+        return [event for event in self.events if type(event).__name__ == "BlockStored" and event.medium == medium]
+
+    def _replay(self) -> None:
+        self._missed.send_multipart([b"", self._next.to_bytes(8, "big")])
+        while True:
+            assert self._missed.poll(10_000), "vLLM does not answer a request for missed batches"
+            *_, number, payload = self._missed.recv_multipart()
+            if number == END_OF_REPLAY:
+                return
+            self._apply(number, payload)
+
+    def _apply(self, number: bytes, payload: bytes) -> None:
+        if int.from_bytes(number, "big") != self._next:
+            return
+        self._next += 1
+        for event in self._decoder.decode(payload).events:
+            self.events.append(event)
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self.index.clear()
+                self.patient.pop("GPU", None)
+            for index in (self.index, self.patient):
+                for block_hash in getattr(event, "block_hashes", ()):
+                    block = event.group_idx, block_hash
+                    if kind == "BlockStored":
+                        index.setdefault(event.medium, {})[block] = event
+                    else:
+                        index.get(event.medium, {}).pop(block, None)
+
+
+class Routed(InProcess):
+    """An engine whose router is looked at after every step."""
+
+    router: Router
+
+    def step(self) -> Any:
+        ended = super().step()
+        self.check()
+        return ended
+
+    def ask(self, prompt: Prompt, **extra: object) -> None:
+        """Answer one prompt, step by step."""
+        sampling = self.sampling(4)
+        sampling.extra_args = dict(extra) or None
+        self.engine.add_request(f"r{time.monotonic_ns()}", {"prompt_token_ids": prompt}, sampling)
+        while self.engine.has_unfinished_requests():
+            self.step()
+        self.settle()
+
+    def catch_up(self) -> None:
+        publisher = self.vllm_scheduler.kv_event_publisher
+        publisher._event_queue.join()
+        if publisher._buffer:
+            self.router.catch_up(publisher._buffer[-1][0])
+
+    def check(self) -> None:
+        """The router knows what there is, whatever it takes a cleared device for."""
+        self.catch_up()
+        pool = {
+            (group_of(key), maybe_convert_block_hash(hash_of(key)))
+            for key in self.core.manager.inventory.list_blocks(0, 1 << 20).keys
+        }
+        for index in (self.router.index, self.router.patient):
+            assert set(index.get("CPU", ())) == pool
+
+
+@contextmanager
+def routed(model: Path, **extra: object) -> Iterator[Routed]:
+    port, replay_port = free_port(), free_port()
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
+    }
+    options = {"kv_events_config": events, "max_model_len": 640}
+    with in_process(model, transfer_config(load_decision="always", **extra), **options) as engine:
+        engine = Routed(engine.llm)
+        engine.router = Router(port, replay_port)
+        try:
+            yield engine
+        finally:
+            engine.router.close()
+
+
+def test_recovered_blocks_are_reported_after_a_warm_start(llama: Path, tmp_path: Path) -> None:
+    kept = {"pool_kind": "file", "pool_path": str(tmp_path / "pool"), "engine_name": "routed"}
+    prompt, other = random_tokens(random.Random(94), 5 * BLOCK + 5), random_tokens(random.Random(95), BLOCK + 5)
+    with routed(llama, **kept) as engine:
+        engine.ask(prompt)
+        wanted = set(engine.router.index["CPU"])
+    with routed(llama, **kept) as engine:
+        engine.ask(other)
+        known = engine.router.index["CPU"]
+        assert wanted < set(known)
+        # Nobody knows the tokens of such a block until a request brings them.
+        assert all(known[block].token_ids == [] for block in wanted)
+        engine.ask(prompt)
+        assert {len(known[block].token_ids) for block in wanted} == {5 * BLOCK}
+
+
+@pytest.mark.parametrize(("model", "mode"), [("llama", "eager"), ("llama", "lazy"), ("gemma", "eager")])
+def test_router_index_when_blocks_come_and_go_equals_pool(
+    model: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    with routed(request.getfixturevalue(model), pool_bytes=SMALL_POOL, store_mode=mode) as engine:
+        for prompt in PROMPTS:
+            engine.ask(prompt)
+        assert engine.snapshot().evictions.total > 0
+        # vLLM drops its own cache only, which its event does not say.
+        engine.forget_device()
+        engine.ask(PROMPTS[0])
+        # The pool only.
+        device = set(engine.router.index["GPU"])
+        engine.core.resets.reset(time.time())
+        engine.ask(random_tokens(random.Random(90), 5))
+        assert device <= set(engine.router.index["GPU"])
+        engine.ask(PROMPTS[1])
+        assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
+        for prompt in PROMPTS[:12]:
+            engine.ask(prompt)
+        (key, *_) = engine.core.manager.inventory.list_blocks(0, 1).keys
+        assert engine.core.resets.drop_block(key, time.time())
+        engine.ask(PROMPTS[5])
+
+
+def test_stored_events_of_one_prefix_are_one_event(llama: Path) -> None:
+    rng = random.Random(92)
+    with routed(llama) as engine:
+        prompts = [random_tokens(rng, 9 * BLOCK + 5) for _ in range(6)]
+        for prompt in prompts:
+            engine.ask(prompt)
+        found = engine.router.stored()
+        assert [(len(event.block_hashes), event.token_ids) for event in found] == [
+            (9, prompt[: 9 * BLOCK]) for prompt in prompts
+        ]
+        assert all(event.parent_block_hash is None and len(event.extra_keys) == 9 for event in found)
+        # What a longer prompt adds continues the run that is known.
+        longer = prompts[0][: 9 * BLOCK] + random_tokens(rng, 2 * BLOCK + 5)
+        engine.ask(longer)
+        last = engine.router.stored()[-1]
+        assert last.parent_block_hash == found[0].block_hashes[-1]
+        assert last.token_ids == longer[9 * BLOCK : 11 * BLOCK]
+
+
+def test_hits_are_reported_when_the_request_asks_for_full_reports(llama: Path) -> None:
+    rng = random.Random(93)
+    with routed(llama) as engine:
+        prompt = random_tokens(rng, 5 * BLOCK + 5)
+        engine.ask(prompt)
+        engine.router.events.clear()
+        engine.ask(prompt)
+        assert engine.router.stored() == []
+        engine.ask(prompt, kv_cache_report_mode="full")
+        # The device had the blocks, and the pool as well.
+        (event,) = engine.router.stored()
+        assert event.token_ids == prompt[: 5 * BLOCK]
+        assert event.parent_block_hash is None
+        for other in PROMPTS:
+            engine.ask(other)
+        engine.router.events.clear()
+        hits = engine.snapshot().prompt_tokens.host_hit
+        engine.ask(prompt, kv_cache_report_mode="full")
+        assert engine.snapshot().prompt_tokens.host_hit == hits + 5 * BLOCK
+        (event,) = engine.router.stored()
+        assert event.token_ids == prompt[: 5 * BLOCK]
+
+
+def test_blocks_of_a_slot_enter_and_leave_together(llama: Path) -> None:
+    with routed(llama, blocks_per_slot=2) as engine:
+        engine.check = engine.catch_up  # type: ignore[method-assign]
+        engine.ask(random_tokens(random.Random(96), 5 * BLOCK + 5))
+        assert len(engine.router.index["CPU"]) == 4
+        engine.core.resets.reset(time.time())
+        engine.ask(random_tokens(random.Random(97), 5))
+        assert not engine.router.index["CPU"]
+
+
+def test_a_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
+    spec = GroupSpec(block_size=16, block_bytes=64)
+    sink = KVEventSink(GroupLayout([spec]), num_blocks=8, hash_bytes=32)
+    count = 2 * MAX_BLOCKS_PER_TAKE + 10
+    keys = make_keys((number.to_bytes(32, "big") for number in range(count)), 0)
+    sink.stored(StoreBatch(0.0, Origin("r"), keys))
+    sink.was_reset(ResetEvent(0.0, 1, count))
+    sink.stored(StoreBatch(0.0, Origin("r"), keys[:1]))
+    known: set[Any] = set()
+    num_takes = 0
+    while num_takes == 0 or sink.is_behind:
+        num_takes += 1
+        events = sink.take()
+        assert sum(len(event.block_hashes) for event in events) <= MAX_BLOCKS_PER_TAKE
+        for event in events:
+            (known.update if type(event).__name__ == "BlockStored" else known.difference_update)(event.block_hashes)
+    assert known == {0}
+    assert num_takes == -(-(2 * count + 1) // MAX_BLOCKS_PER_TAKE)
+    assert sink.take() == []
