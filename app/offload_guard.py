@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +50,11 @@ class ErrorLog:
     def record(self, where: str, error: BaseException) -> str:
         """Count an error that was raised in `where`; returns its text without the traceback, limited in length."""
         text = f"{where}: {type(error).__name__}: {error}"[:_MAX_TEXT]
-        frame = next(reversed(traceback.extract_tb(error.__traceback__)), None)
-        place = (where, type(error), frame and frame.filename, frame and frame.lineno)
+        # Not `traceback.extract_tb`, which reads source files: this may be the engine thread.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = (where, type(error), trace and trace.tb_frame.f_code.co_filename, trace and trace.tb_lineno)
         with self._lock:
             self.count += 1
             self.last = text

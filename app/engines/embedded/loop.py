@@ -158,12 +158,14 @@ class EngineLoop:
         step = self._scheduler.schedule(now_s)  # offload: match and commit are in here
         plan = self._offload.plan_step(step.progress(), now_s)  # offload: every step, also an empty one
         self._planned = {job.job_id: job for job in plan.jobs}
-        self._submit(plan.ahead, now_s, self._copies.submit_ahead)  # offload: before anything of the step writes
-        self._submit(plan.loads, now_s)  # offload: loads go before the compute that hides them
+        for job in plan.ahead:  # offload: stores that read what this step overwrites
+            self._copies.submit_ahead(job)
+            self._planned.pop(job.job_id, None)
+        self._submit(plan.loads)  # offload: loads go before the compute that hides them
         if step.chunks:
             self._compute(list(step.chunks.values()), plan, now_s)
             return 0.0
-        self._submit(plan.stores, now_s)
+        self._submit(plan.stores)
         return RECHECK_S if self._scheduler.requests() or self._offload.has_open_work() else None
 
     def _compute(self, chunks: Sequence[Chunk], plan: StepPlan, now_s: float) -> None:
@@ -174,7 +176,7 @@ class EngineLoop:
             self._fail([chunk.request for chunk in chunks], error)
             self._fail_planned(error)
             return
-        self._submit(plan.stores, now_s)  # offload: stores go after the compute that fills their blocks
+        self._submit(plan.stores)  # offload: stores go after the compute that fills their blocks
         for chunk, token in zip(chunks, tokens, strict=True):
             try:
                 self._advance(chunk, token, now_s)
@@ -192,21 +194,11 @@ class EngineLoop:
             self._finish(chunk.request, now_s)
         chunk.request.tell(delta)
 
-    def _submit(
-        self, jobs: Iterable[TransferJob], now_s: float, submit: Callable[[TransferJob], None] | None = None
-    ) -> None:
-        """Hand jobs to the copy engine. One that it does not take has failed."""
-        submit = submit or self._copies.submit
-        refused = []
+    def _submit(self, jobs: Iterable[TransferJob]) -> None:
+        """Submit jobs to the copy engine, which reports those that it does not take as failed."""
         for job in jobs:
+            self._copies.submit(job)
             self._planned.pop(job.job_id, None)
-            try:
-                submit(job)
-            except Exception as error:  # noqa: BLE001 - reported as the job's result
-                self._complain("the copy engine refused a job", error)
-                refused.append(_failed(job, f"not submitted: {error}"))
-        if refused:
-            self._end_transfers(refused, now_s)
 
     def _end_transfers(self, results: Sequence[TransferResult], now_s: float) -> None:
         """offload: pass results on, every step; let the requests go on whose loads have ended."""
@@ -279,7 +271,7 @@ class EngineLoop:
                 now_s = self._clock()
                 self._end_transfers(self._copies.poll(), now_s)
                 plan = self._offload.plan_step([], now_s)
-                self._submit(plan.jobs, now_s)
+                self._submit(plan.jobs)
                 if not pool.num_held:
                     return
                 if time.monotonic() >= self._close_deadline_s:
