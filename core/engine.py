@@ -56,8 +56,8 @@ class StoreMode(StrEnum):
 class DeviceView(Protocol):
     """The engine's device blocks, as far as offloading needs them. Called on the engine's thread only.
 
-    A `hold` or `release` that raises must have changed nothing. Only lazy mode looks at what is free and what blocks
-    hold.
+    A `hold` or `release` that raises must have changed nothing. `free_blocks` and `contents` are called in lazy mode
+    only, `resident` also for models with windows or recurrent states.
     """
 
     def hold(self, block_ids: Sequence[int]) -> None:

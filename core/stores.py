@@ -224,7 +224,7 @@ class StoreSide:
     def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
         """The slots of a request from `first` to `end` that a hit may read, as ranges in ascending order.
 
-        Of windows, those before the end of the prompt and before the point where it leaves other requests' prefixes.
+        Of windows, those from the end of the prompt on and before the point where it leaves other requests' prefixes.
         """
         needed_from, alignment = group.spec.needed_from, self._layout.alignment_tokens
         if group.spec.kind is GroupKind.FULL:
@@ -235,8 +235,7 @@ class StoreSide:
             at = computed if self.keep is None else state.longest_hit(alignment, computed)
             starts = [(needed_from(at), end)]
         else:
-            num_tokens = max(state.num_computed_tokens, state.request.num_prompt_tokens)
-            starts = [(needed_from(state.longest_hit(alignment, num_tokens)), end)]
+            starts = [(needed_from(state.longest_hit(alignment, state.request.num_prompt_tokens)), end)]
             if state.boundary_tokens:
                 starts.insert(0, (needed_from(state.boundary_tokens), state.boundary_tokens // group.slot_tokens))
         if group.spec.kind is not GroupKind.FULL:

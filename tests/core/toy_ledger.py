@@ -20,8 +20,8 @@ from core.stats import PromptTokens, StoreCounts
 from core.tiers import HOST
 from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.core.toy_causes import CauseOracle
-from tests.core.toy_compute import Chunk
-from tests.core.toy_oracle import PolicyOracle, key_of, longest_hit, matches
+from tests.core.toy_compute import Chunk, first_needed
+from tests.core.toy_oracle import PolicyOracle, boundary_slots, find_boundary, key_of, longest_hit, matches
 from tests.core.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:
@@ -78,7 +78,10 @@ class Ledger:
         self.clock_went_back_s = 0.0
         self.was_lazy = engine.offload.store_mode is StoreMode.LAZY
         self.causes = CauseOracle(engine)
+        kinds = {group.spec.kind for group in self._groups}
         self._one_full = [group.spec.kind for group in self._groups] == [GroupKind.FULL]
+        self._has_full = GroupKind.FULL in kinds
+        self._has_windows = GroupKind.SLIDING in kinds and GroupKind.RECURRENT not in kinds
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,34 @@ class Ledger:
         if record.told is not None and self._one_full:
             assert offered == most, f"{request.request_id}: {offered} blocks have their answer, and {most} were full"
             self._check_kept_back(record)
+        if record.told is not None and self._has_windows and not record.was_preempted:
+            self._check_windows(record, record.told)
+
+    def _check_windows(self, record: Record, told: int) -> None:
+        """Of windows those at the end of the prompt, at its boundary and where it was aborted were offered."""
+        request, state = record.request, record.state
+        prompt = request.num_prompt_tokens
+        if record.storable != (prompt, prompt):
+            return
+        boundary, step, most = state.boundary_tokens, self._engine.layout.alignment_tokens, 0
+        for group, full in zip(self._groups, record.full, strict=True):
+            slots = set(range(full))
+            if group.spec.kind is GroupKind.SLIDING:
+                slots = boundary_slots(group, boundary, boundary) if boundary else set()
+                for num_tokens in {prompt, min(told, prompt)}:
+                    whole = [num_tokens // each.slot_tokens * each.slot_tokens for each in self._groups]
+                    resumable = min(num_tokens - 1, *whole) // step * step
+                    slots |= boundary_slots(group, max(resumable, 0), full * group.slot_tokens)
+                # Nothing of a hit is there before its last window.
+                hit_end = state.device_tokens + state.loaded_tokens
+                slots &= set(range(-(-first_needed(group, hit_end) // group.slot_blocks), full))
+            most += len(slots) * group.slot_blocks
+        offered = state.store.offered
+        assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and boundaries need {most}"
+        # What finds no space at once may have left its window when there is some.
+        if not self._engine.habits.drops_passed and not state.load_failed:
+            assert offered == most, f"{request.request_id}: {offered} blocks were offered, boundaries need {most}"
+            self._events["windows at a boundary were stored"] += boundary > 0
 
     def _check_kept_back(self, record: Record) -> None:
         """The policy kept back what it had to, and no more."""
@@ -206,6 +237,11 @@ class Ledger:
             self._check_leader(record, prefix)
             return
         end, keys = longest_hit(engine, request, prefix)
+        if self._has_full and self.policies.of(request, engine.now_s).load:
+            boundary = record.state.boundary_tokens
+            expected = find_boundary(engine, request, end)
+            assert boundary == expected, f"{request.request_id} has its boundary at {boundary} instead of {expected}"
+            self._events["left a prefix that others computed"] += boundary > 0
         found = answer.num_tokens if isinstance(answer, Hit) else 0
         assert 0 <= found <= end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix}"
         assert found % engine.layout.alignment_tokens == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import lcm
 from typing import TYPE_CHECKING
 
-from core.groups import Group
+from core.groups import Group, GroupKind
 from core.origins import Origin, OriginMatch
 from core.policy import Override, RequestPolicy
 from core.rules import Rule
@@ -45,6 +46,28 @@ def longest_hit(engine: ToyEngine, request: ToyRequest, first_token: int) -> tup
         if all(index.get(key) is not None for key in keys):
             return end, keys
     return first_token, []
+
+
+def find_boundary(engine: ToyEngine, request: ToyRequest, hit_end: int) -> int:
+    """Where a request leaves what others computed, as far as pool or device have it; 0 where that is within its hit."""
+    full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
+    num_hashed = len(request.block_hashes) * request.hash_block_size
+    end = request.num_tokens - 1
+    for group in full:
+        slot = hit_end // group.slot_tokens
+        while (slot + 1) * group.slot_tokens <= min(end, num_hashed) and (
+            engine.manager.index.get(key_of(request, group, slot)) is not None
+            or (group.index, key_of(request, group, slot)[:-1]) in engine.device.cached
+        ):
+            slot += 1
+        end = min(end, slot * group.slot_tokens)
+    end -= end % lcm(*(group.slot_tokens for group in engine.groups))
+    return end if end > hit_end and len(full) < len(engine.groups) else 0
+
+
+def boundary_slots(group: Group, resumable: int, whole: int) -> set[int]:
+    """The slots of a sliding window's group that a hit of `resumable` tokens reads, of the first `whole` tokens."""
+    return set(range(first_needed(group, resumable) // group.slot_blocks, whole // group.slot_tokens))
 
 
 def matches(match: OriginMatch, origin: Origin) -> bool:

@@ -111,6 +111,14 @@ def test_shared_heads_when_off_the_device_are_found_from_the_third_on(tmp_path: 
         # 12 blocks of each head and 8 of each tail, and the windows before the ends of both.
         full = (heads * 12 + 16 * 8) * ("F" in layers)
         assert after.stored == full + (heads + 16) * (128 // BLOCK)
+        # vLLM learns of a boundary that its device knows nothing of.
+        engine.forget_device()
+        engine.add("branch", prompts[0][:200] + prompts[1][:100])
+        engine.step()
+        (branch,) = engine.vllm_scheduler.requests.values()
+        assert branch.shared_prefix_boundary == 200 // BLOCK * BLOCK
+        while engine.vllm_scheduler.requests:
+            engine.step()
 
 
 @pytest.mark.parametrize("every", [1, 2])
