@@ -120,9 +120,8 @@ class Misses:
             self.runs.append(MissRun(end, cause))
 
     def end_at(self, limit_token: int) -> None:
-        """Count the tokens of the last run behind `limit_token`, where no hit can end, as the tail."""
-        if self.runs and self.runs[-1].end_token > limit_token:
-            self.runs.append(MissRun(limit_token, self.runs.pop().cause))
+        """Count the tokens behind `limit_token`, where no hit can end, as the tail."""
+        self.runs = [MissRun(min(run.end_token, limit_token), run.cause) for run in self.runs]
 
     def spans(self, served: int, total: int, lost_hit: MissCause) -> Iterator[tuple[int, int, MissReason]]:
         """Yield first token, end and cause of each run of the prompt's tokens from `served` to `total`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.groups import GroupSpec
 from core.loads import Hit, Miss
 from core.origins import OriginMatch
 from core.policy import RequestPolicy
@@ -285,3 +286,17 @@ def test_blocks_that_a_reset_met_while_they_were_stored_are_reset(engine: ToyEng
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {"not_stored:reset": 5 * BLOCK_SIZE, "tail": 1}
+
+
+def test_blocks_behind_the_longest_hit_are_tail_in_slots_too() -> None:
+    specs = [GroupSpec(6, 96), GroupSpec(4, 64)]
+    engine = ToyEngine(64, 64, specs=specs, blocks_per_slot=8, hash_block_size=2)
+    tokens = list(range(48))
+    engine.add(ToyRequest("first", list(tokens), 48, 1, hash_block_size=2))
+    engine.step(42)
+    engine.finish(engine.requests["first"])
+    engine.run()
+    turn_over(engine)
+    engine.add(ToyRequest("second", list(tokens), 48, 1, hash_block_size=2))
+    engine.run()
+    assert missed(engine, "second") == {"not_stored:part_of_slot": 36, "tail": 12}

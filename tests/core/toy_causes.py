@@ -29,15 +29,12 @@ class CauseOracle:
     """Knows every block that was ever computed. `is_sure` ends where core cannot know what it would have to count."""
 
     def __init__(self, engine: ToyEngine) -> None:
-        (group, *others) = engine.groups
-        self.is_sure = (
-            engine.offload.store_mode is StoreMode.EAGER
-            and not others
-            and group.spec.kind is GroupKind.FULL
-            and not engine.tiers
-        )
+        full = [group for group in engine.groups if group.spec.kind is GroupKind.FULL]
+        self.is_sure = len(full) > 0 and engine.offload.store_mode is StoreMode.EAGER
         self._manager = engine.manager
-        self._size = group.spec.block_size
+        self._size = engine.layout.alignment_tokens
+        self._hash_size = engine.layout.hash_block_size
+        self._block_size = full[0].spec.block_size if full else self._size
         self._computed: set[bytes] = set()
         self._look_ups: dict[str, LookUp] = {}
 
@@ -52,11 +49,13 @@ class CauseOracle:
             return
         whole_end = (request.num_tokens - 1) // self._size * self._size
         count = 0
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._size]:
+        for block_hash in request.block_hashes[: whole_end // self._hash_size]:
             if block_hash not in self._computed:
                 break
-            count += 1
-        self._look_ups[request.request_id] = LookUp(state, whole_end, count * self._size, state.misses)
+            count += self._hash_size
+        self._look_ups[request.request_id] = LookUp(
+            state, whole_end, count // self._block_size * self._block_size, state.misses
+        )
 
     def committed(self, request: ToyRequest, state: RequestState) -> None:
         """A request got its blocks."""
