@@ -26,6 +26,8 @@ NEWEST = "newest"
 TESTS = ("pytest>=8.3,<10", "pytest-xdist>=3.6.1,<4", "hypothesis>=6.120,<7")
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """vLLM requires them, uses them for images and sound only, and they may come built for another torch."""
+MORE = ("orjson",)
+"""What a release without a CPU wheel needs besides what `BINARIES` brought."""
 PLATFORM = "manylinux_2_28_x86_64"
 """Python files are taken from the wheel of this platform, whichever this machine is."""
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ def whole_venv(version: str) -> Path:
 def layered_venv(base: Path, version: str) -> Path:
     """The Python files of a release, which come before those of `base`, with the binaries of `base`."""
     wheel = WHEELS.get(version, "vllm")
-    venv = cache() / f"vllm-python-{digest(str(base), wheel)}"
+    venv = cache() / f"vllm-python-{digest(str(base), wheel, *MORE)}"
     # The newest release may be another one by now.
     if version == NEWEST or not (venv / "complete").exists():
         shutil.rmtree(venv, ignore_errors=True)
@@ -83,8 +85,9 @@ def make_layered(venv: Path, base: Path, wheel: str) -> None:
     """Unpack a wheel, without its binaries, into a venv whose other packages are those of `base`."""
     run(str(base / "bin" / "python"), "-m", "venv", "--without-pip", str(venv))
     packages, below = (next(one.glob("lib/python*/site-packages")) for one in (venv, base))
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "--quiet")
+    run(*pip, "--python", str(venv), "install", "--no-deps", "--target", str(packages), *MORE)
     with tempfile.TemporaryDirectory() as folder:
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "--quiet")
         wanted = ("--no-deps", "--only-binary=:all:", "--platform", PLATFORM, "--dest", folder, wheel)
         run(*pip, "download", *wanted)
         (found,) = Path(folder).glob("*.whl")

@@ -63,7 +63,10 @@ def nap(engine: InProcess, how: str) -> None:
         core.release_kv_cache_memory()
         core.wake_up(["kv_cache"])
         return
-    engine.llm.sleep(level=1 if how == "level 1" else 2)
+    engine.llm.sleep(level=int(how.removeprefix("level ")))
+    if how == "level 0":
+        engine.llm.wake_up(["scheduling"])
+        return
     # What an idle engine is asked for meanwhile finds no memory, and must not look for it.
     engine.step()
     engine.llm.wake_up(["weights"])
@@ -75,6 +78,13 @@ def test_engine_after_sleep_answers_alike_from_the_pool(engine: InProcess) -> No
     assert admin is not None
     truth = engine.generate(prompts)
     pool = engine.settle().pool
+    # To pause alone leaves all as it is.
+    engine.forget_device()
+    nap(engine, "level 0")
+    assert_same(engine.generate(prompts), truth)
+    counts = engine.settle()
+    assert counts.pool.ready >= pool.ready > 0
+    assert counts.load.blocks > 0
     for how in ("level 1", "level 2", "kv cache only"):
         addresses = Allocator.memory.addresses()
         nap(engine, how)
@@ -91,19 +101,6 @@ def test_engine_after_sleep_answers_alike_from_the_pool(engine: InProcess) -> No
         assert (counts.load.failed, counts.store.failed) == (0, 0)
     # The hand-shake that vLLM repeats after each wake-up leaves the admin API as it was.
     assert httpx.get(f"{admin.url}/readyz").status_code == 200
-
-
-def test_engine_after_a_pause_alone_still_has_the_pools_blocks(engine: InProcess) -> None:
-    prompts = shared_prefixes(8)
-    truth = engine.generate(prompts)
-    engine.forget_device()
-    ready = engine.snapshot().pool.ready
-    engine.llm.sleep(level=0)
-    engine.llm.wake_up(["scheduling"])
-    assert_same(engine.generate(prompts), truth)
-    counts = engine.settle()
-    assert counts.pool.ready >= ready > 0
-    assert counts.load.blocks > 0
 
 
 def test_moving_memory_when_allocated_again_has_other_addresses() -> None:
