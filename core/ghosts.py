@@ -71,13 +71,17 @@ class Ghosts(Generic[R]):
         # Of no length if nobody wants to know.
         self._seconds: NDArray[np.uint32] = touched_zeros(1 << bits if is_dated else 0, _SECOND)
         self._epoch = 0
-        self._put, self._find = _putter(), _finder()
+        self._put, self._find, self._drop = _putter(), _finder(), _dropper()
         self._no_seconds: NDArray[np.uint32] = np.zeros(0, _SECOND)
 
     def add(self, marks: Marks, reason: R, now_s: float = 0.0) -> None:
         """Remember keys that are missing."""
         entries = marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS | self._codes[reason])
         self._put(self._table, self._seconds, int(self._shift), entries, self._no_seconds, int(now_s) & _SECONDS)
+
+    def remove(self, marks: Marks) -> None:
+        """Forget the keys of these marks."""
+        self._drop(self._table, int(self._shift), marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS))
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
@@ -193,6 +197,26 @@ def _finder() -> Callable[..., None]:
                     break
 
     return find
+
+
+@functools.cache
+def _dropper() -> Callable[..., None]:
+    """Return a function that removes ghosts from a table."""
+    from numba import types
+
+    given = types.Array(types.uint64, 1, "A", readonly=True)
+
+    @compiled(types.void(types.uint64[::1], types.uint64, given))
+    def drop(table: Marks, shift: np.uint64, gone: Marks) -> None:
+        for i in range(len(gone)):
+            home = np.int64(gone[i] >> shift)
+            for way in range(_WAYS):
+                at = home // _WAYS * _WAYS + way
+                if table[at] ^ gone[i] <= np.uint64(_CODE):
+                    table[at] = np.uint64(0)
+                    break
+
+    return drop
 
 
 def _bits_for(num_keys: int) -> int:

@@ -162,7 +162,7 @@ class OffloadManager:
                     positions = positions[wanted_at]
                     keys = [keys[i] for i in wanted_at.tolist()]
                 table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
-                self.missing.begin_filling(keys, slots)
+                self.missing.begin_filling(wanted)
             return Offer(num_answered, wanted_at, slots, held_back_at)
 
     def publish(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
@@ -172,8 +172,7 @@ class OffloadManager:
         them, all of which are used once more, so that what is stored later of a request goes sooner.
         """
         with self.changing:
-            keys = self.table.keys[slots].tolist()
-            self.missing.end_filling(keys, slots)
+            self.missing.end_filling(self.table.marks[slots])
             holders = self.index.claim(slots)
             # As bytes: to compare two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
@@ -183,7 +182,7 @@ class OffloadManager:
                 self.leaving.void(lost)
                 self.room.free(lost)
                 slots = slots[won]
-                keys = self.table.keys[slots].tolist()
+            keys = self.table.keys[slots].tolist()
             self.table.make_ready(slots, now_s)
             self.room.policy.admit(slots)
             self.touch(chain)
@@ -205,7 +204,7 @@ class OffloadManager:
     def abandon(self, slots: Slots) -> None:
         """Free slots whose store failed, or that a reset disowned, now that nothing touches them any more."""
         with self.changing:
-            self.missing.end_filling(self.table.keys[slots].tolist(), slots)
+            self.missing.end_filling(self.table.marks[slots])
             self.leaving.void(slots)
             self.room.free(slots)
 
