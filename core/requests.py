@@ -58,7 +58,8 @@ class FinishedRequest:
 class GroupProgress:
     """A request's slots in one group: their keys, and how many from the start have their answer, which stands.
 
-    In lazy mode the verdict on the first `kept` slots is noted at the device blocks that the request has now.
+    In lazy mode the verdict on the first `kept` slots is noted at the device blocks that the request has now. `passed`
+    are ranges of slots before `answered` that were not offered.
     """
 
     group: Group
@@ -68,6 +69,15 @@ class GroupProgress:
     refused_at: int | None = None
     noted_refused: int = 0
     noted_parts: int = 0
+    passed: list[tuple[int, int]] = field(default_factory=list)
+
+    def pass_over(self, end: int) -> None:
+        """Advance `answered` to `end` over slots that are not offered, since no hit would read them."""
+        if end <= self.answered:
+            return
+        first = self.passed.pop()[0] if self.passed and self.passed[-1][1] == self.answered else self.answered
+        self.passed.append((first, end))
+        self.answered = end
 
     def extend_keys(self, block_hashes: Sequence[bytes], num_slots: int) -> int:
         """Make the keys of the first `num_slots` slots, or of as many as have a hash, and say how many there are."""

@@ -175,21 +175,22 @@ class StoreSide:
         progress.refused_at = None
         wanted = self._wanted(state, group, progress.answered, full)
         if not wanted:
-            progress.answered = full
+            progress.pass_over(full)
             return
-        progress.answered = wanted[0][0]
+        progress.pass_over(wanted[0][0])
         end, kept_back = state.split_storable(group, progress.answered, wanted[-1][1])
         stop = end if limit is None else min(end, progress.answered + limit)
         if self.keep is not None:
-            progress.answered = stop
+            for first, last in wanted:
+                progress.pass_over(min(first, stop))
+                progress.answered = max(progress.answered, min(last, stop))
         if not self._offer_ranges(state, progress, wanted, stop, is_last=limit is None):
             self._note_refused(progress, end)
             return
-        progress.answered = stop
         if stop == end:
             for reason, count in kept_back:
                 self._keep_out(state, progress, reason, progress.answered + count)
-            progress.answered = full
+            progress.pass_over(full)
 
     def _offer_ranges(
         self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
@@ -198,7 +199,7 @@ class StoreSide:
         room = True
         for first, end in ranges:
             end = min(end, stop)
-            progress.answered = max(progress.answered, min(first, stop))
+            progress.pass_over(min(first, stop))
             while room and progress.answered < end:
                 room = self._offer_batch(state, progress, min(end, progress.answered + _OFFER_SLOTS))
             if not room and not is_last:
@@ -215,10 +216,9 @@ class StoreSide:
         if computed >= state.request.num_prompt_tokens or start >= full:
             return
         stop, _ = state.split_storable(group, start, full)
-        wanted = self._wanted(state, group, start, stop)
-        gaps = zip((start, *(end for _, end in wanted)), (*(first for first, _ in wanted), stop), strict=True)
+        ranges = [(max(first, start), end) for first, end in progress.passed if end > start]
         progress.answered = start
-        self._offer_ranges(state, progress, list(gaps), stop, is_last=True)
+        self._offer_ranges(state, progress, ranges, stop, is_last=True)
         progress.answered = passed
 
     def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
