@@ -5,7 +5,7 @@ All of it is remembered in bounded memory, and forgotten at a reset: a forgotten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -15,7 +15,7 @@ from core.events import EventSink
 from core.ghosts import Ghosts
 from core.keys import Key
 from core.marks import Marks, marks_of
-from core.misses import FoundMisses, MissCause, MissReason
+from core.misses import FoundMisses, MissCause
 from core.pool_index import PoolIndex
 from core.reasons import EvictionReason, NotStored
 from core.stats import EvictionCounts
@@ -56,8 +56,11 @@ class MissingKeys:
                 self._sink.regretted([keys[i] for i in regretted.tolist()], now_s)
             kept_out = self._kept_out.reasons(missing)
             foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
-            known = zip(self._filling.reasons(missing), left.reasons, kept_out, foreign, strict=False)
-            reasons: Iterator[MissReason] = iter([next(filter(None, each), MissCause.NEW) for each in known])
+            coming = self._filling.reasons(missing)
+            known = zip(coming, left.reasons, kept_out, foreign, strict=False)
+            reasons = iter(
+                [arriving or gone or never or other or MissCause.NEW for arriving, gone, never, other in known]
+            )
             causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
             return FoundMisses(causes, left.between_s)
 
