@@ -43,8 +43,8 @@ def test_hook_when_compared_with_vllms_has_the_same_parameters(hook: str) -> Non
 
 def test_hooks_when_listed_are_those_that_the_table_requires() -> None:
     listed = {member.partition("(")[0] for part in versions.PARTS for member in part.members}
-    # Since 0.33, and not needed.
-    later = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+    # Since 0.32 and 0.33, and not needed.
+    later = {"get_external_cache_hit_sources", "supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
     assert set(HOOKS) - later <= listed
 
 

@@ -60,6 +60,7 @@ _HOOKS = (
     "reset_cache()",
     "take_events()",
     "register_kv_caches(kv_caches)",
+    "handle_preemptions(kv_connector_metadata)",
     "start_load_kv(forward_context)",
     "wait_for_layer_load(layer_name)",
     "save_kv_layer(layer_name, kv_layer, attn_metadata)",
@@ -122,6 +123,7 @@ PARTS = (
         (
             "touch(blocks)",
             "free_blocks(ordered_blocks)",
+            "get_new_blocks(num_blocks)",
             *("blocks", "free_block_queue", "cached_block_hash_to_block"),
         ),
     ),
