@@ -247,6 +247,9 @@ class Oracle:
                 fits = was_stored and not is_present
             elif isinstance(cause, NotStored):
                 fits = not was_stored or cause is NotStored.PART_OF_SLOT
+            elif cause is MissCause.GAP:
+                # The device may have it.
+                fits = True
             else:
                 fits = is_present == (cause is not MissCause.IN_FLIGHT)
             if not fits:

@@ -264,9 +264,12 @@ class LoadSide:
         limit = (num_tokens - 1) // alignment * alignment
         full = next((group for group in self._layout.groups if group.spec.kind is GroupKind.FULL), None)
         if full is None:
-            # Of windows and states hardly any would be asked for.
-            if limit > end_token:
-                misses.extend([MissCause.UNEXAMINED], end_token, limit - end_token)
+            # Of windows and states hardly any would be asked for; which tokens were computed before is known.
+            known = min(max(state.boundary_tokens, end_token), limit)
+            if known > end_token:
+                misses.extend([state.in_pool], end_token, known - end_token)
+            if limit > known:
+                misses.extend([MissCause.NEW], known, limit - known)
             return
         # The first such group has the say: a hit needs them all, and they are stored together.
         size = full.slot_tokens
@@ -274,7 +277,12 @@ class LoadSide:
         first, end = end_token // size, min(-(-limit // size), num_tokens // size)
         keys = self._finder.keys(state, full, first, min(end, first + _EXAMINED_SLOTS))
         found, misses.evicted_between_s = self._manager.missing.explain(keys, state.now_s)
-        causes = [state.in_pool if cause is MissCause.GAP else cause for cause in found]
+        # In lazy mode the device may have what the pool has not, and a window or state beside it be missing.
+        on_device = state.boundary_tokens // size - first
+        causes = [
+            state.in_pool if cause is MissCause.GAP or (cause is MissCause.NEW and i < on_device) else cause
+            for i, cause in enumerate(found)
+        ]
         num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
         misses.extend(causes[:num_old], first * size, size)
         if full.slot_blocks > 1:

@@ -19,7 +19,7 @@ class MissCause(StrEnum):
     OTHER_FINGERPRINT = "other_fingerprint"
     """An earlier process had it, made by another model or in another layout, so that it was dropped at start."""
     GAP = "gap"
-    """It is in the pool, and cannot be used without another block that is not."""
+    """It is in the pool or on the device, and cannot be used without another block that is in neither."""
     PIN_LIMIT = "pin_limit"
     """It is in the pool, and waiting requests held as much of that as they may."""
     IN_FLIGHT = "in_flight"

@@ -80,6 +80,18 @@ def test_shared_prefix_when_only_the_device_has_it_is_stored_as_boundary() -> No
     assert {HEAD_BLOCKS - 2, HEAD_BLOCKS - 1} <= stored_blocks(engine, second, 1)
 
 
+@pytest.mark.parametrize("specs", [SPECS, SPECS[1:]])
+@pytest.mark.parametrize("mode", StoreMode)
+def test_misses_when_only_a_window_is_missing_are_gaps(specs: tuple[GroupSpec, ...], mode: StoreMode) -> None:
+    engine = make_engine(specs=specs, store_mode=mode)
+    answer(engine, prompt("r1", 1000))
+    for name in [name for name in engine.device.cached if name[0] == len(specs) - 1]:
+        engine.device.forget(engine.device.cached[name])
+    answer(engine, prompt("r2", 2000))
+    missed = engine.offload.requests.find("r2", engine.now_s).missed_tokens.flat()
+    assert (missed["gap"], missed["new"]) == (HEAD_BLOCKS * BLOCK_SIZE, 9 * BLOCK_SIZE)
+
+
 @pytest.mark.parametrize("budget", [4, 8, 32])
 def test_windows_when_prefilled_in_chunks_are_stored_at_the_end_only(budget: int) -> None:
     engine = make_engine()
