@@ -87,6 +87,8 @@ class GroupLayout:
         """Prefixes of a multiple of this are whole slots of every group."""
         self.full_groups = tuple(group for group in self.groups if group.spec.kind is GroupKind.FULL)
         """Groups that need every block of a prefix."""
+        self.prefix_group = (self.full_groups or self.groups)[0]
+        """The group whose keys show which part of a prompt was computed before."""
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.grants import Pin
-from core.groups import GroupKind, GroupLayout
+from core.groups import GroupLayout
 from core.hits import PrefixHit
 from core.jobs import DeviceHolds, JobTable, OpenJob
 from core.leaders import Leaders
@@ -262,33 +262,25 @@ class LoadSide:
         state.misses = misses = Misses(end_token)
         num_tokens, alignment = state.request.num_tokens, self._layout.alignment_tokens
         limit = (num_tokens - 1) // alignment * alignment
-        full = next((group for group in self._layout.groups if group.spec.kind is GroupKind.FULL), None)
-        if full is None:
-            # Of windows and states hardly any would be asked for; which tokens were computed before is known.
-            known = min(max(state.boundary_tokens, end_token), limit)
-            if known > end_token:
-                misses.extend([state.in_pool], end_token, known - end_token)
-            if limit > known:
-                misses.extend([MissCause.NEW], known, limit - known)
-            return
-        # The first such group has the say: a hit needs them all, and they are stored together.
-        size = full.slot_tokens
+        # A hit needs the slots of all full-attention groups, which are stored together.
+        group = self._layout.prefix_group
+        size = group.slot_tokens
         # A hit may end within a slot, but only a whole slot has a key.
         first, end = end_token // size, min(-(-limit // size), num_tokens // size)
-        keys = self._finder.keys(state, full, first, min(end, first + _EXAMINED_SLOTS))
+        keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
         found, misses.evicted_between_s = self._manager.missing.explain(keys, state.now_s)
-        # In lazy mode the device may have what the pool has not, and a window or state beside it be missing.
-        on_device = state.boundary_tokens // size - first
+        # A window or state may be missing beside blocks that the pool has, or in lazy mode the device.
+        num_known = state.boundary_tokens // size - first
         causes = [
-            state.in_pool if cause is MissCause.GAP or (cause is MissCause.NEW and i < on_device) else cause
+            state.in_pool if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause
             for i, cause in enumerate(found)
         ]
         num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
         misses.extend(causes[:num_old], first * size, size)
-        if full.slot_blocks > 1:
+        if group.slot_blocks > 1:
             # Of prompts that part within a slot, or end there, the first blocks of that slot may be known.
-            start, block_size = max((first + num_old) * size, end_token), full.spec.block_size
-            parts = state.keys_of_parts(full, start // block_size, (first + num_old + 1) * full.slot_blocks)
+            start, block_size = max((first + num_old) * size, end_token), group.spec.block_size
+            parts = state.keys_of_parts(group, start // block_size, (first + num_old + 1) * group.slot_blocks)
             num_parts = self._manager.missing.count_parts(parts)
             misses.extend([NotStored.PART_OF_SLOT] * num_parts, start, block_size)
         misses.extend(causes[num_old:], (first + num_old) * size, size)

@@ -131,16 +131,16 @@ class StoreSide:
 
     def note_parts(self, state: RequestState) -> None:
         """Note the computed blocks that may be asked for without the rest of their slot."""
-        for progress in state.groups:
-            group = progress.group
-            if group.slot_blocks == 1 or group.spec.kind is not GroupKind.FULL:
-                continue
-            num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
-            num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
-            if num_blocks > progress.noted_parts:
-                parts = state.keys_of_parts(group, progress.noted_parts, num_blocks)
-                self._manager.missing.note_kept_out(parts, NotStored.PART_OF_SLOT)
-                progress.noted_parts = num_blocks
+        progress = state.groups[self._layout.prefix_group.index]
+        group = progress.group
+        if group.slot_blocks == 1:
+            return
+        num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
+        num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
+        if num_blocks > progress.noted_parts:
+            parts = state.keys_of_parts(group, progress.noted_parts, num_blocks)
+            self._manager.missing.note_kept_out(parts, NotStored.PART_OF_SLOT)
+            progress.noted_parts = num_blocks
 
     def _note_refused(self, progress: GroupProgress, end: int) -> None:
         """Note that slots up to `end` are not stored so far, as there is no space for them."""
