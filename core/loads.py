@@ -269,8 +269,9 @@ class LoadSide:
         first, end = end_token // size, min(-(-limit // size), num_tokens // size)
         keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
         found, misses.evicted_between_s = self._manager.missing.explain(keys, state.now_s)
-        # A window or state may be missing beside blocks that the pool has, or in lazy mode the device.
-        num_known = state.boundary_tokens // size - first
+        # In lazy mode the device may have what the pool has not, and windows alone are never stored from end to end.
+        has_all = self._layout.full_groups and self._manager.room.residency is None
+        num_known = 0 if has_all else state.boundary_tokens // size - first
         causes = [
             state.in_pool if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause
             for i, cause in enumerate(found)
