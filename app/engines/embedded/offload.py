@@ -68,11 +68,11 @@ class NoCopies:
     """A copy engine for an engine without offload, which never submits a job."""
 
     def submit(self, job: TransferJob) -> None:
-        """Refuses: there is nobody to copy."""
+        """Refuse the job: no copy engine is attached."""
         raise RuntimeError("a transfer was planned, and no copy engine is attached")
 
     def submit_ahead(self, job: TransferJob) -> None:
-        """Refuses: there is nobody to copy."""
+        """Refuse the job: no copy engine is attached."""
         self.submit(job)
 
     def poll(self) -> list[TransferResult]:

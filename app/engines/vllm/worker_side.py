@@ -24,9 +24,6 @@ _MAX_ERRORS = 20
 """Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
 
-_NOT_REGISTERED = "not submitted: the KV caches were never registered"
-
-
 class WorkerSide:
     """On the worker's thread, but for `wake`, which the copy engine calls."""
 
@@ -64,11 +61,7 @@ class WorkerSide:
         """Copy blocks that the step has given to other requests, before anything of the step writes to them."""
         self._copied_ahead = orders
         for job in orders.ahead:
-            self._open[job.job_id] = job
-            if self._guarded is None:
-                self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
-            else:
-                self._guarded.submit_ahead(job)
+            self._submit(job, ahead=True)
 
     def start_loads(self, orders: StepOrders) -> None:
         """Start this step's loads, and what the pool is to come to. Requests whose load is lost have failed already."""
@@ -144,10 +137,12 @@ class WorkerSide:
             return False
         return bool(self._open) or self._copies.extents.is_busy
 
-    def _submit(self, job: TransferJob) -> None:
+    def _submit(self, job: TransferJob, *, ahead: bool = False) -> None:
         self._open[job.job_id] = job
         if self._guarded is None:
-            self._end(TransferResult(job.job_id, self._rank, _NOT_REGISTERED))
+            self._end(TransferResult(job.job_id, self._rank, "not submitted: the KV caches were never registered"))
+        elif ahead:
+            self._guarded.submit_ahead(job)
         else:
             self._guarded.submit(job)
 
