@@ -8,7 +8,7 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/kvferry kvferry
 
 WORKDIR /opt/kvferry
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE __init__.py ./
 COPY app ./app
 COPY core ./core
 COPY cuda_ops ./cuda_ops

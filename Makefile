@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c "$(SUITABLE)" 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A folder for import paths that has this checkout as `kvferry`, and what it is installed as.
+IMPORT := $(abspath $(VENV))/import
 CODE := app core cuda_ops migrations tests bench
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
@@ -39,7 +41,7 @@ VLLM ?= 0.32
 VLLM_TESTS ?= tests/vllm
 test-vllm: $(STAMP)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py $(VLLM))" && cd "$(CURDIR)" && TEST_VLLM=1 OMP_NUM_THREADS=1 \
-		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) $(PYTEST_ARGS)
+		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m pytest $(VLLM_TESTS) $(XDIST) $(PYTEST_ARGS)
 
 # What the connector needs of the releases that are not run in full: parts, signatures, layouts and orders of calls.
 INTERFACE := $(addprefix tests/vllm/test_,interface.py fabricated_steps.py layouts.py)
@@ -54,13 +56,13 @@ test-vllm-all: $(STAMP)
 # Downloads the newest release of vLLM, and prints which parts that the connector needs it lacks.
 check-vllm: $(STAMP)
 	@venv="$$($(BIN)/python tests/vllm/make_venv.py --python newest)" && cd "$(CURDIR)" && VLLM_LOGGING_LEVEL=ERROR \
-		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m app.engines.vllm.versions
+		PYTHONPATH="$(IMPORT)" "$$venv/bin/python" -m kvferry.app.engines.vllm.versions
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONPATH=. $(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/lint-imports --no-logo --no-cache
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; \
 		else echo "no hadolint for this platform: Dockerfile not linted"; fi
 
@@ -73,6 +75,8 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "kvferry needs Python 3.11, 3.12 or 3.13, and PYTHON=$(PYTHON) is none; name one: make PYTHON=python3.12" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear "$(VENV)"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@rm -rf "$(IMPORT)" && mkdir "$(IMPORT)" && ln -s "$(CURDIR)" "$(IMPORT)/kvferry" && \
+		ln -s "$(abspath $(VENV))"/lib/python3*/site-packages/kvferry-*.dist-info "$(IMPORT)/"
 	@touch $@
 
 clean:

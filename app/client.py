@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from httpx_sse import SSEError, connect_sse
 
-from app.settings.connection import find_connection
+from kvferry.app.settings.connection import find_connection
 
 Json = dict[str, Any]
 

@@ -14,35 +14,35 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 
-from app.api.auth import Tokens
-from app.api.context import AdminContext, EngineInfo
-from app.event_feed import EventFeed
-from app.offload_guard import ErrorLog, GuardedSink, OffloadGuard
-from app.policies.kept import KeptPolicies
-from app.pool_size import PoolSize
-from app.pool_watch import PoolWatch
-from app.settings import Settings
-from app.settings.kinds import LogLevel
-from app.settings.live import LiveSettings
-from app.starting import StartRefused
-from app.store import NameClaim, Store, StoreUnavailable, claim_name
-from app.tiers.news import TierNews
-from app.tiers.opening import close_tiers, open_tiers
-from app.tiers.pool_slots import PoolSlots
-from app.upkeep import Upkeep, history_limits
-from app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
-from core.engine import DeviceView
-from core.events import EventSink
-from core.groups import GroupLayout
-from core.manager import OffloadManager
-from core.policy import PolicyBook
-from core.rates import LoadOrCompute
-from core.resize import PoolResize
-from core.scheduler import OffloadScheduler
-from core.tiers import HOST, Tier
-from cuda_ops.extents import PoolMemory, PoolPlan
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_pool import KeptRecord
+from kvferry.app.api.auth import Tokens
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.event_feed import EventFeed
+from kvferry.app.offload_guard import ErrorLog, GuardedSink, OffloadGuard
+from kvferry.app.policies.kept import KeptPolicies
+from kvferry.app.pool_size import PoolSize
+from kvferry.app.pool_watch import PoolWatch
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogLevel
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.starting import StartRefused
+from kvferry.app.store import NameClaim, Store, StoreUnavailable, claim_name
+from kvferry.app.tiers.news import TierNews
+from kvferry.app.tiers.opening import close_tiers, open_tiers
+from kvferry.app.tiers.pool_slots import PoolSlots
+from kvferry.app.upkeep import Upkeep, history_limits
+from kvferry.app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
+from kvferry.core.engine import DeviceView
+from kvferry.core.events import EventSink
+from kvferry.core.groups import GroupLayout
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PolicyBook
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.resize import PoolResize
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.tiers import HOST, Tier
+from kvferry.cuda_ops.extents import PoolMemory, PoolPlan
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_pool import KeptRecord
 
 _log = logging.getLogger(__name__)
 

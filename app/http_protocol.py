@@ -17,9 +17,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from app.api.envelope import complete_headers, is_request_id
-from app.api.problems import BUSY, RETRY_AFTER_S, Problem
-from app.seldom import SeldomLogger
+from kvferry.app.api.envelope import complete_headers, is_request_id
+from kvferry.app.api.problems import BUSY, RETRY_AFTER_S, Problem
+from kvferry.app.seldom import SeldomLogger
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")

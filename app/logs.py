@@ -17,12 +17,12 @@ from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import IO, Self
 
-from app.masking import SecretMask
-from app.settings import Settings
-from app.settings.kinds import LogFormat, LogLevel
+from kvferry.app.masking import SecretMask
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogFormat, LogLevel
 
 QUEUE_RECORDS = 10_000
-OWN_LOGGERS = ("app", "core", "cuda_ops", "migrations")
+OWN_LOGGERS = ("kvferry",)
 CHATTY_LOGGERS = ("alembic",)
 """Libraries whose every step is INFO to them; only their warnings are news to an operator."""
 SPILLING_LOGGERS = ("sse_starlette",)

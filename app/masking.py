@@ -10,8 +10,8 @@ from urllib.parse import quote, quote_plus
 
 from pydantic import BaseModel, SecretStr
 
-from app.settings import Settings
-from app.settings.problems import MASK, url_passwords
+from kvferry.app.settings import Settings
+from kvferry.app.settings.problems import MASK, url_passwords
 
 MIN_SECRET_CHARS = 4
 """Shorter values occur in ordinary text by chance, and are not masked."""

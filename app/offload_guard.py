@@ -1,6 +1,6 @@
 """Guard between an engine and offloading: an exception in kvferry's code becomes a miss, not a failure of the engine.
 
-`OffloadGuard` has the hooks of `core.scheduler.OffloadScheduler` that an engine calls. `GuardedSink` and
+`OffloadGuard` has the hooks of `kvferry.core.scheduler.OffloadScheduler` that an engine calls. `GuardedSink` and
 `GuardedCopies` stand before the event sink and the copy engine in the same way.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from core.engine import BlockTables, EngineRequest, StepProgress
-from core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
-from core.keys import Key
-from core.scheduler import MatchResult, Miss, OffloadScheduler
-from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
-from cuda_ops.copy_engine import CopyEngine
+from kvferry.core.engine import BlockTables, EngineRequest, StepProgress
+from kvferry.core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.keys import Key
+from kvferry.core.scheduler import MatchResult, Miss, OffloadScheduler
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
+from kvferry.cuda_ops.copy_engine import CopyEngine
 
 _log = logging.getLogger(__name__)
 

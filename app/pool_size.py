@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.settings.problems import BadSettings, Problem
-from core.resize import PoolResize, Todo
-from cuda_ops.extents import PoolMemory, PoolPlan, whole_extents
-from cuda_ops.limits import NotEnoughMemory
+from kvferry.app.settings.problems import BadSettings, Problem
+from kvferry.core.resize import PoolResize, Todo
+from kvferry.cuda_ops.extents import PoolMemory, PoolPlan, whole_extents
+from kvferry.cuda_ops.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 

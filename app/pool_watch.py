@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import PoolCut
-from cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import PoolCut
+from kvferry.cuda_ops.kept_pool import KeptRecord
 
 _log = logging.getLogger(__name__)
 

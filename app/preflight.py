@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from app.engines.naming import is_missing_folder
-from app.folders import check_writable, nearest_folder
-from app.settings import Settings
-from app.settings.kinds import Engine, PoolKind
-from app.store import StoreError, check_database, check_name
-from app.tiers.opening import check_tiers
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
+from kvferry.app.engines.naming import is_missing_folder
+from kvferry.app.folders import check_writable, nearest_folder
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import Engine, PoolKind
+from kvferry.app.store import StoreError, check_database, check_name
+from kvferry.app.tiers.opening import check_tiers
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
 
 
 def start_problems(settings: Settings) -> list[str]:
@@ -37,7 +37,7 @@ def _check_engine(settings: Settings) -> None:
         raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")
     if settings.device.startswith("cuda"):
         # Imported late: torch takes seconds to import, and other devices need no look at the driver.
-        from app.engines.embedded.model import resolve_device
+        from kvferry.app.engines.embedded.model import resolve_device
 
         resolve_device(settings.device)
 

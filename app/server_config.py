@@ -9,7 +9,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http_protocol import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
+from kvferry.app.http_protocol import ConnectionLimits, Connections, HttpConnection, RetryAfter, never_busy
 
 MAX_CONNECTIONS = 4096
 BACKLOG = 4096

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 
-from app.crash_report import enable_crash_report
-from app.discovery import Announcement, announce_service
-from app.logs import start_logging
-from app.memory import return_large_allocations
-from app.preflight import start_problems
-from app.serving import listen, make_server, url_of
-from app.settings import Settings
-from app.starting import StartProgress, StartRefused, answering
-from app.wiring import Process
+from kvferry.app.crash_report import enable_crash_report
+from kvferry.app.discovery import Announcement, announce_service
+from kvferry.app.logs import start_logging
+from kvferry.app.memory import return_large_allocations
+from kvferry.app.preflight import start_problems
+from kvferry.app.serving import listen, make_server, url_of
+from kvferry.app.settings import Settings
+from kvferry.app.starting import StartProgress, StartRefused, answering
+from kvferry.app.wiring import Process
 
 _log = logging.getLogger(__name__)
 

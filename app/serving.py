@@ -11,10 +11,10 @@ from typing import Protocol
 
 import uvicorn
 
-from app.api.app import create_app
-from app.api.context import AdminContext
-from app.server_config import BACKLOG, server_config
-from app.starting import StartRefused
+from kvferry.app.api.app import create_app
+from kvferry.app.api.context import AdminContext
+from kvferry.app.server_config import BACKLOG, server_config
+from kvferry.app.starting import StartRefused
 
 GRACE_S = 5
 """How long answers under way may take once the service is told to stop; then they are aborted, and told so."""

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.problems import Problem
-from app.server_config import server_config
-from cuda_ops.prepare import PoolPhase, PoolProgress
+from kvferry.app.api.problems import Problem
+from kvferry.app.server_config import server_config
+from kvferry.cuda_ops.prepare import PoolPhase, PoolProgress
 
 _log = logging.getLogger(__name__)
 

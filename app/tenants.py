@@ -7,8 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from core.keys import TENANT_HEX_DIGITS, tenant_digest
-from core.rules import MAX_GLOB_CHARS
+from kvferry.core.keys import TENANT_HEX_DIGITS, tenant_digest
+from kvferry.core.rules import MAX_GLOB_CHARS
 
 MAX_SALT_CHARS = 1024
 _DIGEST_GLOB = re.compile(r"[0-9a-f*?\[\]!-]+", re.ASCII)

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 
-from app.event_feed import EventFeed, EventType
-from app.offload_guard import OffloadGuard
-from app.pool_size import PoolSize, ResizeEnd
-from app.pool_watch import PoolWatch
-from app.settings import Settings
-from app.settings.kinds import LogLevel
-from app.settings.live import LiveSettings
-from app.store import HistoryLimits, Store
-from core.manager import OffloadManager
-from core.scheduler import OffloadScheduler
+from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.pool_size import PoolSize, ResizeEnd
+from kvferry.app.pool_watch import PoolWatch
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogLevel
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.store import HistoryLimits, Store
+from kvferry.core.manager import OffloadManager
+from kvferry.core.scheduler import OffloadScheduler
 
 _log = logging.getLogger(__name__)
 

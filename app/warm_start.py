@@ -15,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
-from app.settings import Settings
-from app.settings.kinds import PoolKind
-from app.store import Store, StoreUnavailable
-from app.store.kept_rows import KeptRows
-from core.kept import KeptBlocks
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.policy import PRIORITY_CLASS, Priority
-from core.transfers import Slots
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.extents import PoolPlan
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import recover_slots
-from cuda_ops.kept_slots import DropReason, KeptSlots
-from cuda_ops.limits import largest_file_bytes, largest_memory_bytes
-from cuda_ops.pool_format import PoolShape
-from cuda_ops.pool_lock import PoolRefused
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import PoolKind
+from kvferry.app.store import Store, StoreUnavailable
+from kvferry.app.store.kept_rows import KeptRows
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.transfers import Slots
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.extents import PoolPlan
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import recover_slots
+from kvferry.cuda_ops.kept_slots import DropReason, KeptSlots
+from kvferry.cuda_ops.limits import largest_file_bytes, largest_memory_bytes
+from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.pool_lock import PoolRefused
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 

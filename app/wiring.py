@@ -13,31 +13,31 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from app.api.context import AdminContext, EngineInfo
-from app.engines.naming import name_of_engine
-from app.engines.revision import name_in_fingerprint
-from app.ferry import EngineSide, Ferry, PoolSide
-from app.logs import LogPipe
-from app.offload_guard import GuardedCopies
-from app.settings import Settings
-from app.settings.kinds import Engine
-from app.starting import StartProgress, StartRefused
-from app.store import StoreError, claim_name
-from app.warm_start import largest_pool_bytes, open_kept_file
-from core.engine import DeviceView
-from core.groups import GroupLayout, GroupSpec
-from cuda_ops.copy_engine import CopyEngine
-from cuda_ops.extents import PoolPlan, plan_pool
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.limits import NotEnoughMemory
-from cuda_ops.prepare import Preparation
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.engines.naming import name_of_engine
+from kvferry.app.engines.revision import name_in_fingerprint
+from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.logs import LogPipe
+from kvferry.app.offload_guard import GuardedCopies
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import Engine
+from kvferry.app.starting import StartProgress, StartRefused
+from kvferry.app.store import StoreError, claim_name
+from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
+from kvferry.core.engine import DeviceView
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.extents import PoolPlan, plan_pool
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
-    from app.engines.cuda import CudaSide
-    from app.engines.embedded import EmbeddedEngine
+    from kvferry.app.engines.cuda import CudaSide
+    from kvferry.app.engines.embedded import EmbeddedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Process:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
         if self.engine is None:
             return self.ferry.context(closing)
-        from app.engines.embedded.completions import completions_router
+        from kvferry.app.engines.embedded.completions import completions_router
 
         context = self.ferry.context(closing, completions_router(self.engine))
         return replace(context, retry_after_s=self.engine.retry_after_s)
@@ -131,7 +131,7 @@ class Process:
         undo.callback(self.ferry.stop)
 
     def _load_engine(self, undo: ExitStack) -> None:
-        from app.engines.embedded import EmbeddedEngine, EngineConfig
+        from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
 
         settings = self._settings
         self._progress.note(f"loading the model {settings.model}")
@@ -150,7 +150,7 @@ class Process:
             )
         )
         if engine.model.device.type == "cuda":
-            from app.engines.cuda import CudaSide
+            from kvferry.app.engines.cuda import CudaSide
 
             self._cuda = CudaSide(engine.model.device)
             undo.callback(self._cuda.close)
@@ -166,7 +166,7 @@ class Process:
             fingerprint = {"engine": "none", "block_size": settings.block_size}
             device, device_bytes = NoDevice(), 0
         else:
-            from app.engines.embedded.hashing import HASH_SEED
+            from kvferry.app.engines.embedded.hashing import HASH_SEED
 
             about = engine.info
             info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)
@@ -245,8 +245,8 @@ class Process:
 
     def _attach(self, engine: EmbeddedEngine, layout: GroupLayout, pool: HostPool, undo: ExitStack) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
-        from cuda_ops.cpu_copy import CpuCopyEngine
-        from cuda_ops.layout import DeviceLayout
+        from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+        from kvferry.cuda_ops.layout import DeviceLayout
 
         settings = self._settings
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], layout.blocks_per_slot)

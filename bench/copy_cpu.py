@@ -26,11 +26,11 @@ import torch
 from numpy.typing import NDArray
 
 from bench.report import environment, median_interval, spread, verdict
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.prepare import Preparation
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.prepare import Preparation
 
 TABLE_BYTES = 512 << 20
 MIB = 1 << 20

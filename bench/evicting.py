@@ -25,11 +25,11 @@ import numpy as np
 
 from bench.manager import BATCH, KEY_BYTES, QueueingSink, batches
 from bench.report import environment
-from core.manager import OffloadManager
-from core.origins import Origin
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.pool_format import PoolShape
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.pool_format import PoolShape
 
 SLOT_BYTES = 4096
 SETTLE_S = 3.0

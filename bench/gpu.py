@@ -37,17 +37,17 @@ from numpy.typing import NDArray
 
 from bench.parts import DeviceLost, Parts
 from bench.report import environment, spread, verdict
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops.cuda_copy import CudaCopyEngine
-from cuda_ops.dma import DmaMover, Mover
-from cuda_ops.driver import CudaDriver, CudaError, load_driver
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kernel import KernelMover, LaunchCopy, triton_launch
-from cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from cuda_ops.movers import choose_mover
-from cuda_ops.prepare import Preparation
-from cuda_ops.registrar import CudaRegistrar
-from cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.dma import DmaMover, Mover
+from kvferry.cuda_ops.driver import CudaDriver, CudaError, load_driver
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kernel import KernelMover, LaunchCopy, triton_launch
+from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.movers import choose_mover
+from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.registrar import CudaRegistrar
+from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = 4096

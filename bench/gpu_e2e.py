@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.engines.embedded import EmbeddedEngine, Sampling
-from app.engines.embedded.model import TINY
-from app.logs import start_logging
-from app.settings import Settings
-from app.wiring import Process
 from bench.parts import Parts
 from bench.report import environment, spread
+from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
+from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.logs import start_logging
+from kvferry.app.settings import Settings
+from kvferry.app.wiring import Process
 
 SETTLE_S = 120.0
 WITHOUT = {"store": False, "load": False}

@@ -22,17 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from app.store import EvictionFilter, downgrade, upgrade
-from app.store.database import Database
-from app.store.history import HistoryWriter
-from app.store.queries import StoreReader
-from app.store.queue import HistoryQueue, Regrets
-from app.store.trim import HistoryLimits, HistoryTrimmer
 from bench.report import environment, spread
-from core.events import EvictionBatch, SlotRows
-from core.origins import Origin
-from core.reasons import EvictionReason
-from core.records import SLOT_RECORD, lines_of
+from kvferry.app.store import EvictionFilter, downgrade, upgrade
+from kvferry.app.store.database import Database
+from kvferry.app.store.history import HistoryWriter
+from kvferry.app.store.queries import StoreReader
+from kvferry.app.store.queue import HistoryQueue, Regrets
+from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
+from kvferry.core.events import EvictionBatch, SlotRows
+from kvferry.core.origins import Origin
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.records import SLOT_RECORD, lines_of
 
 ENGINE = "bench"
 START_S = 1_700_000_000.0

@@ -24,25 +24,25 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
-from app.engines.embedded.model import TINY
-from app.store import Store
 from bench.report import median_interval, spread, verdict
-from core.groups import GroupLayout, GroupSpec
-from core.manager import OffloadManager
-from core.policy import PolicyBook, RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute
-from core.scheduler import OffloadScheduler
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.copy_engine import CopyEngine
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.pool_format import PoolShape
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
+from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.store import Store
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 from tests.waiting import wait_until
 
 GOAL = 1.01

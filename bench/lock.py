@@ -23,14 +23,14 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.report import environment
-from core.engine import StepProgress, StoreMode
-from core.groups import GroupLayout, GroupSpec
-from core.keys import Key
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.policy import PolicyBook, RequestPolicy
-from core.scheduler import Hit, OffloadScheduler
-from core.transfers import StepPlan, TransferResult
+from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.scheduler import Hit, OffloadScheduler
+from kvferry.core.transfers import StepPlan, TransferResult
 
 BLOCK_TOKENS = 16
 BLOCKS = 8192
@@ -109,7 +109,7 @@ class Bench:
     """A scheduler on a pool of so many slots, without an engine or bytes."""
 
     def __init__(self, num_slots: int, mode: StoreMode) -> None:
-        with patch("core.manager.threading", SimpleNamespace(RLock=TimedLock)):
+        with patch("kvferry.core.manager.threading", SimpleNamespace(RLock=TimedLock)):
             self.manager = OffloadManager(num_slots, 4096)
         self.lock: Any = self.manager.lock
         policies = PolicyBook(RequestPolicy(), {}, self.manager.lock)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.report import environment, spread
-from core.events import EvictionBatch, NullSink
-from core.manager import OffloadManager
-from core.origins import Origin
+from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
 
 BATCH = 64
 KEY_BYTES = 33

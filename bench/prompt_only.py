@@ -15,10 +15,10 @@ import random
 from dataclasses import dataclass, field
 
 from bench.report import environment, spread
-from core.groups import GroupSpec
-from core.policy import RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute
-from core.stats import Snapshot
+from kvferry.core.groups import GroupSpec
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.stats import Snapshot
 from tests.core.toy_engine import Habits, ToyEngine, ToyRequest
 
 BLOCK_SIZE = 16

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.pool_size import BETWEEN_STEPS_S
 from bench.manager import KEY_BYTES, QueueingSink
 from bench.report import environment
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.resize import PoolResize, Todo
+from kvferry.app.pool_size import BETWEEN_STEPS_S
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.resize import PoolResize, Todo
 
 BATCH = 64
 EXTENT_SLOTS = 1000

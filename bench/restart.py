@@ -25,21 +25,21 @@ from pathlib import Path
 
 import numpy as np
 
-from app.store import Store
-from app.store.models import SlotRow
-from app.warm_start import warm_start
 from bench.report import environment, spread
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.pool_format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.store import Store
+from kvferry.app.store.models import SlotRow
+from kvferry.app.warm_start import warm_start
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.pool_format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 FINGERPRINT: dict[str, object] = {"model": "bench"}
 SLOT_BYTES = 64

@@ -36,12 +36,12 @@ os.environ.update({**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"})
 
 from bench.report import environment
 from bench.vllm_cases import MODELS, Case, Turn, draw_case, write_model
-from core.events import EventSink, StoreBatch
-from core.groups import GroupKind
-from core.keys import Key
-from core.misses import MissCause, Misses, MissReason
-from core.reasons import EvictionReason, NotStored
-from core.requests import RequestView
+from kvferry.core.events import EventSink, StoreBatch
+from kvferry.core.groups import GroupKind
+from kvferry.core.keys import Key
+from kvferry.core.misses import MissCause, Misses, MissReason
+from kvferry.core.reasons import EvictionReason, NotStored
+from kvferry.core.requests import RequestView
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import EXCUSED_GAP, Answer, Prompt
 

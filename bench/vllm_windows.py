@@ -25,7 +25,7 @@ from tests.vllm.conftest import ENVIRONMENT
 # vLLM reads it when it is imported.
 os.environ.update(ENVIRONMENT)
 
-from core.groups import Group
+from kvferry.core.groups import Group
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.models import write_gemma, write_llama
 from tests.vllm.workload import BLOCK, Answer, Prompt, count_different, random_tokens

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import touched_zeros
-from core.marks import Marks
+from kvferry.core.arrays import touched_zeros
+from kvferry.core.marks import Marks
 
 _COUNT_BITS = 6
 _COUNT = np.uint8((1 << _COUNT_BITS) - 1)
@@ -48,7 +48,7 @@ class Admission:
         self._threshold = threshold
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `core.resize.plan_size`. Offers that come meanwhile are not counted."""
+        """See `kvferry.core.resize.plan_size`. Offers that come meanwhile are not counted."""
         old = self._filter
         resized = None if old is None else old.resized(num_slots)
 

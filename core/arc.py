@@ -19,11 +19,11 @@ from math import floor
 
 import numpy as np
 
-from core.arc_ghosts import FREQUENT, RECENT, ArcGhosts
-from core.marks import Marks
-from core.segments import Segment
-from core.slots import SlotTable
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.arc_ghosts import FREQUENT, RECENT, ArcGhosts
+from kvferry.core.marks import Marks
+from kvferry.core.segments import Segment
+from kvferry.core.slots import SlotTable
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 class ArcPolicy:

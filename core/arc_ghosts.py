@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.mark_table import MarkTable, Numbers
-from core.marks import Marks
-from core.recency import NUMBER_SHIFT, RecencyQueue
+from kvferry.core.mark_table import MarkTable, Numbers
+from kvferry.core.marks import Marks
+from kvferry.core.recency import NUMBER_SHIFT, RecencyQueue
 
 RECENT, FREQUENT = 0, 1
 

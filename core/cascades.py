@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from core.grants import Pin
-from core.keys import Key
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.policy import Level
-from core.requests import RequestState
-from core.tier_links import OpenTierJob, TierLink, allowed_links
-from core.tiers import TierJob, TierResult
-from core.transfers import Slots
+from kvferry.core.grants import Pin
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.requests import RequestState
+from kvferry.core.tier_links import OpenTierJob, TierLink, allowed_links
+from kvferry.core.tiers import TierJob, TierResult
+from kvferry.core.transfers import Slots
 
 _SLOTS_SHARE = 4
 """Cascades hold at most a quarter of the slots."""

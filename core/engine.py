@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from core.keys import Key
+from kvferry.core.keys import Key
 
 BlockTables = Sequence[Sequence[int]]
 """A request's device blocks by group: `tables[g][i]` holds its `i`-th block of group `g`, or the null block.

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.origins import Origin
-from core.reasons import EvictionReason
-from core.records import Records, records_in
-from core.stats import PromptTokens
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.records import Records, records_in
+from kvferry.core.stats import PromptTokens
 
 
 # These two are made on the hot path, and a named tuple is made in less than half of a frozen dataclass's time.

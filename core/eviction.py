@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from core.arc import ArcPolicy
-from core.lru import LruPolicy
-from core.marks import Marks
-from core.segments import Segment
-from core.slots import SlotTable
-from core.transfers import Slots
+from kvferry.core.arc import ArcPolicy
+from kvferry.core.lru import LruPolicy
+from kvferry.core.marks import Marks
+from kvferry.core.segments import Segment
+from kvferry.core.slots import SlotTable
+from kvferry.core.transfers import Slots
 
 
 class EvictionPolicy(Protocol):

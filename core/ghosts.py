@@ -10,9 +10,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import touched_zeros
-from core.compiled import compiled
-from core.marks import Marks
+from kvferry.core.arrays import touched_zeros
+from kvferry.core.compiled import compiled
+from kvferry.core.marks import Marks
 
 _SECONDS = (1 << 32) - 1
 _ENTRY, _SECOND = np.dtype(np.uint64), np.dtype(np.uint32)
@@ -84,7 +84,7 @@ class Ghosts(Generic[R]):
         self._drop(self._table, int(self._shift), marks & ~_NOTE | np.uint64(self._epoch << _CODE_BITS))
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
-        """See `core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
+        """See `kvferry.core.resize.plan_size`. Ghosts that come meanwhile are forgotten."""
         bits = _bits_for(num_keys)
         shift, old, old_seconds = np.uint64(64 - bits), self._table, self._seconds
         if len(old) == 1 << bits:

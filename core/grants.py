@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 class Offer(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from core.transfers import Direction
+from kvferry.core.transfers import Direction
 
 JOB_BYTES = tuple(float(1 << exponent) for exponent in range(14, 35, 2))
 """From one small block to all of a large pool's extents."""

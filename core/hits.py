@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.groups import Group, GroupKind, GroupLayout
-from core.transfers import NO_SLOTS, BlockRun, Slots
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import counting
-from core.keys import Key
-from core.mark_table import MarkTable, Numbers
-from core.marks import Marks, marker, marks_of
+from kvferry.core.arrays import counting
+from kvferry.core.keys import Key
+from kvferry.core.mark_table import MarkTable, Numbers
+from kvferry.core.marks import Marks, marker, marks_of
 
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
 

@@ -10,16 +10,16 @@ from threading import RLock
 import numpy as np
 from numpy.typing import NDArray
 
-from core.events import SlotRows
-from core.grants import BlockHold, BlockState
-from core.keys import Key
-from core.operator_pins import OperatorPins
-from core.pins import Pins
-from core.pool_index import PoolIndex
-from core.room import Room
-from core.slots import BATCH_SLOTS, SlotState, SlotTable
-from core.stats import PoolCounts
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.events import SlotRows
+from kvferry.core.grants import BlockHold, BlockState
+from kvferry.core.keys import Key
+from kvferry.core.operator_pins import OperatorPins
+from kvferry.core.pins import Pins
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.room import Room
+from kvferry.core.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.stats import PoolCounts
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 _SCAN_SLOTS = 1 << 16
 _READY = int(SlotState.READY)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from core.engine import DeviceView
-from core.grants import Pin
-from core.groups import Group
-from core.hits import PrefixHit
-from core.keys import Key
-from core.requests import GroupProgress, RequestState
-from core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
+from kvferry.core.engine import DeviceView
+from kvferry.core.grants import Pin
+from kvferry.core.groups import Group
+from kvferry.core.hits import PrefixHit
+from kvferry.core.keys import Key
+from kvferry.core.requests import GroupProgress, RequestState
+from kvferry.core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
 
 
 @dataclass(slots=True)

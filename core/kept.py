@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.origins import Origin
-from core.transfers import SlotLabels, Slots
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin
+from kvferry.core.transfers import SlotLabels, Slots
 
 
 class PoolRecord(Protocol):

@@ -14,15 +14,15 @@ from itertools import islice
 
 import numpy as np
 
-from core.cascades import CascadeSide
-from core.engine import DeviceView
-from core.groups import Group, GroupKind, GroupLayout
-from core.keys import Key, make_keys
-from core.manager import OffloadManager
-from core.policy import PRIORITY_CLASS
-from core.reasons import NotStored
-from core.requests import GroupProgress, RequestState
-from core.stores import Offering, StoreSide
+from kvferry.core.cascades import CascadeSide
+from kvferry.core.engine import DeviceView
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.keys import Key, make_keys
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.reasons import NotStored
+from kvferry.core.requests import GroupProgress, RequestState
+from kvferry.core.stores import Offering, StoreSide
 
 _AHEAD_SLOTS = 1000
 """Slots stored ahead of one step: as many as may be worked on under one hold of the lock."""

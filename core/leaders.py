@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.groups import GroupLayout
-from core.patience import Patience
-from core.prefixes import PrefixFinder
-from core.requests import RequestState
+from kvferry.core.groups import GroupLayout
+from kvferry.core.patience import Patience
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.requests import RequestState
 
 
 class Leaders:

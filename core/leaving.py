@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from core.change_lock import ChangeLock
-from core.events import EventSink, EvictionBatch
-from core.kept import PoolRecord
-from core.keys import Key
-from core.missing import MissingKeys
-from core.operator_pins import OperatorPins
-from core.origins import Origin
-from core.pins import Pins
-from core.pool_index import PoolIndex
-from core.reasons import EvictionReason
-from core.room import Room
-from core.slots import BATCH_SLOTS, SlotState, SlotTable
-from core.stats import EvictionCounts
-from core.transfers import Slots
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.events import EventSink, EvictionBatch
+from kvferry.core.kept import PoolRecord
+from kvferry.core.keys import Key
+from kvferry.core.missing import MissingKeys
+from kvferry.core.operator_pins import OperatorPins
+from kvferry.core.origins import Origin
+from kvferry.core.pins import Pins
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.room import Room
+from kvferry.core.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.stats import EvictionCounts
+from kvferry.core.transfers import Slots
 
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 

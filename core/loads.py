@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.grants import Pin
-from core.groups import GroupLayout
-from core.hits import PrefixHit
-from core.jobs import DeviceHolds, JobTable, OpenJob
-from core.leaders import Leaders
-from core.manager import OffloadManager
-from core.misses import MissCause, Misses
-from core.prefixes import PrefixFinder
-from core.promotions import PromotionSide
-from core.rates import LoadOrCompute
-from core.reasons import EvictionReason, NotStored
-from core.requests import RequestPhase, RequestState
-from core.stats import LoadCounts
-from core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
+from kvferry.core.grants import Pin
+from kvferry.core.groups import GroupLayout
+from kvferry.core.hits import PrefixHit
+from kvferry.core.jobs import DeviceHolds, JobTable, OpenJob
+from kvferry.core.leaders import Leaders
+from kvferry.core.manager import OffloadManager
+from kvferry.core.misses import MissCause, Misses
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.promotions import PromotionSide
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.reasons import EvictionReason, NotStored
+from kvferry.core.requests import RequestPhase, RequestState
+from kvferry.core.stats import LoadCounts
+from kvferry.core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
 _EXAMINED_SLOTS = 1000
 """Slots of one request behind its hit of which it is found out why they are missing."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from core.marks import Marks
-from core.segments import Segment
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.marks import Marks
+from kvferry.core.segments import Segment
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 class LruPolicy:

@@ -13,28 +13,28 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.admission import Admission
-from core.arrays import counting
-from core.change_lock import change_lock
-from core.events import EventSink, NullSink, ResetEvent, StoreBatch
-from core.eviction import EVICTION_POLICIES
-from core.grants import Offer, Pin
-from core.inventory import Inventory
-from core.kept import PoolRecord
-from core.keys import NO_PREFIX, Key, Prefix
-from core.leaving import Leaving
-from core.marks import Marks, marks_of
-from core.missing import MissingKeys
-from core.operator_pins import OperatorPins
-from core.origins import Origin
-from core.pins import Pins
-from core.pool_index import PoolIndex
-from core.reasons import EvictionReason
-from core.recovered import Recovered
-from core.room import Room
-from core.slots import BATCH_SLOTS, SlotState, SlotTable
-from core.stats import EvictionCounts
-from core.transfers import NO_SLOTS, SlotLabels, Slots
+from kvferry.core.admission import Admission
+from kvferry.core.arrays import counting
+from kvferry.core.change_lock import change_lock
+from kvferry.core.events import EventSink, NullSink, ResetEvent, StoreBatch
+from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.grants import Offer, Pin
+from kvferry.core.inventory import Inventory
+from kvferry.core.kept import PoolRecord
+from kvferry.core.keys import NO_PREFIX, Key, Prefix
+from kvferry.core.leaving import Leaving
+from kvferry.core.marks import Marks, marks_of
+from kvferry.core.missing import MissingKeys
+from kvferry.core.operator_pins import OperatorPins
+from kvferry.core.origins import Origin
+from kvferry.core.pins import Pins
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.recovered import Recovered
+from kvferry.core.room import Room
+from kvferry.core.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.stats import EvictionCounts
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _ROOM_ROUNDS = 4
 """How often an offer asks for room while the pool shrinks, when what it gets is leaving."""

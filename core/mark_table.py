@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import touched_zeros
-from core.compiled import compiled
-from core.marks import Marks
+from kvferry.core.arrays import touched_zeros
+from kvferry.core.compiled import compiled
+from kvferry.core.marks import Marks
 
 Numbers = NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.compiled import compiled
-from core.keys import Key
+from kvferry.core.compiled import compiled
+from kvferry.core.keys import Key
 
 Marks = NDArray[np.uint64]
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
-from core.reasons import EvictionReason, NotStored
+from kvferry.core.reasons import EvictionReason, NotStored
 
 
 class MissCause(StrEnum):

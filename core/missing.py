@@ -10,15 +10,15 @@ from itertools import repeat
 
 import numpy as np
 
-from core.change_lock import ChangeLock
-from core.events import EventSink
-from core.ghosts import Ghosts
-from core.keys import Key
-from core.marks import Marks, marks_of
-from core.misses import FoundMisses, MissCause
-from core.pool_index import PoolIndex
-from core.reasons import EvictionReason, NotStored
-from core.stats import EvictionCounts
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.events import EventSink
+from kvferry.core.ghosts import Ghosts
+from kvferry.core.keys import Key
+from kvferry.core.marks import Marks, marks_of
+from kvferry.core.misses import FoundMisses, MissCause
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.reasons import EvictionReason, NotStored
+from kvferry.core.stats import EvictionCounts
 
 
 class MissingKeys:
@@ -99,7 +99,7 @@ class MissingKeys:
             self._foreign = foreign
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `core.resize.plan_size`."""
+        """See `kvferry.core.resize.plan_size`."""
         plans = [self._gone.plan_size(2 * num_slots), self._kept_out.plan_size(num_slots)]
         return lambda: [put_in_force() for put_in_force in plans]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from core.manager import OffloadManager
-from core.slots import BATCH_SLOTS, SlotState
+from kvferry.core.manager import OffloadManager
+from kvferry.core.slots import BATCH_SLOTS, SlotState
 
 
 @dataclass(frozen=True, slots=True)

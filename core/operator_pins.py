@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.change_lock import ChangeLock
-from core.expiry import Expiries
-from core.grants import Pin, PinOutcome
-from core.keys import Key
-from core.pins import Pins
-from core.pool_index import PoolIndex
-from core.slots import BATCH_SLOTS, SlotTable
-from core.transfers import Slots
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.expiry import Expiries
+from kvferry.core.grants import Pin, PinOutcome
+from kvferry.core.keys import Key
+from kvferry.core.pins import Pins
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.slots import BATCH_SLOTS, SlotTable
+from kvferry.core.transfers import Slots
 
 
 class OperatorPins:

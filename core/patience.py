@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.rates import LoadOrCompute
-from core.requests import RequestState
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.requests import RequestState
 
 UNKNOWN_S = 1.0
 """How long to wait while nobody knows how long recomputing takes."""

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from core.change_lock import ChangeLock
-from core.grants import Pin
-from core.room import Room
-from core.slots import SlotState, SlotTable
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.grants import Pin
+from kvferry.core.room import Room
+from kvferry.core.slots import SlotState, SlotTable
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 class Pins:

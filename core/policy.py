@@ -12,9 +12,9 @@ from enum import StrEnum
 from threading import RLock
 from typing import Any
 
-from core.expiry import Expiries
-from core.origins import Origin
-from core.rules import Rule, RuleSubject
+from kvferry.core.expiry import Expiries
+from kvferry.core.origins import Origin
+from kvferry.core.rules import Rule, RuleSubject
 
 MAX_OVERRIDES = 100_000
 _EXPIRE_AT_ONCE = 100

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from core.change_lock import ChangeLock
-from core.index import KeyIndex
-from core.slots import BATCH_SLOTS, SlotTable
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.index import KeyIndex
+from kvferry.core.slots import BATCH_SLOTS, SlotTable
 
 
 class PoolIndex(KeyIndex):

@@ -5,11 +5,11 @@ An engine plans its next step once it has computed the last, so what a step was 
 
 from __future__ import annotations
 
-from core.groups import GroupLayout
-from core.misses import MissedTokens, Misses
-from core.rates import LoadOrCompute
-from core.requests import RequestState
-from core.stats import PromptTokens
+from kvferry.core.groups import GroupLayout
+from kvferry.core.misses import MissedTokens, Misses
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.requests import RequestState
+from kvferry.core.stats import PromptTokens
 
 _MEASURED_TOKENS = 16
 """Fewer prefill tokens in a step say little about the speed of prefill."""

@@ -8,15 +8,15 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from core.engine import DeviceView
-from core.ghosts import Ghosts
-from core.groups import Group, GroupLayout
-from core.hits import PrefixHit, find_hit
-from core.keys import Key
-from core.manager import OffloadManager
-from core.marks import marks_of
-from core.requests import RequestState
-from core.transfers import Slots
+from kvferry.core.engine import DeviceView
+from kvferry.core.ghosts import Ghosts
+from kvferry.core.groups import Group, GroupLayout
+from kvferry.core.hits import PrefixHit, find_hit
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.marks import marks_of
+from kvferry.core.requests import RequestState
+from kvferry.core.transfers import Slots
 
 
 class _Seen(Enum):

@@ -12,21 +12,21 @@ from itertools import groupby
 
 import numpy as np
 
-from core.groups import Group, GroupKind, GroupLayout
-from core.hits import PrefixHit
-from core.keys import Key, Prefix
-from core.leaders import Leaders
-from core.manager import OffloadManager
-from core.origins import Origin, OriginMatch
-from core.patience import Patience
-from core.policy import PRIORITY_CLASS
-from core.prefixes import PrefixFinder
-from core.rates import LoadOrCompute
-from core.requests import RequestState
-from core.tier_links import OpenTierJob, TierLink, allowed_links
-from core.tier_look import LookPhase, TierLook
-from core.tiers import TierJob, TierResult
-from core.transfers import Slots
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.hits import PrefixHit
+from kvferry.core.keys import Key, Prefix
+from kvferry.core.leaders import Leaders
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.patience import Patience
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.requests import RequestState
+from kvferry.core.tier_links import OpenTierJob, TierLink, allowed_links
+from kvferry.core.tier_look import LookPhase, TierLook
+from kvferry.core.tiers import TierJob, TierResult
+from kvferry.core.transfers import Slots
 
 _LOOK_UP_SLOTS = 1000
 """Slots of one request that tiers are asked for at once; the rest follows once these are there."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.compiled import compiled
-from core.transfers import Slots
+from kvferry.core.compiled import compiled
+from kvferry.core.transfers import Slots
 
 _NOWHERE = 0
 """Position of a slot that is in no queue: no queue has the number 0, so that an untouched column of zeros will do."""

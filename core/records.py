@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.compiled import compiled
-from core.marks import Marks
-from core.transfers import Slots
+from kvferry.core.compiled import compiled
+from kvferry.core.marks import Marks
+from kvferry.core.transfers import Slots
 
 SLOT_RECORD = np.dtype(
     [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from core.change_lock import ChangeLock
-from core.grants import Pin
-from core.kept import KeptBlocks
-from core.leaving import Leaving
-from core.pins import Pins
-from core.pool_index import PoolIndex
-from core.reasons import EvictionReason
-from core.room import Room
-from core.slots import BATCH_SLOTS, SlotTable
-from core.transfers import Slots
+from kvferry.core.change_lock import ChangeLock
+from kvferry.core.grants import Pin
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.leaving import Leaving
+from kvferry.core.pins import Pins
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.room import Room
+from kvferry.core.slots import BATCH_SLOTS, SlotTable
+from kvferry.core.transfers import Slots
 
 
 class Recovered:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from threading import RLock
 
-from core.policy import PolicyBook
-from core.requests import RequestState, RequestTable, RequestView
+from kvferry.core.policy import PolicyBook
+from kvferry.core.requests import RequestState, RequestTable, RequestView
 
 _BATCH_REQUESTS = 50
 """Requests that are copied under one hold of the lock."""

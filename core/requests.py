@@ -9,20 +9,20 @@ from enum import StrEnum
 from heapq import merge
 from typing import Any, NamedTuple
 
-from core.engine import BlockTables, EngineRequest
-from core.grants import Pin
-from core.groups import Group
-from core.hits import PrefixHit
-from core.keys import Key, make_keys
-from core.misses import MissCause, MissedTokens, Misses
-from core.origins import Origin
-from core.policy import EffectivePolicy, PolicyBook
-from core.reasons import SkipReason
-from core.rules import RuleSubject
-from core.stats import PromptTokens, StoreCounts
-from core.tier_look import TierLook
-from core.tier_sessions import TierSession
-from core.transfers import LoadOutcome
+from kvferry.core.engine import BlockTables, EngineRequest
+from kvferry.core.grants import Pin
+from kvferry.core.groups import Group
+from kvferry.core.hits import PrefixHit
+from kvferry.core.keys import Key, make_keys
+from kvferry.core.misses import MissCause, MissedTokens, Misses
+from kvferry.core.origins import Origin
+from kvferry.core.policy import EffectivePolicy, PolicyBook
+from kvferry.core.reasons import SkipReason
+from kvferry.core.rules import RuleSubject
+from kvferry.core.stats import PromptTokens, StoreCounts
+from kvferry.core.tier_look import TierLook
+from kvferry.core.tier_sessions import TierSession
+from kvferry.core.transfers import LoadOutcome
 
 _MAX_CHARS = 128
 _DIGEST_CHARS = 32

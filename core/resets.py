@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.jobs import JobTable
-from core.keys import Key
-from core.lazy import LazySide
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.stores import StoreSide
-from core.tier_links import TierLink
-from core.tier_side import TierSide
-from core.tiers import HOST, TierResetResult
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.jobs import JobTable
+from kvferry.core.keys import Key
+from kvferry.core.lazy import LazySide
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.stores import StoreSide
+from kvferry.core.tier_links import TierLink
+from kvferry.core.tier_side import TierSide
+from kvferry.core.tiers import HOST, TierResetResult
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 @dataclass(frozen=True, slots=True)

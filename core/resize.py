@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from core.keys import Key
-from core.manager import OffloadManager
-from core.occupied import SlotUses, uses_of
-from core.reasons import EvictionReason
-from core.slots import BATCH_SLOTS, SlotState
-from core.transfers import Slots
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.occupied import SlotUses, uses_of
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.slots import BATCH_SLOTS, SlotState
+from kvferry.core.transfers import Slots
 
 PATIENCE_S = 5.0
 """How long slots that are pinned are waited for. After that their blocks can be found no more, so that it comes to an

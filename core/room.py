@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.eviction import EVICTION_POLICIES, EvictionPolicy
-from core.keys import Key, Prefix
-from core.lru import LruPolicy
-from core.marks import Marks
-from core.segments import Segment
-from core.slots import SlotTable
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.eviction import EVICTION_POLICIES, EvictionPolicy
+from kvferry.core.keys import Key, Prefix
+from kvferry.core.lru import LruPolicy
+from kvferry.core.marks import Marks
+from kvferry.core.segments import Segment
+from kvferry.core.slots import SlotTable
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 _LARGE_POOL = 8
 """A pool that holds a request so many times over does not come to evict it while it runs."""
@@ -159,7 +159,7 @@ class Room:
         return False
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
-        """See `core.resize.plan_size`."""
+        """See `kvferry.core.resize.plan_size`."""
         plans = {name: policy.plan_size(num_slots) for name, policy in list(self._known.items())}
 
         def put_in_force() -> object:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
-from core.origins import Origin
+from kvferry.core.origins import Origin
 
 MAX_RULES = 100
 """Each is tried on every request that is announced, so their number is bounded."""

@@ -10,34 +10,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
-from core.events import RequestEnd
-from core.groups import GroupLayout
-from core.histograms import by_direction
-from core.jobs import DeviceHolds, JobTable
-from core.lazy import LazySide
-from core.leaders import Leaders
-from core.loads import Hit, Later, LoadSide, MatchResult, Miss
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.patience import Patience
-from core.policy import (
+from kvferry.core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
+from kvferry.core.events import RequestEnd
+from kvferry.core.groups import GroupLayout
+from kvferry.core.histograms import by_direction
+from kvferry.core.jobs import DeviceHolds, JobTable
+from kvferry.core.lazy import LazySide
+from kvferry.core.leaders import Leaders
+from kvferry.core.loads import Hit, Later, LoadSide, MatchResult, Miss
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.patience import Patience
+from kvferry.core.policy import (
     REQUEST_FIELDS_DEFAULT,
     IgnoredField,
     PolicyBook,
     parse_request_fields,
 )
-from core.prefills import Prefills
-from core.prefixes import PrefixFinder
-from core.rates import LoadOrCompute
-from core.request_views import RequestViews
-from core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, subject_of
-from core.resets import Resets
-from core.stats import PromptTokens, RequestCounts, Snapshot
-from core.stores import StoreSide
-from core.tier_side import TierSide
-from core.tiers import Tier
-from core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.prefills import Prefills
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.request_views import RequestViews
+from kvferry.core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, subject_of
+from kvferry.core.resets import Resets
+from kvferry.core.stats import PromptTokens, RequestCounts, Snapshot
+from kvferry.core.stores import StoreSide
+from kvferry.core.tier_side import TierSide
+from kvferry.core.tiers import Tier
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 
 __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler"]
 

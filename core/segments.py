@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from core.policy import PRIORITY_CLASS
-from core.recency import NUMBER_SHIFT, RecencyQueue
-from core.slots import SlotTable
-from core.transfers import Slots
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.recency import NUMBER_SHIFT, RecencyQueue
+from kvferry.core.slots import SlotTable
+from kvferry.core.transfers import Slots
 
 _NUM_CLASSES = len(PRIORITY_CLASS)
 _FIRST = 1 << NUMBER_SHIFT

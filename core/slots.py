@@ -16,14 +16,14 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import zeros_on_lines
-from core.events import SlotRows
-from core.kept import KeptBlocks
-from core.keys import Key
-from core.marks import Marks, marks_of
-from core.origins import Origin
-from core.records import SLOT_RECORD, lines_of, record_calls
-from core.transfers import NO_SLOTS, SlotLabels, Slots
+from kvferry.core.arrays import zeros_on_lines
+from kvferry.core.events import SlotRows
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.keys import Key
+from kvferry.core.marks import Marks, marks_of
+from kvferry.core.origins import Origin
+from kvferry.core.records import SLOT_RECORD, lines_of, record_calls
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
 """The most slots that anything but the engine's own batches may work on while it holds the lock."""

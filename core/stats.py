@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from core.histograms import JobHistograms
-from core.misses import MissedTokens
-from core.reasons import SkipReason
-from core.tier_stats import TierStats
-from core.transfers import Direction
+from kvferry.core.histograms import JobHistograms
+from kvferry.core.misses import MissedTokens
+from kvferry.core.reasons import SkipReason
+from kvferry.core.tier_stats import TierStats
+from kvferry.core.transfers import Direction
 
 
 def _no_skips() -> dict[str, int]:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from core.cascades import CascadeSide
-from core.groups import Group, GroupKind, GroupLayout
-from core.jobs import DeviceHolds, JobTable, OpenJob, StorePart
-from core.keys import Key, Prefix
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.policy import PRIORITY_CLASS
-from core.reasons import NotStored, SkipReason
-from core.requests import GroupProgress, RequestPhase, RequestState, RequestView, chain
-from core.stats import StoreCounts
-from core.transfers import BlockRun, Direction, Slots, TransferJob
+from kvferry.core.cascades import CascadeSide
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.jobs import DeviceHolds, JobTable, OpenJob, StorePart
+from kvferry.core.keys import Key, Prefix
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.reasons import NotStored, SkipReason
+from kvferry.core.requests import GroupProgress, RequestPhase, RequestState, RequestView, chain
+from kvferry.core.stats import StoreCounts
+from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
 _OFFER_SLOTS = 512
 """Slots in one offer to the manager."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from core.keys import Key
-from core.origins import OriginMatch
-from core.policy import Level, RequestPolicy
-from core.rates import LoadOrCompute, Rate
-from core.tier_stats import TierUse
-from core.tiers import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
-from core.transfers import NO_SLOTS, Slots
+from kvferry.core.keys import Key
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Level, RequestPolicy
+from kvferry.core.rates import LoadOrCompute, Rate
+from kvferry.core.tier_stats import TierUse
+from kvferry.core.tiers import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.transfers import NO_SLOTS, Slots
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from core.keys import Key
-from core.tier_links import TierLink
+from kvferry.core.keys import Key
+from kvferry.core.tier_links import TierLink
 
 
 class LookPhase(Enum):

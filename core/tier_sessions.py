@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from core.tier_links import TierLink
+from kvferry.core.tier_links import TierLink
 
 
 class TierSession:

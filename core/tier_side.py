@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from core.cascades import CascadeSide
-from core.groups import GroupLayout
-from core.keys import Key
-from core.leaders import Leaders
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.patience import Patience
-from core.policy import Level
-from core.prefixes import PrefixFinder
-from core.promotions import PromotionSide
-from core.rates import LoadOrCompute
-from core.requests import RequestState
-from core.tier_links import TierInquiry, TierLink
-from core.tier_sessions import TierSession
-from core.tier_stats import TierStats
-from core.tiers import Tier, TierRequest, TierResetResult
+from kvferry.core.cascades import CascadeSide
+from kvferry.core.groups import GroupLayout
+from kvferry.core.keys import Key
+from kvferry.core.leaders import Leaders
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.patience import Patience
+from kvferry.core.policy import Level
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.promotions import PromotionSide
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.requests import RequestState
+from kvferry.core.tier_links import TierInquiry, TierLink
+from kvferry.core.tier_sessions import TierSession
+from kvferry.core.tier_stats import TierStats
+from kvferry.core.tiers import Tier, TierRequest, TierResetResult
 
 _log = logging.getLogger(__name__)
 

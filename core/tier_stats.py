@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.tiers import TierCounts
+from kvferry.core.tiers import TierCounts
 
 
 @dataclass(slots=True)

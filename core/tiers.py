@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.origins import Origin, OriginMatch
-from core.policy import Level
-from core.transfers import Slots
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.transfers import Slots
 
 HOST = "host"
 """What the pool itself is called where tiers are named; no tier may be called so."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
+from kvferry.core.keys import Key
 
 Slots = NDArray[np.int64]
 BlockIds = NDArray[np.int64]

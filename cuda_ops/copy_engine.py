@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from core.transfers import TransferJob, TransferResult
+from kvferry.core.transfers import TransferJob, TransferResult
 
 AHEAD_S = 0.5
 """A step waits at most this long for stores ahead of it: many times what the bytes of one step take to copy."""

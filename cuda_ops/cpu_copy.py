@@ -17,14 +17,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from core.transfers import Direction, TransferJob, TransferResult
-from cuda_ops.affinity import run_on
-from cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
-from cuda_ops.host_pool import HostPool, PoolTable
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.ledger import JobLedger
-from cuda_ops.native import Addresses, segment_copier
-from cuda_ops.segments import SegmentBuffer, SegmentPlanner, Segments
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.affinity import run_on
+from kvferry.cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
+from kvferry.cuda_ops.host_pool import HostPool, PoolTable
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.ledger import JobLedger
+from kvferry.cuda_ops.native import Addresses, segment_copier
+from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner, Segments
 
 _log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from core.transfers import Direction
-from cuda_ops.dma import Mover
-from cuda_ops.driver import CudaDriver
-from cuda_ops.segments import Segments
+from kvferry.core.transfers import Direction
+from kvferry.cuda_ops.dma import Mover
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.segments import Segments
 
 _log = logging.getLogger(__name__)
 

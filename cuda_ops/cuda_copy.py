@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.transfers import Direction, TransferJob, TransferResult
-from cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
-from cuda_ops.dma import DmaMover, Mover
-from cuda_ops.driver import CudaDriver, CudaError
-from cuda_ops.host_pool import HostPool, PoolTable
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.ledger import JobLedger
-from cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
+from kvferry.cuda_ops.dma import DmaMover, Mover
+from kvferry.cuda_ops.driver import CudaDriver, CudaError
+from kvferry.cuda_ops.host_pool import HostPool, PoolTable
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.ledger import JobLedger
+from kvferry.cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
 
 _log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from core.transfers import Direction
-from cuda_ops.driver import CudaDriver
-from cuda_ops.segments import Segments
+from kvferry.core.transfers import Direction
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.segments import Segments
 
 
 class Mover(Protocol):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from cuda_ops.segments import Int64s
+from kvferry.cuda_ops.segments import Int64s
 
 Resolve = Callable[[str, int], int]
 """From a function's name and the CUDA version whose calling convention is wanted (12080 is 12.8) to its address; 0

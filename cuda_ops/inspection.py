@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from core.transfers import Slots
-from cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
-from cuda_ops.kept_slots import KeptSlots, read_slots
-from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER, Headers, PoolShape, keys_of, payload_checksum
-from cuda_ops.pool_lock import lock_path
+from kvferry.core.transfers import Slots
+from kvferry.cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
+from kvferry.cuda_ops.kept_slots import KeptSlots, read_slots
+from kvferry.cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER, Headers, PoolShape, keys_of, payload_checksum
+from kvferry.cuda_ops.pool_lock import lock_path
 
 LOCKS = Path("/proc/locks")
 

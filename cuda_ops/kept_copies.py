@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from core.transfers import Direction, SlotLabels, TransferJob, TransferResult
-from cuda_ops.affinity import run_on
-from cuda_ops.copy_engine import CopyEngine
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.core.transfers import Direction, SlotLabels, TransferJob, TransferResult
+from kvferry.cuda_ops.affinity import run_on
+from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 

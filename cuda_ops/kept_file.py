@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from cuda_ops.backing import SharedFile
-from cuda_ops.kept_slots import DropReason, read_slots
-from cuda_ops.limits import MemoryLimit, NotEnoughMemory
-from cuda_ops.native import Words, word_copies
-from cuda_ops.pool_format import (
+from kvferry.core.keys import Key
+from kvferry.cuda_ops.backing import SharedFile
+from kvferry.cuda_ops.kept_slots import DropReason, read_slots
+from kvferry.cuda_ops.limits import MemoryLimit, NotEnoughMemory
+from kvferry.cuda_ops.native import Words, word_copies
+from kvferry.cuda_ops.pool_format import (
     FORMAT_VERSION,
     MAGIC,
     POOL_HEADER,
@@ -31,7 +31,7 @@ from cuda_ops.pool_format import (
     pool_header,
     pool_header_checksum,
 )
-from cuda_ops.pool_lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused
 
 _log = logging.getLogger(__name__)
 

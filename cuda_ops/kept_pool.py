@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import NO_SLOTS, SlotLabels, Slots
-from cuda_ops.kept_file import KeptFile, PoolCut
-from cuda_ops.kept_slots import KeptSlots, read_slots
-from cuda_ops.native import word_copies
-from cuda_ops.pool_format import SLOT_HEADER, HeaderState
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
+from kvferry.cuda_ops.kept_file import KeptFile, PoolCut
+from kvferry.cuda_ops.kept_slots import KeptSlots, read_slots
+from kvferry.cuda_ops.native import word_copies
+from kvferry.cuda_ops.pool_format import SLOT_HEADER, HeaderState
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Round(NamedTuple):
 
 
 class KeptRecord:
-    """A `core.kept.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
+    """A `kvferry.core.kept.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
 
     What is not written yet takes one entry a slot, however long the disk hangs.
     """

@@ -13,10 +13,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.marks import marks_of
-from core.transfers import NO_SLOTS, Slots
-from cuda_ops.pool_format import Headers, HeaderState, PoolShape, are_sound, keys_of
+from kvferry.core.keys import Key
+from kvferry.core.marks import marks_of
+from kvferry.core.transfers import NO_SLOTS, Slots
+from kvferry.cuda_ops.pool_format import Headers, HeaderState, PoolShape, are_sound, keys_of
 
 _PART_SLOTS = 1 << 14
 """Headers that are looked at together: two megabytes of them, which a processor has at hand."""

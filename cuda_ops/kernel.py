@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from core.transfers import Direction
-from cuda_ops.driver import CudaDriver
-from cuda_ops.segments import Segments
+from kvferry.core.transfers import Direction
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.segments import Segments
 
 TABLE_ROWS = 16_384
 WORDS_BYTES = (16, 8, 4, 1)
@@ -65,7 +65,7 @@ def word_of(segments: Segments) -> int:
 
 def triton_launch(device: int) -> LaunchCopy:
     """The kernel in Triton. Raises `ImportError` where there is no Triton."""
-    from cuda_ops import triton_copy
+    from kvferry.cuda_ops import triton_copy
 
     compiled: Callable[..., None] = triton_copy.launch
 

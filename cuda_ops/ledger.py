@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
-from core.transfers import TransferJob, TransferResult
+from kvferry.core.transfers import TransferJob, TransferResult
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from core.transfers import Direction
-from cuda_ops.crossover import (
+from kvferry.core.transfers import Direction
+from kvferry.cuda_ops.crossover import (
     COUNTS,
     SIZES_BYTES,
     Crossover,
@@ -15,10 +15,10 @@ from cuda_ops.crossover import (
     calibrate,
     kept_crossover,
 )
-from cuda_ops.dma import DmaMover, Mover
-from cuda_ops.driver import CudaDriver
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kernel import KernelMover, LaunchCopy, triton_launch
+from kvferry.cuda_ops.dma import DmaMover, Mover
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kernel import KernelMover, LaunchCopy, triton_launch
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from core.compiled import compiled
+from kvferry.core.compiled import compiled
 
 Int64s = NDArray[np.int64]
 

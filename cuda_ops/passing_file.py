@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cuda_ops.backing import SHARED_MEMORY, SharedFile
-from cuda_ops.pool_lock import PoolLock, PoolRefused, lock_path
+from kvferry.cuda_ops.backing import SHARED_MEMORY, SharedFile
+from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused, lock_path
 
 _log = logging.getLogger(__name__)
 

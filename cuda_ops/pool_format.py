@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from core.keys import Key
-from core.transfers import Slots
-from cuda_ops.extents import PoolPlan
+from kvferry.core.keys import Key
+from kvferry.core.transfers import Slots
+from kvferry.cuda_ops.extents import PoolPlan
 
 MAGIC = b"kvferry\n"
 FORMAT_VERSION = 3

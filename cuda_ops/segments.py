@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import BlockRun, TransferJob
-from cuda_ops.host_pool import PoolTable
-from cuda_ops.layout import DeviceLayout, GroupRegions
-from cuda_ops.native_plan import run_planner
+from kvferry.core.transfers import BlockRun, TransferJob
+from kvferry.cuda_ops.host_pool import PoolTable
+from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions
+from kvferry.cuda_ops.native_plan import run_planner
 
 Int64s = NDArray[np.int64]
 

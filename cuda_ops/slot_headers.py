@@ -14,11 +14,11 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from core.transfers import NO_SLOTS, Direction, SlotLabels, Slots, TransferJob
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.native import word_copies
-from cuda_ops.pool_format import (
+from kvferry.core.transfers import NO_SLOTS, Direction, SlotLabels, Slots, TransferJob
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.native import word_copies
+from kvferry.cuda_ops.pool_format import (
     MAX_KEY_BYTES,
     SLOT_HEADER,
     Headers,

@@ -1,1 +1,1 @@
-"""Alembic migrations of the metadata store, applied by `app.store.migrate`."""
+"""Alembic migrations of the metadata store, applied by `kvferry.app.store.migrate`."""

@@ -1,8 +1,8 @@
-"""Runs migrations on the connection, and within the transaction, that `app.store.migrate` hands over."""
+"""Runs migrations on the connection, and within the transaction, that `kvferry.app.store.migrate` hands over."""
 
 from alembic import context
 
-from app.store.models import Base
+from kvferry.app.store.models import Base
 
 connection = context.config.attributes.get("connection")
 if connection is None:

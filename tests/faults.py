@@ -13,34 +13,34 @@ from typing import Any
 
 import pytest
 
-from core.admission import Admission
-from core.cascades import CascadeSide
-from core.hits import PrefixHit
-from core.index import KeyIndex
-from core.inventory import Inventory
-from core.jobs import JobTable
-from core.lazy import LazySide
-from core.leaders import Leaders
-from core.leaving import Leaving
-from core.loads import LoadSide
-from core.lru import LruPolicy
-from core.manager import OffloadManager
-from core.missing import MissingKeys
-from core.pins import Pins
-from core.policy import PolicyBook
-from core.pool_index import PoolIndex
-from core.prefills import Prefills
-from core.prefixes import PrefixFinder
-from core.promotions import PromotionSide
-from core.rates import LoadOrCompute
-from core.requests import RequestState, RequestTable
-from core.room import Room
-from core.scheduler import OffloadScheduler
-from core.slots import SlotTable
-from core.stores import StoreSide
-from core.tier_links import TierLink
-from core.tier_sessions import TierSession
-from core.tier_side import TierSide
+from kvferry.core.admission import Admission
+from kvferry.core.cascades import CascadeSide
+from kvferry.core.hits import PrefixHit
+from kvferry.core.index import KeyIndex
+from kvferry.core.inventory import Inventory
+from kvferry.core.jobs import JobTable
+from kvferry.core.lazy import LazySide
+from kvferry.core.leaders import Leaders
+from kvferry.core.leaving import Leaving
+from kvferry.core.loads import LoadSide
+from kvferry.core.lru import LruPolicy
+from kvferry.core.manager import OffloadManager
+from kvferry.core.missing import MissingKeys
+from kvferry.core.pins import Pins
+from kvferry.core.policy import PolicyBook
+from kvferry.core.pool_index import PoolIndex
+from kvferry.core.prefills import Prefills
+from kvferry.core.prefixes import PrefixFinder
+from kvferry.core.promotions import PromotionSide
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.requests import RequestState, RequestTable
+from kvferry.core.room import Room
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.slots import SlotTable
+from kvferry.core.stores import StoreSide
+from kvferry.core.tier_links import TierLink
+from kvferry.core.tier_sessions import TierSession
+from kvferry.core.tier_side import TierSide
 
 CORE = (
     Admission, CascadeSide, Inventory, JobTable, KeyIndex, LazySide, Leaders, Leaving, LoadOrCompute, LoadSide,

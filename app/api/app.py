@@ -7,29 +7,29 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from app.api.audit import audit_router
-from app.api.audit_trail import Audit, AuditTrail
-from app.api.auth import Auth
-from app.api.blocks import blocks_router
-from app.api.bodies import Bodies
-from app.api.config import config_router
-from app.api.context import AdminContext
-from app.api.envelope import Envelope
-from app.api.events import events_router
-from app.api.evictions import evictions_router
-from app.api.health import health_router
-from app.api.offthread import StoreThreads
-from app.api.openapi import describe
-from app.api.overrides import overrides_router
-from app.api.pages import pages_router
-from app.api.policy import policy_router
-from app.api.problems import install_problem_handlers
-from app.api.raw_ids import RawIds
-from app.api.requests import requests_router
-from app.api.reset import reset_router
-from app.api.rules import rules_router
-from app.api.stats import stats_router
-from app.masking import SecretMask
+from kvferry.app.api.audit import audit_router
+from kvferry.app.api.audit_trail import Audit, AuditTrail
+from kvferry.app.api.auth import Auth
+from kvferry.app.api.blocks import blocks_router
+from kvferry.app.api.bodies import Bodies
+from kvferry.app.api.config import config_router
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.envelope import Envelope
+from kvferry.app.api.events import events_router
+from kvferry.app.api.evictions import evictions_router
+from kvferry.app.api.health import health_router
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.openapi import describe
+from kvferry.app.api.overrides import overrides_router
+from kvferry.app.api.pages import pages_router
+from kvferry.app.api.policy import policy_router
+from kvferry.app.api.problems import install_problem_handlers
+from kvferry.app.api.raw_ids import RawIds
+from kvferry.app.api.requests import requests_router
+from kvferry.app.api.reset import reset_router
+from kvferry.app.api.rules import rules_router
+from kvferry.app.api.stats import stats_router
+from kvferry.app.masking import SecretMask
 
 ADMIN_PREFIX = "/admin/v1"
 

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from app.api.context import AdminContext
-from app.api.offthread import StoreThreads
-from app.api.paging import DEFAULT_LIMIT, AuditCursor, Limit, Page
-from app.store import AuditRecord
-from app.times import rfc3339
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.paging import DEFAULT_LIMIT, AuditCursor, Limit, Page
+from kvferry.app.store import AuditRecord
+from kvferry.app.times import rfc3339
 
 
 class AuditItem(BaseModel):

@@ -21,14 +21,14 @@ from typing import Any
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.auth import TokenName
-from app.api.offthread import StoreThreads
-from app.api.problems import Problem
-from app.masking import SecretMask
-from app.settings import Settings
-from app.settings.problems import MASK
-from app.store import AuditEntry, Store, StoreUnavailable
-from app.tenants import is_digest_glob
+from kvferry.app.api.auth import TokenName
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.problems import Problem
+from kvferry.app.masking import SecretMask
+from kvferry.app.settings import Settings
+from kvferry.app.settings.problems import MASK
+from kvferry.app.store import AuditEntry, Store, StoreUnavailable
+from kvferry.app.tenants import is_digest_glob
 
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.headers import values_of
-from app.api.pages import PAGE_PATHS, sign_in_page
-from app.api.problems import ENGINE_PREFIX, Problem
+from kvferry.app.api.headers import values_of
+from kvferry.app.api.pages import PAGE_PATHS, sign_in_page
+from kvferry.app.api.problems import ENGINE_PREFIX, Problem
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")

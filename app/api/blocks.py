@@ -15,19 +15,19 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.audit_trail import EMERGENCY
-from app.api.context import AdminContext
-from app.api.paging import DEFAULT_LIMIT, Limit, Page, PositionCursor
-from app.api.policy_models import DEFAULT_TTL_S, Ttl
-from app.api.problems import Problem
-from app.api.reset import wait_until_written
-from app.times import rfc3339, rfc3339_or_none
-from core.events import SlotRows
-from core.grants import BlockState, PinOutcome
-from core.keys import GROUP_BYTES, Key, group_of
-from core.policy import PRIORITY_CLASS, Priority
-from core.slots import SlotState
-from core.tiers import HOST
+from kvferry.app.api.audit_trail import EMERGENCY
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.paging import DEFAULT_LIMIT, Limit, Page, PositionCursor
+from kvferry.app.api.policy_models import DEFAULT_TTL_S, Ttl
+from kvferry.app.api.problems import Problem
+from kvferry.app.api.reset import wait_until_written
+from kvferry.app.times import rfc3339, rfc3339_or_none
+from kvferry.core.events import SlotRows
+from kvferry.core.grants import BlockState, PinOutcome
+from kvferry.core.keys import GROUP_BYTES, Key, group_of
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.slots import SlotState
+from kvferry.core.tiers import HOST
 
 MAX_KEY_HEX = 512
 TIERS_S = 0.5

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.headers import values_of
-from app.api.problems import ENGINE_PREFIX, RETRY_AFTER_S, Problem
+from kvferry.app.api.headers import values_of
+from kvferry.app.api.problems import ENGINE_PREFIX, RETRY_AFTER_S, Problem
 
 MAX_ADMIN_BODY_BYTES = 1 << 20
 MAX_ENGINE_BODY_BYTES = 16 << 20

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from pydantic import BaseModel, Field
 
-from app.api.audit_trail import WRITE_AHEAD
-from app.api.context import AdminContext
-from app.api.problems import Problem, invalid_fields
-from app.event_feed import EventType
-from app.field_errors import BODY_FIELD, FieldError
-from app.policies.wire import whole
-from app.pool_size import PinnedBlocks, SizeNotPossible
-from app.settings import BadSettings, NeedsRestart, Settings
-from app.settings.live import LiveSettings
-from app.settings.offered import OFFERED
+from kvferry.app.api.audit_trail import WRITE_AHEAD
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.problems import Problem, invalid_fields
+from kvferry.app.event_feed import EventType
+from kvferry.app.field_errors import BODY_FIELD, FieldError
+from kvferry.app.policies.wire import whole
+from kvferry.app.pool_size import PinnedBlocks, SizeNotPossible
+from kvferry.app.settings import BadSettings, NeedsRestart, Settings
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.offered import OFFERED
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 

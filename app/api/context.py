@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 
-from app.api.auth import Tokens
-from app.event_feed import EventFeed
-from app.offload_guard import OffloadGuard
-from app.policies.kept import KeptPolicies
-from app.settings.live import LiveSettings
-from app.store import Store
-from app.tiers.news import TierNews
-from app.warm_start import WarmStart
-from core.manager import OffloadManager
-from core.scheduler import OffloadScheduler
+from kvferry.app.api.auth import Tokens
+from kvferry.app.event_feed import EventFeed
+from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.policies.kept import KeptPolicies
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.store import Store
+from kvferry.app.tiers.news import TierNews
+from kvferry.app.warm_start import WarmStart
+from kvferry.core.manager import OffloadManager
+from kvferry.core.scheduler import OffloadScheduler
 
 
 @dataclass(frozen=True, slots=True)

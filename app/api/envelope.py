@@ -10,9 +10,9 @@ from random import getrandbits
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.headers import values_of
-from app.api.problems import Problem
-from app.api.raw_ids import MAX_ID_CHARS
+from kvferry.app.api.headers import values_of
+from kvferry.app.api.problems import Problem
+from kvferry.app.api.raw_ids import MAX_ID_CHARS
 
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 

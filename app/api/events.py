@@ -13,12 +13,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from app.api.context import AdminContext
-from app.api.streams import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from app.event_feed import Change, Event, EventFeed, EventType, Regret
-from app.times import rfc3339
-from core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
-from core.origins import Origin
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.streams import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.event_feed import Change, Event, EventFeed, EventType, Regret
+from kvferry.app.times import rfc3339
+from kvferry.core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.origins import Origin
 
 MAX_WATCHERS = 16
 POLL_S = 0.1

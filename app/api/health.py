@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
-from app.api.context import AdminContext
-from app.api.metrics import build_registry
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.metrics import build_registry
 
 READINESS_TIMEOUT_S = 5.0
 

@@ -18,12 +18,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from app.api.context import EngineInfo
-from app.offload_guard import OffloadGuard
-from app.store import JournalStats
-from app.warm_start import WarmStart
-from core.histograms import Histogram
-from core.stats import Snapshot
+from kvferry.app.api.context import EngineInfo
+from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.store import JournalStats
+from kvferry.app.warm_start import WarmStart
+from kvferry.core.histograms import Histogram
+from kvferry.core.stats import Snapshot
 
 PREFIX = "kvferry_"
 

@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import anyio
 
-from app.api.problems import Problem, unavailable
-from app.store.claims import Claim, deciding
+from kvferry.app.api.problems import Problem, unavailable
+from kvferry.app.store.claims import Claim, deciding
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from app.api.auth import OPEN_PATHS
-from app.api.problems import PROBLEM_JSON, ProblemModel
+from kvferry.app.api.auth import OPEN_PATHS
+from kvferry.app.api.problems import PROBLEM_JSON, ProblemModel
 
 DESCRIPTION = """\
 Watch and steer a KV-cache offloading service while its engine serves.

@@ -8,16 +8,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 from pydantic import Field
 
-from app.api.audit_trail import WRITE_AHEAD
-from app.api.context import AdminContext
-from app.api.offthread import StoreThreads
-from app.api.policy_models import OverrideBody, PolicyView, view_fields
-from app.api.problems import Problem, too_many
-from app.api.raw_ids import RequestId
-from app.api.requests import OverrideState, find_override, ids_of, show_override, unknown_request
-from app.policies.kept import TooManyError
-from core.policy import Override
-from core.requests import RequestPhase
+from kvferry.app.api.audit_trail import WRITE_AHEAD
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.policy_models import OverrideBody, PolicyView, view_fields
+from kvferry.app.api.problems import Problem, too_many
+from kvferry.app.api.raw_ids import RequestId
+from kvferry.app.api.requests import OverrideState, find_override, ids_of, show_override, unknown_request
+from kvferry.app.policies.kept import TooManyError
+from kvferry.core.policy import Override
+from kvferry.core.requests import RequestPhase
 
 
 class OverrideView(PolicyView):

@@ -17,8 +17,8 @@ from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
 from starlette.types import Scope
 
-from app.api.headers import values_of
-from app.api.problems import Problem
+from kvferry.app.api.headers import values_of
+from kvferry.app.api.problems import Problem
 
 _HTML = "text/html; charset=utf-8"
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -37,7 +37,7 @@ class _PageFile(NamedTuple):
 
 @cache
 def _load(name: str) -> _PageFile:
-    html = importlib.resources.files("app.api").joinpath("ui", name).read_text("utf-8")
+    html = importlib.resources.files("kvferry.app.api").joinpath("ui", name).read_text("utf-8")
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for tag, text in _INLINE.findall(html):
         digest = base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
-from app.api.audit_trail import WRITE_AHEAD
-from app.api.context import AdminContext
-from app.api.policy_models import PolicyView, view_fields
-from app.event_feed import EventType
-from app.policies.wire import PolicyBody, patch_to_wire
+from kvferry.app.api.audit_trail import WRITE_AHEAD
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.policy_models import PolicyView, view_fields
+from kvferry.app.event_feed import EventType
+from kvferry.app.policies.wire import PolicyBody, patch_to_wire
 
 
 def policy_router(context: AdminContext) -> APIRouter:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.policies.wire import PolicyBody, to_wire
-from core.policy import POLICY_FIELDS, EffectivePolicy, Level, Priority
+from kvferry.app.policies.wire import PolicyBody, to_wire
+from kvferry.core.policy import POLICY_FIELDS, EffectivePolicy, Level, Priority
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from app.field_errors import FieldError, field_errors
-from app.store.errors import StoreUnavailable
+from kvferry.app.field_errors import FieldError, field_errors
+from kvferry.app.store.errors import StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from fastapi import Depends, Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.problems import invalid_field
+from kvferry.app.api.problems import invalid_field
 
 _PREFIX = "/admin/v1/requests/"
 MAX_ID_CHARS = 512

@@ -9,17 +9,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
-from app.api.context import AdminContext
-from app.api.paging import Page, PageQuery, PositionCursor
-from app.api.policy_models import PolicyView, view_fields
-from app.api.problems import Problem
-from app.api.raw_ids import RequestId
-from app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
-from app.times import rfc3339
-from core.misses import MissedTokens
-from core.policy import Override
-from core.requests import RequestPhase, RequestView
-from core.stats import PromptTokens, StoreCounts
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.paging import Page, PageQuery, PositionCursor
+from kvferry.app.api.policy_models import PolicyView, view_fields
+from kvferry.app.api.problems import Problem
+from kvferry.app.api.raw_ids import RequestId
+from kvferry.app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
+from kvferry.app.times import rfc3339
+from kvferry.core.misses import MissedTokens
+from kvferry.core.policy import Override
+from kvferry.core.requests import RequestPhase, RequestView
+from kvferry.core.stats import PromptTokens, StoreCounts
 
 EXPECTED = "expected"
 

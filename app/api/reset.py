@@ -11,15 +11,15 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from app.api.audit_trail import EMERGENCY
-from app.api.context import AdminContext
-from app.api.problems import invalid_fields
-from app.field_errors import FieldError
-from app.policies.wire import TierName
-from app.tenants import TenantMatch
-from core.origins import OriginMatch
-from core.resets import ResetTicket
-from core.tiers import HOST
+from kvferry.app.api.audit_trail import EMERGENCY
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.problems import invalid_fields
+from kvferry.app.field_errors import FieldError
+from kvferry.app.policies.wire import TierName
+from kvferry.app.tenants import TenantMatch
+from kvferry.core.origins import OriginMatch
+from kvferry.core.resets import ResetTicket
+from kvferry.core.tiers import HOST
 
 MAX_DRAIN_S = 3600.0
 MAX_SEARCHES = 4

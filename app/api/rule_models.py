@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from app.policies.rule_wire import NumberSpan, RuleBody, RuleName
-from app.policies.wire import PolicyBody
+from kvferry.app.policies.rule_wire import NumberSpan, RuleBody, RuleName
+from kvferry.app.policies.wire import PolicyBody
 
 
 class PutRuleBody(RuleBody):

@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Response
 
-from app.api.audit_trail import WRITE_AHEAD
-from app.api.context import AdminContext
-from app.api.offthread import StoreThreads
-from app.api.paging import DEFAULT_LIMIT, Limit, Page, RuleCursor
-from app.api.problems import Problem, too_many
-from app.api.rule_models import PutRuleBody, RuleView
-from app.field_errors import FieldError
-from app.policies.kept import RuleExistsError, TooManyError
-from app.policies.rule_wire import NamedRuleBody, RuleBody, RuleName, rule_to_wire
-from app.store.cursors import decode_cursor, encode_cursor
-from core.rules import MAX_RULES, Rule
+from kvferry.app.api.audit_trail import WRITE_AHEAD
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.paging import DEFAULT_LIMIT, Limit, Page, RuleCursor
+from kvferry.app.api.problems import Problem, too_many
+from kvferry.app.api.rule_models import PutRuleBody, RuleView
+from kvferry.app.field_errors import FieldError
+from kvferry.app.policies.kept import RuleExistsError, TooManyError
+from kvferry.app.policies.rule_wire import NamedRuleBody, RuleBody, RuleName, rule_to_wire
+from kvferry.app.store.cursors import decode_cursor, encode_cursor
+from kvferry.core.rules import MAX_RULES, Rule
 
 _CURSOR = "rules"
 _REFUSALS: dict[int | str, dict[str, Any]] = {

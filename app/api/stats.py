@@ -12,10 +12,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from app.api.context import AdminContext
-from app.api.stats_models import Stats
-from app.api.streams import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from app.times import rfc3339
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.stats_models import Stats
+from kvferry.app.api.streams import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.times import rfc3339
 
 MAX_STREAMS = 32
 

@@ -13,8 +13,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from app.api.context import AdminContext
-from app.api.problems import Problem
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.problems import Problem
 
 SEND_TIMEOUT_S = 30.0
 SHUTDOWN_GRACE_S = 1.0

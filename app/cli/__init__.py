@@ -38,6 +38,6 @@ def _serve(args: list[str]) -> int:
 
 
 def _run(args: list[str]) -> int:
-    from app.cli.entry import run_command
+    from kvferry.app.cli.entry import run_command
 
     return run_command(args)

@@ -1,7 +1,7 @@
-"""`python -m app.cli` is `kvferry`."""
+"""`python -m kvferry.app.cli` is `kvferry`."""
 
 import sys
 
-from app.cli import main
+from kvferry.app.cli import main
 
 sys.exit(main())

@@ -8,8 +8,8 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from app.cli.console import ExitCode, complain, new_table, note, out, print_json, words
-from app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import ExitCode, complain, new_table, note, out, print_json, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -25,13 +25,13 @@ def check(as_json: JsonOption = False) -> int:
 
     Also checks what they name: port, memory, folders, device, database and name; not how the model fits.
     """
-    from app.settings import Settings
+    from kvferry.app.settings import Settings
 
     settings = Settings()
     # Imported once the settings are known to be good, since these import much.
-    from app.preflight import start_problems
-    from app.serving import listen
-    from app.starting import StartRefused
+    from kvferry.app.preflight import start_problems
+    from kvferry.app.serving import listen
+    from kvferry.app.starting import StartRefused
 
     problems = start_problems(settings)
     try:
@@ -82,7 +82,7 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
 @app.command("docs")
 def docs() -> int:
     """Print the documentation of every setting, as Markdown: docs/settings.md is made by this."""
-    from app.settings.reference import settings_markdown
+    from kvferry.app.settings.reference import settings_markdown
 
     out.out(settings_markdown(), end="")
     return 0
@@ -102,7 +102,7 @@ def _print_settings(views: Mapping[str, Any]) -> None:
 
 
 def _value(name: str, value: Any) -> str:
-    from app.settings.values import format_size
+    from kvferry.app.settings.values import format_size
 
     if name.endswith("_bytes") and isinstance(value, int):
         return format_size(value)

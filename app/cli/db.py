@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from app.cli.console import ExitCode, complain, out, print_json
-from app.cli.remote import JsonOption
+from kvferry.app.cli.console import ExitCode, complain, out, print_json
+from kvferry.app.cli.remote import JsonOption
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -18,9 +18,9 @@ def _group() -> None:
 @app.command("upgrade")
 def upgrade(as_json: JsonOption = False) -> int:
     """Bring the database of the settings to this version's schema; it is made where there is none."""
-    from app.settings import Settings
-    from app.store import StoreError
-    from app.store import upgrade as upgrade_store
+    from kvferry.app.settings import Settings
+    from kvferry.app.store import StoreError
+    from kvferry.app.store import upgrade as upgrade_store
 
     settings = Settings()
     try:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from app.cli import config, db, events, evictions, policy, pool, replay, reset, rules, serve, stats
-from app.cli.console import ExitCode, complain, err, note, out
+from kvferry.app.cli import config, db, events, evictions, policy, pool, replay, reset, rules, serve, stats
+from kvferry.app.cli.console import ExitCode, complain, err, note, out
 
 # Typer brings its own copy of click or depends on it, by version; this is either's base of all usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -83,8 +83,8 @@ def _explain_usage(error: Exception) -> int:
 
 
 def _explain(error: Exception) -> int:
-    from app.client import ClientError, Unreachable
-    from app.settings import BadSettings
+    from kvferry.app.client import ClientError, Unreachable
+    from kvferry.app.settings import BadSettings
 
     if isinstance(error, BadSettings):
         for problem in error.problems:

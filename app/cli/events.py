@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from app.cli.console import ExitCode, complain, count, out, print_json_line, words
-from app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import ExitCode, complain, count, out, print_json_line, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 HIDDEN = ("type", "time", "blocks", "hashes")
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import count, duration, new_table, note, out, print_json, size, words
-from app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import count, duration, new_table, note, out, print_json, size, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import new_table, note, out, print_json, sourced_rows, words
-from app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.console import new_table, note, out, print_json, sourced_rows, words
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
 request_app = typer.Typer(no_args_is_help=True)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from app.cli.console import ExitCode, complain, count, err, new_table, out, print_json, size, words
-from app.cli.remote import JsonOption
+from kvferry.app.cli.console import ExitCode, complain, count, err, new_table, out, print_json, size, words
+from kvferry.app.cli.remote import JsonOption
 
 _BATCH_SLOTS = 256
 
@@ -31,10 +31,10 @@ def inspect(
     Exits with 1 if the file is no pool or is damaged: it ends too early, or a slot's header or bytes are not what their
     checksums say. While a service uses the pool, slots that it is just writing may count as bad.
     """
-    from cuda_ops.inspection import inspect_pool
-    from cuda_ops.kept_file import NotAPool
-    from cuda_ops.kept_slots import DropReason
-    from cuda_ops.pool_format import FORMAT_VERSION
+    from kvferry.cuda_ops.inspection import inspect_pool
+    from kvferry.cuda_ops.kept_file import NotAPool
+    from kvferry.cuda_ops.kept_slots import DropReason
+    from kvferry.cuda_ops.pool_format import FORMAT_VERSION
 
     try:
         pool = inspect_pool(path)

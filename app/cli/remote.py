@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from app.client import KVFerryClient
+    from kvferry.app.client import KVFerryClient
 
 UrlOption = Annotated[
     str | None,
@@ -34,8 +34,8 @@ JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON
 
 def connect(url: str | None) -> KVFerryClient:
     """A client for `--url`, with the URL and token of the environment or `.env` where none is given."""
-    from app.client import KVFerryClient
-    from app.settings.connection import find_connection
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.settings.connection import find_connection
 
     found = find_connection(url)
     return KVFerryClient(found.url, found.token)
@@ -44,8 +44,8 @@ def connect(url: str | None) -> KVFerryClient:
 @contextmanager
 def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryClient]]:
     """Clients for all data-parallel ranks of one engine, found as by `connect`."""
-    from app.client import KVFerryClient
-    from app.settings.connection import find_ranks
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.settings.connection import find_ranks
 
     with ExitStack() as clients:
         found = find_ranks(url, engine=engine)
@@ -54,8 +54,8 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
 
 def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:
     """A client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the service's token stays at its own address."""
-    from app.client import KVFerryClient
-    from app.settings.connection import Connection, find_engine
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.settings.connection import Connection, find_engine
 
     found = find_engine(engine_url, Connection(service.url, service.token))
     return KVFerryClient(found.url, found.token or "")

@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from app.cli.console import ExitCode, complain, count, duration, err, new_table, note, out, print_json, share, size
-from app.cli.remote import JsonOption, UrlOption, connect, connect_engine
+from kvferry.app.cli.console import (
+    ExitCode,
+    complain,
+    count,
+    duration,
+    err,
+    new_table,
+    note,
+    out,
+    print_json,
+    share,
+    size,
+)
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engine
 
 if TYPE_CHECKING:
-    from app.client import KVFerryClient
-    from app.replay import MappedRequest, Options, Outcome, Report
+    from kvferry.app.client import KVFerryClient
+    from kvferry.app.replay import MappedRequest, Options, Outcome, Report
 
 SETTLE_S = 10.0
 SETTLE_POLL_S = 0.05
@@ -54,7 +66,7 @@ def replay(
 
     A hash id of the trace stands for the same tokens wherever it occurs, so that the trace's shared prefixes are kept.
     """
-    from app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
+    from kvferry.app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
 
     try:
         recorded = read_trace(trace, requests)
@@ -92,7 +104,7 @@ def _served(engine: KVFerryClient) -> tuple[str, int | None]:
 def _run(mapped: list[MappedRequest], options: Options, *, quiet: bool) -> list[Outcome]:
     import asyncio
 
-    from app.replay import run_replay
+    from kvferry.app.replay import run_replay
 
     columns = (
         TextColumn("replaying"),

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import count, note, out, print_json, size
-from app.cli.remote import JsonOption, UrlOption, connect
-from app.cli.tenants import SaltFileOption, tenant_of
+from kvferry.app.cli.console import count, note, out, print_json, size
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 
 def reset(

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import new_table, note, out, print_json, words
-from app.cli.policy import parse_fields
-from app.cli.remote import JsonOption, UrlOption, connect
-from app.cli.tenants import SaltFileOption, tenant_of
+from kvferry.app.cli.console import new_table, note, out, print_json, words
+from kvferry.app.cli.policy import parse_fields
+from kvferry.app.cli.remote import JsonOption, UrlOption, connect
+from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.cli.console import ExitCode, complain
+from kvferry.app.cli.console import ExitCode, complain
 
 
 def serve() -> int:
@@ -11,12 +11,12 @@ def serve() -> int:
     Everything is set by environment variables (KVFERRY_...), a .env file, or the TOML file that KVFERRY_CONFIG names.
     See `kvferry config check`.
     """
-    from app.settings import Settings
+    from kvferry.app.settings import Settings
 
     settings = Settings()
     # Only now, since these import torch: a bad setting is told at once.
-    from app.service import run
-    from app.starting import StartRefused
+    from kvferry.app.service import run
+    from kvferry.app.starting import StartRefused
 
     try:
         return run(settings)

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.console import ExitCode, complain, count, duration, out, print_json, print_json_line, share, size
-from app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks
+from kvferry.app.cli.console import ExitCode, complain, count, duration, out, print_json, print_json_line, share, size
+from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_ranks
 
 BAR_WIDTH = 24
 _SHARED = ("block_size", "groups", "slot_bytes")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from core.keys import tenant_digest
+from kvferry.core.keys import tenant_digest
 
 SaltFileOption = Annotated[
     typer.FileText | None,

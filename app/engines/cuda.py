@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from core.transfers import TransferJob
-from cuda_ops.cuda_copy import CudaCopyEngine
-from cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.movers import choose_mover
-from cuda_ops.numa import node_of_pci_device
-from cuda_ops.prepare import Preparation
-from cuda_ops.registrar import CudaRegistrar
+from kvferry.core.transfers import TransferJob
+from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.movers import choose_mover
+from kvferry.cuda_ops.numa import node_of_pci_device
+from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.registrar import CudaRegistrar
 
 CROSSOVER_FILE = "copy-crossover.json"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from app.engines.digests import DigestCache, FileId, FileUnknown, opened
+from kvferry.app.engines.digests import DigestCache, FileId, FileUnknown, opened
 
 _log = logging.getLogger(__name__)
 

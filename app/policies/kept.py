@@ -15,14 +15,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.event_feed import EventFeed, EventType
-from app.field_errors import field_errors
-from app.policies.rule_wire import NamedRuleBody, match_to_wire, rule_to_wire
-from app.policies.wire import PolicyBody, patch_to_wire
-from app.store import OverrideRecord, RuleRecord, Store, StoreUnavailable
-from app.times import rfc3339
-from core.policy import MAX_OVERRIDES, Override, PolicyBook
-from core.rules import MAX_RULES, Rule
+from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.field_errors import field_errors
+from kvferry.app.policies.rule_wire import NamedRuleBody, match_to_wire, rule_to_wire
+from kvferry.app.policies.wire import PolicyBody, patch_to_wire
+from kvferry.app.store import OverrideRecord, RuleRecord, Store, StoreUnavailable
+from kvferry.app.times import rfc3339
+from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyBook
+from kvferry.core.rules import MAX_RULES, Rule
 
 _log = logging.getLogger(__name__)
 

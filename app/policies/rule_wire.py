@@ -12,9 +12,9 @@ from pydantic import (
     StringConstraints,
 )
 
-from app.policies.wire import MAX_TOKENS, PolicyBody, patch_to_wire, whole
-from app.tenants import TenantMatch
-from core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
+from kvferry.app.policies.wire import MAX_TOKENS, PolicyBody, patch_to_wire, whole
+from kvferry.app.tenants import TenantMatch
+from kvferry.core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
 MAX_ORDER = 2**31 - 1
 RULE_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
-from core.policy import CAP_FIELDS, POLICY_FIELDS, UNLIMITED, Level, PolicyPatch, Priority
+from kvferry.core.policy import CAP_FIELDS, POLICY_FIELDS, UNLIMITED, Level, PolicyPatch, Priority
 
 MAX_TOKENS = 2**53 - 1
 """The largest whole number that every JSON reader holds exactly."""

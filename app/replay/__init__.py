@@ -1,9 +1,9 @@
 """Replay of a recorded trace against a running engine, to see where the prompt tokens come from."""
 
-from app.replay.mapping import MappedRequest, Mapping, map_request
-from app.replay.report import Report, make_report
-from app.replay.runner import Options, Outcome, run_replay
-from app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, TraceRequest, read_trace
+from kvferry.app.replay.mapping import MappedRequest, Mapping, map_request
+from kvferry.app.replay.report import Report, make_report
+from kvferry.app.replay.runner import Options, Outcome, run_replay
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, TraceRequest, read_trace
 
 __all__ = [
     "TRACE_BLOCK_TOKENS",

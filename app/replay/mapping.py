@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 FIRST_TOKEN_ID = 3
 LAST_TOKEN_ID = 249

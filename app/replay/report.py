@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.client import Json
-from app.replay.runner import Outcome
+from kvferry.app.client import Json
+from kvferry.app.replay.runner import Outcome
 
 QUANTILES = (50, 90, 99)
 MAX_ERRORS_NAMED = 5

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import httpx
 from httpx_sse import SSEError, aconnect_sse
 
-from app.client import CONNECT_TIMEOUT_S, DONE, Json, Refused, http_options, refusal
-from app.replay.mapping import MappedRequest
+from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, Json, Refused, http_options, refusal
+from kvferry.app.replay.mapping import MappedRequest
 
 READ_TIMEOUT_S = 600.0
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from pydantic import SecretStr
 
-from app.settings.fields import SettingFields
-from app.settings.values import is_loopback
+from kvferry.app.settings.fields import SettingFields
+from kvferry.app.settings.values import is_loopback
 
 MIN_REMOTE_TOKEN_CHARS = 16
 

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
 
-from app.discovery import FoundService, find_services
-from app.settings.fields import APP_NAME
-from app.settings.layers import URL, Layer, read_layers
-from app.settings.model import Settings
-from app.settings.origin import Given, Place, Source
-from app.settings.problems import BadSettings, Problem, value_problem
-from app.settings.values import secret_token
+from kvferry.app.discovery import FoundService, find_services
+from kvferry.app.settings.fields import APP_NAME
+from kvferry.app.settings.layers import URL, Layer, read_layers
+from kvferry.app.settings.model import Settings
+from kvferry.app.settings.origin import Given, Place, Source
+from kvferry.app.settings.problems import BadSettings, Problem, value_problem
+from kvferry.app.settings.values import secret_token
 
 LOCAL_URL = "http://127.0.0.1:8787"
 ARGUMENT = Place(Source.RUNTIME, "argument")

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from platformdirs import user_state_path
 from pydantic import BaseModel, BeforeValidator, Field, SecretStr
 
-from app.settings import values
-from app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
-from app.settings.tiers import TierSettings, read_tiers
-from core.admission import MAX_THRESHOLD
-from core.engine import StoreMode
-from core.policy import REQUEST_FIELDS_DEFAULT, Level
-from core.rates import LoadDecision
+from kvferry.app.settings import values
+from kvferry.app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
+from kvferry.app.settings.tiers import TierSettings, read_tiers
+from kvferry.core.admission import MAX_THRESHOLD
+from kvferry.core.engine import StoreMode
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level
+from kvferry.core.rates import LoadDecision
 
 APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024

@@ -19,7 +19,7 @@ from dotenv.parser import parse_stream
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from app.settings.origin import CONNECTOR, ENVIRONMENT, FILE_SUFFIX, PREFIX, Given, Place, Source
+from kvferry.app.settings.origin import CONNECTOR, ENVIRONMENT, FILE_SUFFIX, PREFIX, Given, Place, Source
 
 CONFIG = "config"
 URL = "url"

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from app.settings.model import Settings
+from kvferry.app.settings.model import Settings
 
 _log = logging.getLogger(__name__)
 

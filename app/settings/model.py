@@ -16,14 +16,14 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.settings import review
-from app.settings.fields import MUTABLE, SettingFields
-from app.settings.kinds import PoolKind
-from app.settings.layers import Layer, LayerSource, Names, read_layers
-from app.settings.origin import DEFAULT, PREFIX, RUNTIME, Given, Place, Source
-from app.settings.problems import NeedsRestart
-from app.settings.view import SettingView, place_words, plain
-from core.policy import RequestPolicy
+from kvferry.app.settings import review
+from kvferry.app.settings.fields import MUTABLE, SettingFields
+from kvferry.app.settings.kinds import PoolKind
+from kvferry.app.settings.layers import Layer, LayerSource, Names, read_layers
+from kvferry.app.settings.origin import DEFAULT, PREFIX, RUNTIME, Given, Place, Source
+from kvferry.app.settings.problems import NeedsRestart
+from kvferry.app.settings.view import SettingView, place_words, plain
+from kvferry.core.policy import RequestPolicy
 
 ENV_FILE = ".env"
 LAYERS = "_layers"

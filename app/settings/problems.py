@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from app.settings.origin import PREFIX, Given
+from kvferry.app.settings.origin import PREFIX, Given
 
 MASK = "***"
 MAX_SHOWN_CHARS = 80

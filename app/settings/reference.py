@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.settings.model import Settings
-from app.settings.offered import OFFERED
-from app.settings.view import Plain, plain, written
+from kvferry.app.settings.model import Settings
+from kvferry.app.settings.offered import OFFERED
+from kvferry.app.settings.view import Plain, plain, written
 
 _HEAD = """\
 # Settings

@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.settings.checks import Spell, broken_rules
-from app.settings.fields import SettingFields
-from app.settings.layers import CONFIG, URL, Names
-from app.settings.offered import not_offered
-from app.settings.origin import DEFAULT, RUNTIME, Given
-from app.settings.problems import BadSettings, Problem, unknown_problem, value_problem
-from app.settings.view import plain
+from kvferry.app.settings.checks import Spell, broken_rules
+from kvferry.app.settings.fields import SettingFields
+from kvferry.app.settings.layers import CONFIG, URL, Names
+from kvferry.app.settings.offered import not_offered
+from kvferry.app.settings.origin import DEFAULT, RUNTIME, Given
+from kvferry.app.settings.problems import BadSettings, Problem, unknown_problem, value_problem
+from kvferry.app.settings.view import plain
 
 
 class Report:

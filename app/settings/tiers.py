@@ -13,13 +13,13 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
-from app.settings import values
-from app.settings.problems import MASK, show
-from core.policy import Level
-from core.tiers import HOST, TIER_METHODS, Tier, TierContext
+from kvferry.app.settings import values
+from kvferry.app.settings.problems import MASK, show
+from kvferry.core.policy import Level
+from kvferry.core.tiers import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
-BUILT_IN = (EntryPoint("fs", "app.tiers.files:FileTier", GROUP),)
+BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.files:FileTier", GROUP),)
 """Our own types, the same as in pyproject.toml: they are there also when kvferry runs from a folder, not installed."""
 MAX_TIERS = 16
 

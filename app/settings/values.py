@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from core.policy import POLICY_FIELDS, UNLIMITED
+from kvferry.core.policy import POLICY_FIELDS, UNLIMITED
 
 Reader = Callable[[Any], Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from app.settings.origin import PREFIX, Place, Source
-from app.settings.problems import MASK, mask_url
-from app.settings.tiers import TierSettings
-from app.settings.values import format_size
-from core.policy import CAP_FIELDS, UNLIMITED
+from kvferry.app.settings.origin import PREFIX, Place, Source
+from kvferry.app.settings.problems import MASK, mask_url
+from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.settings.values import format_size
+from kvferry.core.policy import CAP_FIELDS, UNLIMITED
 
 Plain = str | int | float | bool | None | list[Any]
 

@@ -1,15 +1,15 @@
 """The metadata store: slots, history and what operators want, in SQLite, written behind the engine."""
 
-from app.store.cursors import Page
-from app.store.database import Database, check_database, downgrade, upgrade
-from app.store.errors import StoreError, StoreUnavailable
-from app.store.intents import Intents
-from app.store.journal import Journal, JournalStats
-from app.store.migrate import Upgrade
-from app.store.name_claim import NameClaim, check_name, claim_name
-from app.store.projection import DirtySource
-from app.store.queries import StoreReader
-from app.store.records import (
+from kvferry.app.store.cursors import Page
+from kvferry.app.store.database import Database, check_database, downgrade, upgrade
+from kvferry.app.store.errors import StoreError, StoreUnavailable
+from kvferry.app.store.intents import Intents
+from kvferry.app.store.journal import Journal, JournalStats
+from kvferry.app.store.migrate import Upgrade
+from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
+from kvferry.app.store.projection import DirtySource
+from kvferry.app.store.queries import StoreReader
+from kvferry.app.store.records import (
     AgeBucket,
     AuditEntry,
     AuditRecord,
@@ -20,8 +20,8 @@ from app.store.records import (
     RuleRecord,
     SlotRecord,
 )
-from app.store.store import Store
-from app.store.trim import HistoryLimits
+from kvferry.app.store.store import Store
+from kvferry.app.store.trim import HistoryLimits
 
 __all__ = [
     "AgeBucket",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from app.store.errors import StoreUnavailable
+from kvferry.app.store.errors import StoreUnavailable
 
 
 class Claim:

@@ -21,7 +21,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 
-from app.store.errors import StoreError
+from kvferry.app.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 

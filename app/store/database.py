@@ -13,13 +13,20 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
-from app.folders import nearest_folder
-from app.store.claims import claim_commit
-from app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
-from app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, Trouble, diagnose, unavailable_on_trouble
-from app.store.file_watch import FileWatch
-from app.store.migrate import Upgrade, check_revision, migrate, unmigrate
-from app.store.turns import WriteTurns
+from kvferry.app.folders import nearest_folder
+from kvferry.app.store.claims import claim_commit
+from kvferry.app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
+from kvferry.app.store.errors import (
+    DatabaseReplaced,
+    StoreError,
+    StoreUnavailable,
+    Trouble,
+    diagnose,
+    unavailable_on_trouble,
+)
+from kvferry.app.store.file_watch import FileWatch
+from kvferry.app.store.migrate import Upgrade, check_revision, migrate, unmigrate
+from kvferry.app.store.turns import WriteTurns
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from app.store.errors import DatabaseReplaced
+from kvferry.app.store.errors import DatabaseReplaced
 
 _Identity = tuple[int, int]
 

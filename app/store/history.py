@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, func, insert, select, update
 
-from app.store.database import Database
-from app.store.errors import is_refused
-from app.store.models import EvictionRow, ResetRow
-from app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
-from app.store.sums import add_evictions, add_regrets
-from app.store.text import clean
-from core.events import EvictionBatch, ResetEvent
-from core.keys import group_of
+from kvferry.app.store.database import Database
+from kvferry.app.store.errors import is_refused
+from kvferry.app.store.models import EvictionRow, ResetRow
+from kvferry.app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
+from kvferry.app.store.sums import add_evictions, add_regrets
+from kvferry.app.store.text import clean
+from kvferry.core.events import EvictionBatch, ResetEvent
+from kvferry.core.keys import group_of
 
 BATCH_ROWS = 2000
 BATCHES_A_STEP = 8

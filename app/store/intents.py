@@ -8,11 +8,11 @@ from typing import Any
 
 from sqlalchemy import delete, insert, update
 
-from app.store.database import Database
-from app.store.models import AuditRow, OverrideRow, RuleRow
-from app.store.records import AuditEntry, OverrideRecord, RuleRecord
-from app.store.text import clean
-from app.store.upsert import upsert
+from kvferry.app.store.database import Database
+from kvferry.app.store.models import AuditRow, OverrideRow, RuleRow
+from kvferry.app.store.records import AuditEntry, OverrideRecord, RuleRecord
+from kvferry.app.store.text import clean
+from kvferry.app.store.upsert import upsert
 
 
 class Intents:

@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.seldom import SeldomLogger
-from app.store.database import Database
-from app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
-from app.store.history import HistoryWriter
-from app.store.models import EngineRow
-from app.store.name_claim import NameClaim
-from app.store.projection import DirtySource, SlotProjection
-from app.store.queue import HistoryItem, HistoryQueue, Regrets
-from app.store.trim import HistoryLimits, HistoryTrimmer
-from app.store.upsert import upsert
-from core.events import EvictionBatch, NullSink, ResetEvent
-from core.keys import Key
+from kvferry.app.seldom import SeldomLogger
+from kvferry.app.store.database import Database
+from kvferry.app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
+from kvferry.app.store.history import HistoryWriter
+from kvferry.app.store.models import EngineRow
+from kvferry.app.store.name_claim import NameClaim
+from kvferry.app.store.projection import DirtySource, SlotProjection
+from kvferry.app.store.queue import HistoryItem, HistoryQueue, Regrets
+from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
+from kvferry.app.store.upsert import upsert
+from kvferry.core.events import EvictionBatch, NullSink, ResetEvent
+from kvferry.core.keys import Key
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import BigInteger, Connection, Text, cast, func, literal_column, select
 
-from app.store.database import Database
-from app.store.models import SlotRow
-from core.origins import Origin
-from core.policy import PRIORITY_CLASS, Priority
+from kvferry.app.store.database import Database
+from kvferry.app.store.models import SlotRow
+from kvferry.core.origins import Origin
+from kvferry.core.policy import PRIORITY_CLASS, Priority
 
 _MICROS = 1_000_000
 _PART_ROWS = 1 << 16

@@ -102,7 +102,7 @@ class EvictionRow(Base):
 
 
 class EvictionSumRow(Base):
-    """Evictions of `span`, five minutes, counted from 1970, by reason and bucket of ages: see `app.store.sums`."""
+    """Evictions of `span`, five minutes, counted from 1970, by reason and bucket of ages: see `store.sums`."""
 
     __tablename__ = "eviction_sums"
 

@@ -18,9 +18,9 @@ from typing import Protocol
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from app.store.connections import Access, make_engine, parse_url, shown, sqlite_path
-from app.store.database import store_error_on_trouble
-from app.store.errors import StoreError, Trouble, diagnose
+from kvferry.app.store.connections import Access, make_engine, parse_url, shown, sqlite_path
+from kvferry.app.store.database import store_error_on_trouble
+from kvferry.app.store.errors import StoreError, Trouble, diagnose
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 from sqlalchemy import ColumnElement, delete, insert, select
 
-from app.store.database import Database
-from app.store.errors import is_refused
-from app.store.models import SlotRow
-from app.store.text import clean
-from core.events import SlotRows
-from core.keys import group_of
-from core.policy import PRIORITY_CLASS
+from kvferry.app.store.database import Database
+from kvferry.app.store.errors import is_refused
+from kvferry.app.store.models import SlotRow
+from kvferry.app.store.text import clean
+from kvferry.core.events import SlotRows
+from kvferry.core.keys import group_of
+from kvferry.core.policy import PRIORITY_CLASS
 
 BATCH_ROWS = 1000
 BATCHES_A_STEP = 16

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Row, Select, select, tuple_
 
-from app.store.cursors import MAX_LIMIT, Page, check_limit, decode_cursor, encode_cursor
-from app.store.database import Database
-from app.store.models import AuditRow, EvictionRow, OverrideRow, RuleRow, SlotRow
-from app.store.records import (
+from kvferry.app.store.cursors import MAX_LIMIT, Page, check_limit, decode_cursor, encode_cursor
+from kvferry.app.store.database import Database
+from kvferry.app.store.models import AuditRow, EvictionRow, OverrideRow, RuleRow, SlotRow
+from kvferry.app.store.records import (
     AuditEntry,
     AuditRecord,
     EvictionFilter,
@@ -24,8 +24,8 @@ from app.store.records import (
     RuleRecord,
     SlotRecord,
 )
-from app.store.sums import summarize, window
-from app.store.text import clean
+from kvferry.app.store.sums import summarize, window
+from kvferry.app.store.text import clean
 
 T = TypeVar("T")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from app.store.database import Database
-from app.store.intents import Intents
-from app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
-from app.store.kept_rows import KeptRows, read_kept_rows
-from app.store.name_claim import NameClaim
-from app.store.projection import DirtySource
-from app.store.queries import StoreReader
-from app.store.trim import HistoryLimits
+from kvferry.app.store.database import Database
+from kvferry.app.store.intents import Intents
+from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
+from kvferry.app.store.kept_rows import KeptRows, read_kept_rows
+from kvferry.app.store.name_claim import NameClaim
+from kvferry.app.store.projection import DirtySource
+from kvferry.app.store.queries import StoreReader
+from kvferry.app.store.trim import HistoryLimits
 
 _log = logging.getLogger(__name__)
 

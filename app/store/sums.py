@@ -13,9 +13,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, select
 
-from app.store.models import EvictionRow, EvictionSumRow, ResetRow
-from app.store.records import AgeBucket, EvictionSummary
-from app.store.upsert import accumulate
+from kvferry.app.store.models import EvictionRow, EvictionSumRow, ResetRow
+from kvferry.app.store.records import AgeBucket, EvictionSummary
+from kvferry.app.store.upsert import accumulate
 
 AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Upper bounds of the buckets in which ages at eviction are counted; one more is without end."""

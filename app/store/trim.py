@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select
 
-from app.store.database import Database
-from app.store.models import AuditRow, EngineRow, EvictionRow, OverrideRow, ResetRow
-from app.store.sums import trim_sums
+from kvferry.app.store.database import Database
+from kvferry.app.store.models import AuditRow, EngineRow, EvictionRow, OverrideRow, ResetRow
+from kvferry.app.store.sums import trim_sums
 
 BATCH_ROWS = 1000
 BATCHES_A_STEP = 8

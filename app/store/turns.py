@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from app.store.errors import StoreUnavailable
+from kvferry.app.store.errors import StoreUnavailable
 
 JOURNAL_PATIENCE_S = 0.1
 """How long people may go before the journal; then it is its turn, or those who keep coming would stop it."""

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Connection, Table, case
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase
 
-from app.store.errors import StoreError
+from kvferry.app.store.errors import StoreError
 
 _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from core.keys import Key
-from core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
 
 
 class Outcome(StrEnum):
-    """What became of one block; the names are those of the counters in `core.tiers.TierCounts`."""
+    """What became of one block; the names are those of the counters in `kvferry.core.tiers.TierCounts`."""
 
     STORED = "stored"
     PRESENT = "present"

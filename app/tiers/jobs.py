@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key
-from core.origins import Origin, OriginMatch
-from core.tiers import TierJob, TierResetResult, TierResult
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.tiers import TierJob, TierResetResult, TierResult
 
 
 class JobKind(IntEnum):

@@ -7,8 +7,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from app.settings.tiers import TierSettings, load_type
-from core.tiers import SlotBytes, Tier, TierContext, TierRefused
+from kvferry.app.settings.tiers import TierSettings, load_type
+from kvferry.core.tiers import SlotBytes, Tier, TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.host_pool import HostPool
 
 
 class PoolSlots:
-    """A `core.tiers.SlotBytes`. A block has a part of equal size on every rank, one behind the other."""
+    """A `kvferry.core.tiers.SlotBytes`. A block has a part of equal size on every rank, one behind the other."""
 
     def __init__(self, pool: HostPool, before_access: Callable[[int], None] | None = None) -> None:
         """`before_access` is called with each slot before its bytes are handed out, on the tier's thread."""
@@ -19,7 +19,7 @@ class PoolSlots:
         self._before_access = before_access
 
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
-        """See `core.tiers.SlotBytes`. Raises `ValueError` for a length that no block can have."""
+        """See `kvferry.core.tiers.SlotBytes`. Raises `ValueError` for a length that no block can have."""
         part_bytes, rest = divmod(num_bytes, self._pool.num_ranks)
         if rest or not 0 <= part_bytes <= self._pool.slot_bytes:
             raise ValueError(

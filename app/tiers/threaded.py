@@ -17,14 +17,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.seldom import SeldomLogger
-from app.settings.tiers import ThreadedSettings
-from app.tiers.block_store import BlockStore, Interrupted, Outcome
-from app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
-from core.keys import Key
-from core.origins import Origin, OriginMatch
-from core.policy import Level
-from core.tiers import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.app.seldom import SeldomLogger
+from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
+from kvferry.app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.tiers import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedTier:
-    """A `core.tiers.Tier` of a `BlockStore`, which it owns."""
+    """A `kvferry.core.tiers.Tier` of a `BlockStore`, which it owns."""
 
     def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
         self._store = store
@@ -77,26 +77,26 @@ class ThreadedTier:
 
     @property
     def timeout_s(self) -> float:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         return self._settings.timeout_s
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: TierRequest) -> Level:
-        """See `core.tiers.Tier`: what the settings say, for every request."""
+        """See `kvferry.core.tiers.Tier`: what the settings say, for every request."""
         return self._settings.level
 
     def on_request_finished(self, request_id: str) -> None:
         """Nothing is remembered of a request."""
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         found = [False] * len(keys) if self._is_shut() else self._store.glance(keys)
         ok = np.array([False] * len(keys) if found is None else found, dtype=np.bool_)
         self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
 
     def store(self, job: TierJob) -> None:
-        """See `core.tiers.Tier`. While every thread hangs, or the store cannot be written, blocks are dropped."""
+        """See `Tier` in core. While every thread hangs, or the store cannot be written, blocks are dropped."""
         found = None if self._is_shut() else self._store.glance(job.keys)
         ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
         wanted = np.flatnonzero(~ok).tolist()
@@ -106,30 +106,30 @@ class ThreadedTier:
         self._count(Outcome.DROPPED, len(wanted) - len(todo) + num_dropped)
 
     def load(self, job: TierJob) -> None:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         todo = [] if self._is_shut() else list(range(len(job)))
         ok = np.zeros(len(job), dtype=np.bool_)
         num_refused = self._queue.submit(OpenJob(JobKind.LOAD, job.number, job.keys, ok, job), todo)
         self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
 
     def cancel(self, number: int) -> None:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         if self._queue.cancel(number):
             self._pass_guards()
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         self._store.drop(keys)
 
     def reset(self, number: int, match: OriginMatch | None) -> None:
-        """See `core.tiers.Tier`. The tier is shut until the store, left alone with it, has carried it out."""
+        """See `kvferry.core.tiers.Tier`. The tier is shut until the store, left alone with it, has carried it out."""
         jobs = self._queue.begin_reset(number, match)
         self._pass_guards()
         self._queue.fail(jobs)
         self._reset_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         if not self._queue.is_closed:
             self._start_threads(again=True)
         return self._queue.results()
@@ -137,7 +137,7 @@ class ThreadedTier:
     # --- what operators see -------------------------------------------------------------------------------------
 
     def health(self) -> Sequence[str]:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         reasons: list[str] = []
         num_dead = sum(not worker.is_alive() for worker in (*self._workers, self._housekeeper))
         if num_dead:
@@ -154,7 +154,7 @@ class ThreadedTier:
         return reasons + list(self._store.health())
 
     def counts(self) -> TierCounts:
-        """See `core.tiers.Tier`."""
+        """See `kvferry.core.tiers.Tier`."""
         size = self._store.size()
         with self._counting:
             return TierCounts(
@@ -168,7 +168,7 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `core.tiers.Tier`. A thread that still hangs is left behind, with what it has open."""
+        """See `kvferry.core.tiers.Tier`. A thread that still hangs is left behind, with what it has open."""
         self._queue.close()
         self._pass_guards()
         self._reset_asked.set()

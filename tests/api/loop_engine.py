@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from core.engine import StepProgress
-from core.groups import GroupLayout, GroupSpec
-from core.kept import PoolRecord
-from core.manager import OffloadManager
-from core.policy import PolicyBook, RequestPolicy
-from core.scheduler import Hit, Later, OffloadScheduler
-from core.transfers import Direction, TransferJob, TransferResult
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout
+from kvferry.core.engine import StepProgress
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.kept import PoolRecord
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.scheduler import Hit, Later, OffloadScheduler
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096

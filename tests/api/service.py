@@ -15,16 +15,16 @@ import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from app.api.app import create_app
-from app.api.auth import Tokens
-from app.api.context import AdminContext, EngineInfo
-from app.event_feed import EventFeed
-from app.offload_guard import ErrorLog, OffloadGuard
-from app.policies.kept import KeptPolicies
-from app.settings import Settings
-from app.settings.live import LiveSettings
-from app.store import Store
-from core.kept import PoolRecord
+from kvferry.app.api.app import create_app
+from kvferry.app.api.auth import Tokens
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.event_feed import EventFeed
+from kvferry.app.offload_guard import ErrorLog, OffloadGuard
+from kvferry.app.policies.kept import KeptPolicies
+from kvferry.app.settings import Settings
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.store import Store
+from kvferry.core.kept import PoolRecord
 
 from .loop_engine import BLOCK_TOKENS, LoopEngine
 from .serving import ClosingFlag, Running, serve, wait_until
@@ -114,7 +114,7 @@ def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     engine.manager.admission.threshold = settings.store_threshold
     while engine.manager.switch_policy(settings.eviction_policy):
         continue
-    logging.getLogger("app").setLevel(settings.log_level.value.upper())
+    logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
 @contextmanager

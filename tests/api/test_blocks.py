@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from core.keys import make_keys
-from core.resize import PoolResize, Todo
+from kvferry.core.keys import make_keys
+from kvferry.core.resize import PoolResize, Todo
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service

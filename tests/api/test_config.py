@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.settings import Settings
-from app.settings.live import LiveSettings
+from kvferry.app.settings import Settings
+from kvferry.app.settings.live import LiveSettings
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, READ, Service, start_service
@@ -51,7 +51,7 @@ def test_what_may_change_changes_at_once(fresh: Service) -> None:
         assert answer.json() == client.get(CONFIG).json()
         assert answer.json()["max_pinned_fraction"]["value"] == 0.0
         assert answer.json()["max_pinned_fraction"]["source"] == "runtime"
-        assert logging.getLogger("app").level == logging.DEBUG
+        assert logging.getLogger("kvferry.app").level == logging.DEBUG
         (block, *_) = fill(fresh, LoopRequest("one", 64, seed=1))
         assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 409
         back = client.patch(CONFIG, json={"max_pinned_fraction": None}).json()

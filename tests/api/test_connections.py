@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.bodies import Bodies
-from app.http_protocol import REQUESTS_PER_ITERATION, ConnectionLimits
-from app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
+from kvferry.app.api.bodies import Bodies
+from kvferry.app.http_protocol import REQUESTS_PER_ITERATION, ConnectionLimits
+from kvferry.app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
 
 from .serving import DEADLINE_S, ClosingFlag, Running, serve, wait_until
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from core.keys import make_keys
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.pool_format import PoolShape
+from kvferry.core.keys import make_keys
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.pool_format import PoolShape
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service, start_service

@@ -11,10 +11,10 @@ from httpx_sse import ServerSentEvent, connect_sse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import event_feed
-from app.event_feed import EventFeed, EventType
-from core.events import NullSink
-from core.keys import make_keys
+from kvferry.app import event_feed
+from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.core.events import NullSink
+from kvferry.core.keys import make_keys
 
 from .loop_engine import LoopRequest
 from .service import Service

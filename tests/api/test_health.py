@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api import health
+from kvferry.app.api import health
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, Service

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from core.keys import make_keys
-from core.rates import MIN_SAMPLES
-from core.transfers import Direction
+from kvferry.core.keys import make_keys
+from kvferry.core.rates import MIN_SAMPLES
+from kvferry.core.transfers import Direction
 
 from .loop_engine import BLOCK_TOKENS, LoopRequest
 from .service import Service, start_service

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from app.api.offthread import StoreThreads
-from app.api.problems import Problem
-from app.store import AuditEntry, StoreUnavailable
-from core.policy import Override
-from core.rules import Rule, RuleMatch
+from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.problems import Problem
+from kvferry.app.store import AuditEntry, StoreUnavailable
+from kvferry.core.policy import Override
+from kvferry.core.rules import Rule, RuleMatch
 
 from .service import Service
 from .serving import DEADLINE_S

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.policy import POLICY_FIELDS
+from kvferry.core.policy import POLICY_FIELDS
 
 from .loop_engine import LoopRequest
 from .service import Service, start_service

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.keys import tenant_digest
-from core.rules import MAX_RULES
+from kvferry.core.keys import tenant_digest
+from kvferry.core.rules import MAX_RULES
 
 from .loop_engine import LoopRequest
 from .service import Service, start_service
@@ -385,7 +385,7 @@ def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, ca
     with start_service(tmp_path) as running, running.client() as client:
         assert len(names(client)) == MAX_RULES
         assert names(client)[0] == "good"
-    told = [record.getMessage() for record in caplog.records if record.name == "app.policies.kept"]
+    told = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.policies.kept"]
     assert [text.partition(":")[0] for text in told[:2]] == [
         "the rule 'bad-match' that was kept is left out, not valid",
         "the rule 'bad-policy' that was kept is left out, not valid",
@@ -418,7 +418,7 @@ def test_rows_when_they_are_not_json_are_left_out_and_named(tmp_path: Path, capl
         found = {name: client.get(f"/admin/v1/requests/{name}/policy").status_code for name in requests}
         assert found == {"fine": 200, "torn": 404, "listed": 404, "timeless": 404, "bytes": 404}
         assert len(client.get("/admin/v1/audit").json()["items"]) == 9
-    told = " ".join(record.getMessage() for record in caplog.records if record.name == "app.policies.kept")
+    told = " ".join(record.getMessage() for record in caplog.records if record.name == "kvferry.app.policies.kept")
     for name in ("rule 'torn'", "rule 'listed'", "rule 'unordered'", "request 'torn'", "request 'listed'"):
         assert name in told
     assert "request 'timeless'" in told

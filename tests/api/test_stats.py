@@ -11,10 +11,10 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
-from app.api.context import EngineInfo
-from app.api.stats import take_stats
-from app.warm_start import WarmStart
-from core.misses import MissCause
+from kvferry.app.api.context import EngineInfo
+from kvferry.app.api.stats import take_stats
+from kvferry.app.warm_start import WarmStart
+from kvferry.core.misses import MissCause
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import ADMIN, Service

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 from httpx_sse import connect_sse
 
-from app.api import events as events_module
-from app.api import stats as stats_module
-from app.api import streams as streams_module
-from app.event_feed import EventType
+from kvferry.app.api import events as events_module
+from kvferry.app.api import stats as stats_module
+from kvferry.app.api import streams as streams_module
+from kvferry.app.event_feed import EventType
 
 from .service import READ, Service, start_service
 from .serving import wait_until
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_is_let_go_and_that_is_no_error(
 ) -> None:
     """A browser on a laptop that sleeps."""
     monkeypatch.setattr(streams_module, "SEND_TIMEOUT_S", 0.2)
-    caplog.set_level(logging.INFO, "app")
+    caplog.set_level(logging.INFO, "kvferry.app")
     feed = fresh.context.feed
     with socket.create_connection(("127.0.0.1", fresh.port)) as client:
         client.sendall(f"GET {EVENTS} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())

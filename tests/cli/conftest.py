@@ -54,7 +54,7 @@ def run(clean_world: Path) -> Run:
 
     def run(*words: str, **settings: str) -> Ran:
         done = subprocess.run(
-            [sys.executable, "-m", "app.cli", *words],
+            [sys.executable, "-m", "kvferry.app.cli", *words],
             cwd=clean_world,
             env=command_environment(**settings),
             capture_output=True,

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResponse
 
-from app.client import KVFerryClient, Refused, Unreachable
-from app.settings import BadSettings
+from kvferry.app.client import KVFerryClient, Refused, Unreachable
+from kvferry.app.settings import BadSettings
 from tests.api.loop_engine import LoopRequest
 from tests.api.service import ADMIN, READ, Service
 from tests.api.serving import serve

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.discovery import announce_service, find_services
-from app.settings import BadSettings
-from app.settings.connection import LOCAL_URL, find_connection, find_ranks
+from kvferry.app.discovery import announce_service, find_services
+from kvferry.app.settings import BadSettings
+from kvferry.app.settings.connection import LOCAL_URL, find_connection, find_ranks
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from app.event_feed import EventType
-from core.keys import tenant_digest
-from core.policy import POLICY_FIELDS
-from core.rules import MAX_RULES
+from kvferry.app.event_feed import EventType
+from kvferry.core.keys import tenant_digest
+from kvferry.core.policy import POLICY_FIELDS
+from kvferry.core.rules import MAX_RULES
 from tests.api.service import ADMIN, Service
 
 from .conftest import COMMAND_DEADLINE_S, ROOT, command_environment
@@ -27,7 +27,7 @@ COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.split("\n")[0].strip())
 def test_commands_run_in_their_order(block: str, service: Service, clean_world: Path) -> None:
     program = clean_world / "kvferry"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m app.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvferry.app.cli "$@"\n')
     program.chmod(0o755)
     environment = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN)
     done = subprocess.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.store import claim_name, upgrade
+from kvferry.app.store import claim_name, upgrade
 
 from .conftest import ROOT, Run, command_environment
 

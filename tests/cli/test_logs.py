@@ -15,10 +15,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from app.logs import QUEUE_RECORDS, LogPipe, start_logging
-from app.seldom import SeldomLogger
-from app.settings import Settings
-from app.settings.kinds import LogLevel
+from kvferry.app.logs import QUEUE_RECORDS, LogPipe, start_logging
+from kvferry.app.seldom import SeldomLogger
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogLevel
 from tests.api.serving import wait_until
 
 
@@ -37,13 +37,16 @@ def logged(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_json_lines() -> None:
     stream = io.StringIO()
     with start_logging(Settings(log_format="json"), stream=stream):
-        logging.getLogger("app.x").warning("%d blocks of %s", 3, "ümlaut", extra={"epoch": 7})
+        logging.getLogger("kvferry.app.x").warning("%d blocks of %s", 3, "ümlaut", extra={"epoch": 7})
         try:
             raise ValueError("why")
         except ValueError:
             logging.getLogger("elsewhere").exception("it\nfailed")
     first, second = logged(stream)
-    assert first.items() >= {"level": "warning", "logger": "app.x", "message": "3 blocks of ümlaut", "epoch": 7}.items()
+    assert (
+        first.items()
+        >= {"level": "warning", "logger": "kvferry.app.x", "message": "3 blocks of ümlaut", "epoch": 7}.items()
+    )
     assert first["time"].endswith("Z")
     assert second["message"] == "it\nfailed"
     assert "ValueError: why" in second["exception"]
@@ -55,16 +58,16 @@ def test_text_lines_with_traceback() -> None:
         try:
             raise ValueError("why")
         except ValueError:
-            logging.getLogger("core.manager").exception("dropped")
+            logging.getLogger("kvferry.core.manager").exception("dropped")
     lines = stream.getvalue().splitlines()
-    assert lines[0].endswith("ERROR    core.manager: dropped")
+    assert lines[0].endswith("ERROR    kvferry.core.manager: dropped")
     assert lines[-1] == "ValueError: why"
 
 
 def test_level_may_change_while_running() -> None:
     stream = io.StringIO()
     with start_logging(Settings(log_level="warning"), stream=stream) as pipe:
-        log = logging.getLogger("cuda_ops.pool")
+        log = logging.getLogger("kvferry.cuda_ops.pool")
         log.info("one")
         pipe.set_level(LogLevel.DEBUG)
         log.debug("two")
@@ -80,7 +83,7 @@ def test_what_streams_carry_is_logged_at_no_level(guest: bool) -> None:
     with start_logging(Settings(log_level="debug"), stream=stream, guest=guest) as pipe:
         pipe.set_level(LogLevel.DEBUG)
         logging.getLogger("sse_starlette.sse").debug("chunk: %s", "private text")
-        logging.getLogger("cuda_ops.pool").debug("ours")
+        logging.getLogger("kvferry.cuda_ops.pool").debug("ours")
     assert "ours" in stream.getvalue()
     assert "private text" not in stream.getvalue()
 
@@ -91,11 +94,11 @@ def test_secrets_are_masked_wherever_they_come_from() -> None:
         admin_token="adm1n-t0ken", read_token="adm1n-t0ken-read", database_url="postgresql://kv:p%40ss-word@h/d"
     )
     with start_logging(settings, stream=stream):
-        logging.getLogger("app").warning("header %s %s", "Bearer adm1n-t0ken", {"r": "adm1n-t0ken-read"})
+        logging.getLogger("kvferry.app").warning("header %s %s", "Bearer adm1n-t0ken", {"r": "adm1n-t0ken-read"})
         try:
             raise ValueError("postgresql://kv:p%40ss-word@h/d or p@ss-word")
         except ValueError:
-            logging.getLogger("app").exception("database")
+            logging.getLogger("kvferry.app").exception("database")
     text = stream.getvalue()
     for secret in ("adm1n", "t0ken", "ss-word"):
         assert secret not in text
@@ -109,9 +112,9 @@ def test_secrets_when_encoded_are_masked_too(before: str) -> None:
     stream = io.StringIO()
     encoded = base64.b64encode(f"{before}{secret}!".encode()).decode()
     with start_logging(Settings(admin_token=secret, engine_api_key="key-of-engine"), stream=stream):
-        logging.getLogger("app").warning("%s %s", encoded, encoded.replace("+", "-").replace("/", "_"))
-        logging.getLogger("app").warning("%s %s", quote(secret, safe=""), quote(secret, safe="").lower())
-        logging.getLogger("app").warning("%s key-of-engine", json.dumps(secret))
+        logging.getLogger("kvferry.app").warning("%s %s", encoded, encoded.replace("+", "-").replace("/", "_"))
+        logging.getLogger("kvferry.app").warning("%s %s", quote(secret, safe=""), quote(secret, safe="").lower())
+        logging.getLogger("kvferry.app").warning("%s key-of-engine", json.dumps(secret))
     text = stream.getvalue()
     for part in ("key-of", "ken/with", "ken%2Fwith", "ken%2fwith", base64.b64encode(secret.encode()).decode()[8:20]):
         assert part not in text
@@ -135,7 +138,7 @@ class StuckStream(io.StringIO):
 def test_a_stuck_stream_stalls_nobody_and_losses_are_told() -> None:
     stream = StuckStream()
     pipe = start_logging(Settings(log_format="json"), stream=stream)
-    log = logging.getLogger("app")
+    log = logging.getLogger("kvferry.app")
     try:
         log.warning("first")
         assert stream.stuck.wait(30)
@@ -157,7 +160,7 @@ def test_arguments_are_read_when_logged_not_when_written() -> None:
     stream = io.StringIO()
     blocks = [1, 2]
     with start_logging(Settings(), stream=stream):
-        logging.getLogger("app").warning("blocks %s", blocks)
+        logging.getLogger("kvferry.app").warning("blocks %s", blocks)
         blocks.append(3)
     assert "blocks [1, 2]\n" in stream.getvalue()
 
@@ -184,7 +187,7 @@ def test_a_guest_leaves_its_hosts_logging_alone() -> None:
     try:
         with LogPipe(Settings(), stream=stream, guest=True):
             logging.getLogger("vllm.engine").warning("host's")
-            logging.getLogger("app.engines").warning("ours")
+            logging.getLogger("kvferry.app.engines").warning("ours")
             logging.getLogger("uvicorn.error").warning("the server's")
     finally:
         logging.getLogger().removeHandler(handler)
@@ -203,7 +206,7 @@ def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    seldom = SeldomLogger(logging.getLogger("app.seldom"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
+    seldom = SeldomLogger(logging.getLogger("kvferry.app.seldom"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
 
     def log(key: str) -> bool:
         return seldom.log(logging.WARNING, key, "bad %s", key)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.cli import main
-from cuda_ops.inspection import inspect_pool
-from cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
+from kvferry.app.cli import main
+from kvferry.cuda_ops.inspection import inspect_pool
+from kvferry.cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
 from tests.cuda_ops.kept import SHAPE, attached
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from app.cli.stats import render
-from app.discovery import announce_service
-from core.keys import tenant_digest
+from kvferry.app.cli.stats import render
+from kvferry.app.discovery import announce_service
+from kvferry.core.keys import tenant_digest
 from tests.api.loop_engine import LoopRequest
 from tests.api.service import ADMIN, READ, Service, start_service
 
@@ -78,7 +78,7 @@ def heeds_sigint() -> None:
 
 def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "stats", "--watch", "--json", "--interval-s", "0.1"],
+        [sys.executable, "-m", "kvferry.app.cli", "stats", "--watch", "--json", "--interval-s", "0.1"],
         cwd=clean_world,
         env=command_environment(URL=service.url, READ_TOKEN=READ),
         stdout=subprocess.PIPE,
@@ -171,7 +171,7 @@ def test_rules(ask: Run, clean_world: Path) -> None:
 
 
 def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
-    words = [sys.executable, "-m", "app.cli", "events", "--type", "rule"]
+    words = [sys.executable, "-m", "kvferry.app.cli", "events", "--type", "rule"]
     environment = command_environment(URL=service.url, READ_TOKEN=READ)
     for as_json in (False, True):
         with subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
-from app.replay import BadTrace, read_trace
+from kvferry.app.replay import BadTrace, read_trace
 from tests.api.serving import Running, serve
 
 from .conftest import Run

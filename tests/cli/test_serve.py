@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.client import KVFerryClient
+from kvferry.app.client import KVFerryClient
 from tests.service.process import START_S, Served, serving
 
 from .conftest import Run

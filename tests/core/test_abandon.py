@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.offload_guard import ErrorLog, OffloadGuard
-from core.engine import StoreMode
-from core.events import NullSink
-from core.loads import LoadSide
-from core.origins import OriginMatch
-from core.policy import RequestPolicy
-from core.requests import RequestState
-from core.scheduler import Miss
-from core.stores import StoreSide
-from core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.app.offload_guard import ErrorLog, OffloadGuard
+from kvferry.core.engine import StoreMode
+from kvferry.core.events import NullSink
+from kvferry.core.loads import LoadSide
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.requests import RequestState
+from kvferry.core.scheduler import Miss
+from kvferry.core.stores import StoreSide
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.faults import CORE, Faults, InjectedError

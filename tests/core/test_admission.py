@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.admission import AdmissionFilter
-from core.grants import Offer
-from core.manager import OffloadManager
-from core.origins import Origin
+from kvferry.core.admission import AdmissionFilter
+from kvferry.core.grants import Offer
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
 
 ANYONE = Origin("r")
 

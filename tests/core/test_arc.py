@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.arc import ArcPolicy
-from core.manager import OffloadManager
-from core.origins import Origin
+from kvferry.core.arc import ArcPolicy
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
 
 LOW, NORMAL, HIGH = 0, 1, 2
 ANYONE = Origin("r")
@@ -68,7 +68,7 @@ class PaperArc:
 
 
 class BatchArc:
-    """The same for keys that are offered together, with classes, drops and new orders; see the notes in `core.arc`."""
+    """The same for keys that are offered together, with classes, drops and new orders; see `core/arc.py`."""
 
     def __init__(self, size: int) -> None:
         self.c, self.p = size, 0.0
@@ -217,7 +217,7 @@ class Ours:
 
 
 def names_up_to(count: int) -> dict[int, int]:
-    from core.marks import marks_of
+    from kvferry.core.marks import marks_of
 
     return dict(zip(marks_of([key(number) for number in range(count)]).tolist(), range(count), strict=True))
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.engine import StoreMode
-from core.groups import GroupKind, GroupSpec
-from core.histograms import empty
-from core.keys import make_keys
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.policy import Override, Priority, RequestPolicy
-from core.scheduler import Hit, Miss
-from core.transfers import Direction, TransferResult
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupKind, GroupSpec
+from kvferry.core.histograms import empty
+from kvferry.core.keys import make_keys
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.policy import Override, Priority, RequestPolicy
+from kvferry.core.scheduler import Hit, Miss
+from kvferry.core.transfers import Direction, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
 
 

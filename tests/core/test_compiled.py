@@ -48,8 +48,8 @@ def test_nowhere_to_keep_it(tmp_path: Path) -> None:
 FROM_THE_FIRST_CALL_ON = """
 import sys
 import numpy as np
-from core.events import Origin
-from core.manager import OffloadManager
+from kvferry.core.events import Origin
+from kvferry.core.manager import OffloadManager
 
 manager = OffloadManager(64, 4096, sys.argv[1])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from core.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
-from core.keys import Key
-from core.origins import Origin, OriginMatch
+from kvferry.core.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
 from tests.core.toy_engine import ToyEngine, ToyRequest
 
 

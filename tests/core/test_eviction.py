@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from core.arc import ArcPolicy
-from core.eviction import EVICTION_POLICIES
-from core.grants import Pin
-from core.keys import Prefix
-from core.manager import OffloadManager
-from core.marks import marks_of
-from core.origins import Origin
+from kvferry.core.arc import ArcPolicy
+from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.grants import Pin
+from kvferry.core.keys import Prefix
+from kvferry.core.manager import OffloadManager
+from kvferry.core.marks import marks_of
+from kvferry.core.origins import Origin
 
 ANYONE = Origin("r")
 LOW, NORMAL, HIGH = 0, 1, 2

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.events import NullSink
-from core.ghosts import Ghosts
-from core.manager import OffloadManager
-from core.marks import marks_of
-from core.misses import MissCause
-from core.origins import Origin, OriginMatch
-from core.reasons import EvictionReason, NotStored
+from kvferry.core.events import NullSink
+from kvferry.core.ghosts import Ghosts
+from kvferry.core.manager import OffloadManager
+from kvferry.core.marks import marks_of
+from kvferry.core.misses import MissCause
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.reasons import EvictionReason, NotStored
 
 NOBODY = np.empty(0, dtype=np.int64)
 

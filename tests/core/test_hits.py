@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.groups import Group, GroupKind, GroupLayout, GroupSpec
-from core.hits import PrefixHit, find_hit
+from kvferry.core.groups import Group, GroupKind, GroupLayout, GroupSpec
+from kvferry.core.hits import PrefixHit, find_hit
 
 SPECS = st.builds(
     lambda kind, size, window: GroupSpec(size, 64, kind, window if kind is GroupKind.SLIDING else None),

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from core.index import KeyIndex
-from core.manager import OffloadManager
-from core.marks import marks_of
-from core.origins import Origin
+from kvferry.core.index import KeyIndex
+from kvferry.core.manager import OffloadManager
+from kvferry.core.marks import marks_of
+from kvferry.core.origins import Origin
 
 SIZE = 60
 SPREAD = 0x9E3779B97F4A7C15

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from core.engine import StepProgress
-from core.index import KeyIndex
-from core.requests import RequestTable
-from core.scheduler import Hit
-from core.transfers import StepPlan, TransferResult
+from kvferry.core.engine import StepProgress
+from kvferry.core.index import KeyIndex
+from kvferry.core.requests import RequestTable
+from kvferry.core.scheduler import Hit
+from kvferry.core.transfers import StepPlan, TransferResult
 from tests.core.test_request_memory import BLOCK, Engine, FullTier, Request
 
 STEP_BLOCKS = 64
@@ -52,7 +52,7 @@ class CountingLock:
 
 def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, CountingLock]:
     """An engine whose look-ups and moves in eviction order are counted."""
-    with patch("core.manager.threading", SimpleNamespace(RLock=CountingLock)):
+    with patch("kvferry.core.manager.threading", SimpleNamespace(RLock=CountingLock)):
         engine = Engine(num_slots, **options)
     lock: Any = engine.scheduler.manager.lock
     find, reorder = KeyIndex.find, type(engine.scheduler.manager.room.policy).reorder

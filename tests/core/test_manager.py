@@ -8,15 +8,15 @@ import numpy as np
 import psutil
 import pytest
 
-from core.arc import ArcPolicy
-from core.events import EvictionBatch, NullSink
-from core.grants import BlockState, Pin, PinOutcome
-from core.keys import Prefix
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.reasons import EvictionReason
-from core.slots import SlotState
-from core.transfers import NO_SLOTS
+from kvferry.core.arc import ArcPolicy
+from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.grants import BlockState, Pin, PinOutcome
+from kvferry.core.keys import Prefix
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.slots import SlotState
+from kvferry.core.transfers import NO_SLOTS
 from tests.resident import resident_share
 
 ANYONE = Origin("r")

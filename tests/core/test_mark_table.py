@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from core.mark_table import MarkTable
+from kvferry.core.mark_table import MarkTable
 
 
 def marks(numbers: list[int]) -> np.ndarray:

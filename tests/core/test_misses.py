@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from core.groups import GroupSpec
-from core.loads import Hit, Miss
-from core.origins import OriginMatch
-from core.policy import RequestPolicy
-from core.rates import MIN_SAMPLES
-from core.reasons import EvictionReason
+from kvferry.core.groups import GroupSpec
+from kvferry.core.loads import Hit, Miss
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.rates import MIN_SAMPLES
+from kvferry.core.reasons import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.origins import Origin
-from core.policy import (
+from kvferry.core.origins import Origin
+from kvferry.core.policy import (
     POLICY_FIELDS,
     REQUEST_FIELDS_DEFAULT,
     Level,
@@ -20,7 +20,7 @@ from core.policy import (
     bounded_repr,
     parse_request_fields,
 )
-from core.rules import Rule, RuleMatch, RuleSubject
+from kvferry.core.rules import Rule, RuleMatch, RuleSubject
 
 VALUES = {
     "offload_prompt_only": st.booleans(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.policy import RequestPolicy
-from core.rates import MIN_SAMPLES, LoadDecision, LoadOrCompute
-from core.scheduler import Hit, Miss
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.rates import MIN_SAMPLES, LoadDecision, LoadOrCompute
+from kvferry.core.scheduler import Hit, Miss
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import SLOT_BYTES, ToyEngine
 

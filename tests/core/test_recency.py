@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from core.recency import RecencyQueue
+from kvferry.core.recency import RecencyQueue
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.engine import StepProgress, StoreMode
-from core.groups import GroupLayout, GroupSpec
-from core.keys import Key
-from core.manager import OffloadManager
-from core.policy import Level, PolicyBook, RequestPolicy
-from core.scheduler import Later, OffloadScheduler
-from core.tiers import TierCounts, TierJob, TierResult
-from core.transfers import StepPlan, TransferResult
+from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import Level, PolicyBook, RequestPolicy
+from kvferry.core.scheduler import Later, OffloadScheduler
+from kvferry.core.tiers import TierCounts, TierJob, TierResult
+from kvferry.core.transfers import StepPlan, TransferResult
 
 BLOCK = 16
 LONG = 8192

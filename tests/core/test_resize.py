@@ -8,15 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from core.events import EvictionBatch, NullSink
-from core.eviction import EVICTION_POLICIES
-from core.grants import PinOutcome
-from core.keys import Prefix
-from core.manager import OffloadManager
-from core.origins import Origin, OriginMatch
-from core.reasons import EvictionReason
-from core.resize import PATIENCE_S, PoolResize, Todo
-from core.slots import BATCH_SLOTS, SlotState
+from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.grants import PinOutcome
+from kvferry.core.keys import Prefix
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.resize import PATIENCE_S, PoolResize, Todo
+from kvferry.core.slots import BATCH_SLOTS, SlotState
 from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of
 from tests.core.toy_tokens import BLOCK_SIZE
 

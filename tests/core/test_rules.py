@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.origins import Origin
-from core.policy import Override, PolicyBook, RequestPolicy
-from core.rules import Rule, RuleMatch, RuleSubject, Span
+from kvferry.core.origins import Origin
+from kvferry.core.policy import Override, PolicyBook, RequestPolicy
+from kvferry.core.rules import Rule, RuleMatch, RuleSubject, Span
 from tests.core.toy_engine import ToyEngine, ToyRequest
 
 GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from core.engine import StepProgress
-from core.index import KeyIndex
-from core.keys import make_keys
-from core.origins import Origin, OriginMatch
-from core.policy import Override, RequestPolicy
-from core.rates import MIN_SAMPLES
-from core.reasons import EvictionReason
-from core.scheduler import Hit, Later, Miss
-from core.tiers import HOST
-from core.transfers import NO_SLOTS, TransferResult
+from kvferry.core.engine import StepProgress
+from kvferry.core.index import KeyIndex
+from kvferry.core.keys import make_keys
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Override, RequestPolicy
+from kvferry.core.rates import MIN_SAMPLES
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.tiers import HOST
+from kvferry.core.transfers import NO_SLOTS, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
 
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from core.engine import StoreMode
-from core.events import EvictionBatch, NullSink
-from core.kept import KeptBlocks
-from core.origins import Origin, OriginMatch
-from core.policy import Level, Override, RequestPolicy
-from core.slots import BATCH_SLOTS
-from core.tiers import HOST
-from core.transfers import NO_SLOTS
+from kvferry.core.engine import StoreMode
+from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Level, Override, RequestPolicy
+from kvferry.core.slots import BATCH_SLOTS
+from kvferry.core.tiers import HOST
+from kvferry.core.transfers import NO_SLOTS
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.core.toy_oracle import key_of
 from tests.core.toy_tiers import TIMEOUT_S, ToyTier
@@ -621,7 +621,7 @@ def test_longer_prompts_are_asked_for_piece_by_piece() -> None:
 
 
 def test_every_group_has_its_part_promoted() -> None:
-    from core.groups import GroupKind, GroupSpec
+    from kvferry.core.groups import GroupKind, GroupSpec
 
     specs = (GroupSpec(4, 64), GroupSpec(4, 64, GroupKind.SLIDING, 9), GroupSpec(8, 128, GroupKind.RECURRENT))
     engine = engine_with(specs=specs, num_blocks=200, num_slots=200, null_block=0)

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from core.engine import StepProgress
-from core.events import EvictionBatch, NullSink
-from core.groups import GroupLayout, GroupSpec
-from core.kept import KeptBlocks
-from core.manager import OffloadManager
-from core.origins import Origin, OriginMatch
-from core.policy import PolicyBook, RequestPolicy
-from core.reasons import EvictionReason
-from core.resize import PoolResize, Todo
-from core.scheduler import OffloadScheduler
-from core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
+from kvferry.core.engine import StepProgress
+from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.kept import KeptBlocks
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
 from tests.core.toy_engine import ToyEngine
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.engine import StoreMode
-from core.groups import GroupKind, GroupSpec
-from core.keys import make_keys
-from core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupKind, GroupSpec
+from kvferry.core.keys import make_keys
+from kvferry.core.rates import LoadDecision, LoadOrCompute
 from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 WINDOW_TOKENS = 2 * BLOCK_SIZE + 1

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.slots import SlotState
-from core.stats import Snapshot
-from core.transfers import StepPlan
+from kvferry.core.slots import SlotState
+from kvferry.core.stats import Snapshot
+from kvferry.core.transfers import StepPlan
 from tests.core.toy_copies import blocks_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.groups import Group, GroupKind
+from kvferry.core.groups import Group, GroupKind
 from tests.core.toy_device import ToyDevice
 from tests.core.toy_tokens import ToyRequest, value_at
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.groups import Group
-from core.transfers import Direction, TransferJob, TransferResult
+from kvferry.core.groups import Group
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from tests.core.toy_device import ToyDevice
 
 

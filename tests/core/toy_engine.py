@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from core.engine import StepProgress, StoreMode
-from core.groups import GroupLayout, GroupSpec
-from core.manager import OffloadManager
-from core.origins import OriginMatch
-from core.policy import Override, PolicyBook, RequestPolicy
-from core.rates import LoadOrCompute
-from core.resets import ResetTicket
-from core.resize import PoolResize, Todo
-from core.rules import Rule
-from core.scheduler import OffloadScheduler
-from core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Override, PolicyBook, RequestPolicy
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.resets import ResetTicket
+from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.rules import Rule
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
 from tests.core.toy_compute import Chunk, check_context, fill, first_needed, needed_values
 from tests.core.toy_copies import ToyCopies, blocks_of, slots_of

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.engine import StoreMode
-from core.groups import GroupKind
-from core.origins import OriginMatch
-from core.promotions import LookPhase
-from core.rates import LoadDecision
-from core.requests import RequestPhase, RequestState
-from core.resets import ResetTicket
-from core.scheduler import Hit, Later, MatchResult
-from core.stats import PromptTokens, StoreCounts
-from core.tiers import HOST
-from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupKind
+from kvferry.core.origins import OriginMatch
+from kvferry.core.promotions import LookPhase
+from kvferry.core.rates import LoadDecision
+from kvferry.core.requests import RequestPhase, RequestState
+from kvferry.core.resets import ResetTicket
+from kvferry.core.scheduler import Hit, Later, MatchResult
+from kvferry.core.stats import PromptTokens, StoreCounts
+from kvferry.core.tiers import HOST
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.core.toy_causes import CauseOracle
 from tests.core.toy_compute import Chunk, first_needed
 from tests.core.toy_oracle import PolicyOracle, boundary_slots, find_boundary, key_of, longest_hit, matches

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 from math import lcm
 from typing import TYPE_CHECKING
 
-from core.groups import Group, GroupKind
-from core.origins import Origin, OriginMatch
-from core.policy import Override, RequestPolicy
-from core.rules import Rule
+from kvferry.core.groups import Group, GroupKind
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Override, RequestPolicy
+from kvferry.core.rules import Rule
 from tests.core.toy_compute import first_needed
 from tests.core.toy_tokens import ToyRequest
 

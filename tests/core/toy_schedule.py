@@ -6,9 +6,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.groups import Group, GroupKind, GroupLayout
-from core.scheduler import Hit, Later, OffloadScheduler
-from core.transfers import StepPlan
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.scheduler import Hit, Later, OffloadScheduler
+from kvferry.core.transfers import StepPlan
 from tests.core.toy_compute import Chunk, first_needed
 from tests.core.toy_device import ToyDevice
 from tests.core.toy_ledger import Ledger

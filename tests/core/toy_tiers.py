@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from core.keys import Key
-from core.tiers import TierResetResult, TierResult
+from kvferry.core.keys import Key
+from kvferry.core.tiers import TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
 
 if TYPE_CHECKING:

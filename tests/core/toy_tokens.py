@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.groups import Group
+from kvferry.core.groups import Group
 
 BLOCK_SIZE = 4
 _MASK = 2**63 - 1

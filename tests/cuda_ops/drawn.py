@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
 
 PIECE_BYTES = [1, 3, 16, 64, 100, 4096]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from core.transfers import SlotLabels, Slots
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord, recover_slots
-from cuda_ops.kept_slots import KeptSlots
-from cuda_ops.pool_format import PoolShape
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.core.transfers import SlotLabels, Slots
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord, recover_slots
+from kvferry.cuda_ops.kept_slots import KeptSlots
+from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 from tests.waiting import wait_until
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=4, max_slots=40)

@@ -20,16 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from cuda_ops.cuda_copy import CudaCopyEngine
-from cuda_ops.dma import DmaMover
-from cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
-from cuda_ops.host_pool import HostPool, PoolTable
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.ledger import JobLedger
-from cuda_ops.prepare import Preparation
-from cuda_ops.registrar import CudaRegistrar
-from cuda_ops.segments import SegmentPlanner
+from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.dma import DmaMover
+from kvferry.cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
+from kvferry.cuda_ops.host_pool import HostPool, PoolTable
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.ledger import JobLedger
+from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.registrar import CudaRegistrar
+from kvferry.cuda_ops.segments import SegmentPlanner
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import (
     ALREADY_REGISTERED,
@@ -254,7 +254,7 @@ def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batche
 
 
 def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuda_ops.cuda_copy.AHEAD_S", 0.01)
+    monkeypatch.setattr("kvferry.cuda_ops.cuda_copy.AHEAD_S", 0.01)
     cuda, blocks, pool = FakeCuda(), np.ones((8, 64), dtype=np.uint8), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
     copies.submit_ahead(store(1, 0))

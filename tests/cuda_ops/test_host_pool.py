@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_ops.backing import SHARED_MEMORY, SharedFile
-from cuda_ops.host_pool import HostPool
-from cuda_ops.limits import NotEnoughMemory
-from cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
+from kvferry.cuda_ops.backing import SHARED_MEMORY, SharedFile
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
 from tests.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
@@ -274,8 +274,8 @@ def test_touched_memory_is_there_at_once_and_unchanged(
     new_kernel: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not new_kernel:
-        monkeypatch.setattr("cuda_ops.prepare.can_populate", lambda: False)
-        monkeypatch.setattr("cuda_ops.backing.can_populate", lambda: False)
+        monkeypatch.setattr("kvferry.cuda_ops.prepare.can_populate", lambda: False)
+        monkeypatch.setattr("kvferry.cuda_ops.backing.can_populate", lambda: False)
     lazy = HostPool(256, PAGE)
     assert resident_bytes(lazy, 0) == 0
     eager = HostPool(256, PAGE, preparation=Preparation(touch=True))

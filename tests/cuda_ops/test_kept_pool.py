@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops import kept_file
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import recover_slots
-from cuda_ops.kept_slots import DropReason
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.limits import NotEnoughMemory
-from cuda_ops.pool_format import (
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops import kept_file
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import recover_slots
+from kvferry.cuda_ops.kept_slots import DropReason
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool_format import (
     MAX_KEY_BYTES,
     POOL_HEADER,
     POOL_HEADER_BYTES,
@@ -31,7 +31,7 @@ from cuda_ops.pool_format import (
     PoolShape,
     header_checksums,
 )
-from cuda_ops.pool_lock import PoolRefused
+from kvferry.cuda_ops.pool_lock import PoolRefused
 from tests.cuda_ops.kept import FINGERPRINT, SHAPE, attached, bytes_of, key_of
 from tests.waiting import wait_until
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.transfers import BlockRun, Direction, SlotLabels, TransferJob
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_pool import ROUND_SLOTS, KeptRecord
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.pages import advise
-from cuda_ops.pool_format import SLOT_HEADER, HeaderState, PoolShape
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_pool import ROUND_SLOTS, KeptRecord
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.pages import advise
+from kvferry.cuda_ops.pool_format import SLOT_HEADER, HeaderState, PoolShape
 from tests.cuda_ops.kept import Kept, attached, bytes_of, key_of
 from tests.waiting import wait_until
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cuda_ops.limits import MemoryLimit, NotEnoughMemory, check_fits, file_limits, memory_limits, shared_memory_limits
-from cuda_ops.numa import cpus_of_node, node_of_pci_device
+from kvferry.cuda_ops.limits import (
+    MemoryLimit,
+    NotEnoughMemory,
+    check_fits,
+    file_limits,
+    memory_limits,
+    shared_memory_limits,
+)
+from kvferry.cuda_ops.numa import cpus_of_node, node_of_pci_device
 
 
 def test_the_tightest_limit_is_the_one_that_is_named() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops.backing import AnonymousMemory
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops.backing import AnonymousMemory
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner
 from tests.cuda_ops.drawn import Device, devices, jobs, pieces, pools
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engines.embedded import EmbeddedEngine, EngineConfig
+from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
 from tests.cuda_ops.fake_cuda import FakeCuda
 from tests.engine.checkpoints import save_checkpoints
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities

@@ -6,22 +6,22 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from app.engines.embedded import EmbeddedEngine
-from app.offload_guard import ErrorLog, GuardedCopies, OffloadGuard
-from core.engine import StoreMode
-from core.groups import GroupLayout, GroupSpec
-from core.manager import OffloadManager
-from core.policy import PolicyBook, RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute
-from core.scheduler import OffloadScheduler
-from core.stats import Snapshot
-from core.transfers import Direction, TransferJob, TransferResult
-from cuda_ops.copy_engine import CopyEngine
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.cuda_copy import CudaCopyEngine
-from cuda_ops.driver import CudaDriver
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout
+from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.offload_guard import ErrorLog, GuardedCopies, OffloadGuard
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.stats import Snapshot
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout
 from tests.cuda_ops.fake_cuda import FakeCuda
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
-from app.engines.embedded.model import load_model
+from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
+from kvferry.app.engines.embedded.model import load_model
 
 DEADLINE_S = 120.0
 """For what hangs: a busy machine takes its time over answers that are computed token by token."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from app.engines.embedded import EmbeddedEngine, Sampling
-from app.engines.embedded.hashing import chain_root, extend_chain
-from app.engines.embedded.offload import NoCopies, NoOffload
+from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
+from kvferry.app.engines.embedded.hashing import chain_root, extend_chain
+from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from tests.engine.serving import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.block_pool import BlockPool
 
 NUM_BLOCKS = 12
 

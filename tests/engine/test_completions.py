@@ -18,15 +18,15 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from app.engines.embedded import EmbeddedEngine, EngineConfig, completions
-from app.engines.embedded.admission import MIN_CALLS, Admission
-from app.engines.embedded.completion_models import CompletionRequest
-from app.engines.embedded.completions import completions_router
-from app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
-from app.engines.embedded.offload import NoCopies, NoOffload
-from app.engines.embedded.tokenizer import ByteTokenizer
-from core.engine import EngineRequest
-from core.scheduler import Hit, Later, Miss
+from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, completions
+from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
+from kvferry.app.engines.embedded.completion_models import CompletionRequest
+from kvferry.app.engines.embedded.completions import completions_router
+from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
+from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
+from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
+from kvferry.core.engine import EngineRequest
+from kvferry.core.scheduler import Hit, Later, Miss
 from tests.engine.serving import greedy, run, until
 
 

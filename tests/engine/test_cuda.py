@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engines.cuda import CudaSide
-from app.logs import LogPipe
-from app.settings import Settings
-from app.starting import StartRefused
-from app.wiring import Process
-from cuda_ops.driver import CudaDriver, CudaUnavailable
-from cuda_ops.host_pool import HostPool
-from cuda_ops.layout import DeviceLayout
+from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.logs import LogPipe
+from kvferry.app.settings import Settings
+from kvferry.app.starting import StartRefused
+from kvferry.app.wiring import Process
+from kvferry.cuda_ops.driver import CudaDriver, CudaUnavailable
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.layout import DeviceLayout
 from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.engine.offloading import MakeOffloaded
 from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model

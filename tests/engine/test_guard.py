@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from app.engines.embedded import FinishReason
-from app.engines.embedded.block_pool import BlockPool
-from app.engines.embedded.offload import Offload
-from app.engines.embedded.request import Request
-from app.offload_guard import MAX_ERRORS
-from core.manager import OffloadManager
-from core.scheduler import OffloadScheduler
-from cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.app.engines.embedded import FinishReason
+from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.offload import Offload
+from kvferry.app.engines.embedded.request import Request
+from kvferry.app.offload_guard import MAX_ERRORS
+from kvferry.core.manager import OffloadManager
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
 from tests.engine.serving import (
     Answer,

@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from app.engines.embedded.hashing import HASH_BYTES, chain_root, extend_chain
-from app.engines.embedded.request import StopScanner
-from app.engines.embedded.tokenizer import (
+from kvferry.app.engines.embedded.hashing import HASH_BYTES, chain_root, extend_chain
+from kvferry.app.engines.embedded.request import StopScanner
+from kvferry.app.engines.embedded.tokenizer import (
     BYTE_VOCAB_SIZE,
     EOS_ID,
     ByteTokenizer,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from app.engines.embedded import (
+from kvferry.app.engines.embedded import (
     EmbeddedEngine,
     EngineBusyError,
     EngineConfig,
@@ -18,12 +18,12 @@ from app.engines.embedded import (
     InvalidRequestError,
     Sampling,
 )
-from app.engines.embedded.block_pool import BlockPool
-from app.engines.embedded.offload import NoCopies, NoOffload
-from app.engines.embedded.scheduler import MAX_LATER_PER_STEP
-from core.engine import EngineRequest, StepProgress
-from core.scheduler import Hit, Later, Miss
-from core.transfers import StepPlan
+from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
+from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
+from kvferry.core.engine import EngineRequest, StepProgress
+from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.transfers import StepPlan
 from tests.engine.serving import ask, ask_all, collect, greedy, random_prompts, run, until
 
 Make = Callable[..., EmbeddedEngine]

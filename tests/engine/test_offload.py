@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from app.engines.embedded import EmbeddedEngine, FinishReason
-from core.transfers import Direction
+from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason
+from kvferry.core.transfers import Direction
 from tests.cuda_ops.fake_cuda import FakeCuda
 from tests.engine.offloading import MakeOffloaded, Offloaded
 from tests.engine.serving import (

@@ -29,9 +29,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
-from app.engines.embedded.model import load_model
-from app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
+from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
+from kvferry.app.engines.embedded.model import load_model
+from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
 from tests.engine.checkpoints import SMALL
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engines.embedded import EmbeddedEngine, scheduler
-from app.engines.embedded.waiting import MAX_IDLE_CALLERS, WaitingQueue
+from kvferry.app.engines.embedded import EmbeddedEngine, scheduler
+from kvferry.app.engines.embedded.waiting import MAX_IDLE_CALLERS, WaitingQueue
 from tests.engine.serving import ask_all, collect, greedy, random_prompts, run
 
 

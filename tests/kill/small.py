@@ -16,22 +16,22 @@ from pathlib import Path
 
 import numpy as np
 
-from app.api.context import EngineInfo
-from app.ferry import EngineSide, Ferry, PoolSide
-from app.settings import Settings
-from core.engine import StepProgress
-from core.groups import GroupLayout, GroupSpec
-from core.loads import Hit, Later
-from core.origins import OriginMatch
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.kept_slots import DropReason
-from cuda_ops.layout import DeviceLayout
-from cuda_ops.pool_format import PoolShape
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.api.context import EngineInfo
+from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.settings import Settings
+from kvferry.core.engine import StepProgress
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.loads import Hit, Later
+from kvferry.core.origins import OriginMatch
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.kept_slots import DropReason
+from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 from tests.kill.device import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

@@ -13,8 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from core.manager import OffloadManager
-from cuda_ops.native import segment_copier
+from kvferry.core.manager import OffloadManager
+from kvferry.cuda_ops.native import segment_copier
 from tests.kill.small import Small
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.keys import make_keys
+from kvferry.core.keys import make_keys
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 

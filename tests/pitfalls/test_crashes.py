@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.engine import StepProgress
-from core.policy import RequestPolicy
-from core.scheduler import Hit
+from kvferry.core.engine import StepProgress
+from kvferry.core.policy import RequestPolicy
+from kvferry.core.scheduler import Hit
 from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine
 from tests.pitfalls.requests import answer, findable, request
 

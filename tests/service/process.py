@@ -28,8 +28,13 @@ _URL = re.compile(r"serving on (http://\S+?):? ")
 wait_until = partial(waiting.wait_until, deadline_s=WAIT_S)
 
 
-def environment(folder: Path, settings: dict[str, object]) -> dict[str, str]:
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(folder), "KVFERRY_PORT": "0"}
+def environment(folder: Path, settings: dict[str, object], import_path: Path = ROOT) -> dict[str, str]:
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(import_path),
+        "KVFERRY_STATE_DIR": str(folder),
+        "KVFERRY_PORT": "0",
+    }
     return os.environ | env | {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
 
 
@@ -84,16 +89,16 @@ def is_well(answer: httpx.Response) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, **settings: object) -> Iterator[Served]:
+def serving(folder: Path, *, import_path: Path = ROOT, **settings: object) -> Iterator[Served]:
     """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"serve-{time.monotonic_ns()}.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve"],
+            [sys.executable, "-m", "kvferry.app.cli", "serve"],
             # Nothing of the folder that tests are run in, such as its `.env`, may be found.
             cwd=folder,
-            env=environment(folder, settings),
+            env=environment(folder, settings, import_path),
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,

@@ -20,16 +20,16 @@ import httpx
 import psutil
 import pytest
 
-from app.engines.embedded.block_pool import BlockPool
-from app.logs import LogPipe
-from app.serving import listen, make_server, url_of
-from app.settings import Settings
-from app.wiring import Process
-from core.grants import Pin
-from core.jobs import OpenJob
-from core.requests import RequestState
-from core.tier_links import OpenTierJob
-from cuda_ops.ledger import JobLedger
+from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.logs import LogPipe
+from kvferry.app.serving import listen, make_server, url_of
+from kvferry.app.settings import Settings
+from kvferry.app.wiring import Process
+from kvferry.core.grants import Pin
+from kvferry.core.jobs import OpenJob
+from kvferry.core.requests import RequestState
+from kvferry.core.tier_links import OpenTierJob
+from kvferry.cuda_ops.ledger import JobLedger
 from tests.faults import Faults
 from tests.service.process import check_identities
 from tests.waiting import wait_until
@@ -58,8 +58,8 @@ PATCHED = {
         "recency", "recovered", "request_views", "requests", "resets", "resize", "room", "scheduler", "slots", "stores",
         "tier_links", "tier_sessions", "tier_side",
     ),
-    "app.tiers": ("jobs", "news", "pool_slots", "threaded", "files.folder", "files.index", "files.store"),
-    "app.store": (
+    "kvferry.app.tiers": ("jobs", "news", "pool_slots", "threaded", "files.folder", "files.index", "files.store"),
+    "kvferry.app.store": (
         "database", "history", "intents", "journal", "name_claim", "projection", "queries", "queue", "sums", "trim",
     ),
     "cuda_ops": ("cpu_copy", "host_pool", "kept_copies", "kept_file", "kept_pool", "segments", "slot_headers"),

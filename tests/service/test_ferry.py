@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from app.api.context import EngineInfo
-from app.ferry import EngineSide, Ferry, PoolSide
-from app.settings import Settings
-from app.upkeep import Upkeep
-from app.wiring import NoDevice
-from core.groups import GroupLayout, GroupSpec
-from cuda_ops.extents import PoolPlan
-from cuda_ops.host_pool import HostPool
+from kvferry.app.api.context import EngineInfo
+from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.settings import Settings
+from kvferry.app.upkeep import Upkeep
+from kvferry.app.wiring import NoDevice
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.cuda_ops.extents import PoolPlan
+from kvferry.cuda_ops.host_pool import HostPool
 from tests.waiting import wait_until
 
 SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4

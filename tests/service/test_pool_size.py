@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from app.pool_size import PoolSize, ResizeEnd
-from app.settings import BadSettings
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.resize import PoolResize
-from cuda_ops.extents import plan_pool
-from cuda_ops.host_pool import HostPool
-from cuda_ops.limits import NotEnoughMemory
+from kvferry.app.pool_size import PoolSize, ResizeEnd
+from kvferry.app.settings import BadSettings
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.resize import PoolResize
+from kvferry.cuda_ops.extents import plan_pool
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.limits import NotEnoughMemory
 from tests.service.process import wait_until
 
 SLOT_BYTES = 4096
@@ -107,7 +107,7 @@ def test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is(
 def test_memory_that_is_gone_in_the_middle_of_a_growth_goes_back_as_far_as_it_was_taken(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.pool_size.STEP_BYTES", 16 * SLOT_BYTES)
+    monkeypatch.setattr("kvferry.app.pool_size.STEP_BYTES", 16 * SLOT_BYTES)
     taken: list[int] = []
 
     def take(num_slots: int) -> None:
@@ -131,7 +131,7 @@ def test_a_growth_that_is_not_wanted_any_more_stops_and_gives_back_what_it_has(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of a large pool takes minutes, and who asked for too much should not have to wait for it."""
-    monkeypatch.setattr("app.pool_size.STEP_BYTES", 8 * SLOT_BYTES)
+    monkeypatch.setattr("kvferry.app.pool_size.STEP_BYTES", 8 * SLOT_BYTES)
     taking, go_on, taken = threading.Event(), threading.Event(), list[int]()
 
     def take(num_slots: int) -> None:
@@ -199,7 +199,7 @@ def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
 def test_slots_that_stay_in_use_are_told_of_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.pool_size.LONG_WAIT_STEPS", 2)
+    monkeypatch.setattr("kvferry.app.pool_size.LONG_WAIT_STEPS", 2)
     remove, told_by_then = rig.pool.remove_extents, []
 
     def note_and_remove(count: int) -> None:

@@ -38,7 +38,9 @@ def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, comma
     if command.startswith("curl") and shutil.which("curl") is None:
         pytest.skip("curl is not installed on this machine")
     write_trace(tmp_path / "TRACE.jsonl", conversations=3, turns=2)
-    command = command.replace("localhost:8787", served.url).replace("kvferry ", f"{sys.executable} -m app.cli ", 1)
+    command = command.replace("localhost:8787", served.url).replace(
+        "kvferry ", f"{sys.executable} -m kvferry.app.cli ", 1
+    )
     env = environment(tmp_path, {"url": served.url}) | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False

@@ -44,7 +44,7 @@ def test_replay_finds_its_way_back_to_the_host_pool(tmp_path: Path) -> None:
         try:
             command = ["replay", str(tmp_path / "trace.jsonl"), "--url", served.url, "--json", "--concurrency", "6"]
             ended = subprocess.run(
-                [sys.executable, "-m", "app.cli", *command],
+                [sys.executable, "-m", "kvferry.app.cli", *command],
                 env=environment(tmp_path, {}),
                 capture_output=True,
                 text=True,

@@ -17,15 +17,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.logs import start_logging
-from app.settings import Settings
-from app.starting import StartProgress, StartRefused
-from app.store import upgrade
-from app.wiring import Process
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.host_pool import HostPool
-from cuda_ops.pool_lock import lock_path
-from cuda_ops.prepare import PoolProgress, Preparation
+from kvferry.app.logs import start_logging
+from kvferry.app.settings import Settings
+from kvferry.app.starting import StartProgress, StartRefused
+from kvferry.app.store import upgrade
+from kvferry.app.wiring import Process
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.pool_lock import lock_path
+from kvferry.cuda_ops.prepare import PoolProgress, Preparation
 from tests.service.process import environment, serving, wait_until
 
 
@@ -79,7 +79,7 @@ def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) 
 def refused(folder: Path, **settings: object) -> str:
     """What `kvferry serve` says when it refuses these settings."""
     ended = subprocess.run(
-        [sys.executable, "-m", "app.cli", "serve"],
+        [sys.executable, "-m", "kvferry.app.cli", "serve"],
         env=environment(folder, settings),
         capture_output=True,
         text=True,
@@ -174,7 +174,7 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
         progress.note_pool(told)
         reasons.append(progress.reason)
 
-    with caplog.at_level("INFO", logger="app.starting"):
+    with caplog.at_level("INFO", logger="kvferry.app.starting"):
         HostPool(8, 4096, 4096, preparation=Preparation(touch=True, num_threads=1, progress=tell)).close()
     shown = [f"mapping the pool: {4096 * done:,} of 32,768 bytes taken" for done in range(1, 9)]
     assert reasons == [f"starting: {stage}" for stage in shown]
@@ -183,7 +183,7 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
 
 def test_a_start_that_is_stopped_while_it_still_imports_ends_cleanly(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "app.cli", "serve"],
+        [sys.executable, "-X", "importtime", "-m", "kvferry.app.cli", "serve"],
         env=environment(tmp_path, {"engine": "none"}),
         cwd=tmp_path,
         stderr=subprocess.PIPE,
@@ -221,7 +221,7 @@ def test_a_start_that_is_stopped_in_the_middle_leaves_no_pool_behind_that_it_has
             # By then the pool is mapped, and its lock is held.
             locker.execute("BEGIN EXCLUSIVE")
             with subprocess.Popen(
-                [sys.executable, "-m", "app.cli", "serve"],
+                [sys.executable, "-m", "kvferry.app.cli", "serve"],
                 env=environment(tmp_path, settings),
                 cwd=tmp_path,
                 stderr=subprocess.PIPE,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.settings import BadSettings, NeedsRestart, Settings, Source
-from app.settings.kinds import LogLevel
+from kvferry.app.settings import BadSettings, NeedsRestart, Settings, Source
+from kvferry.app.settings.kinds import LogLevel
 
 MUTABLE = {
     "log_level",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from app.settings import Settings
-from app.settings.reference import default_words, settings_markdown
+from kvferry.app.settings import Settings
+from kvferry.app.settings.reference import default_words, settings_markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

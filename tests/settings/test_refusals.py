@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from app.settings import BadSettings, Settings
+from kvferry.app.settings import BadSettings, Settings
 
 Setenv = Callable[[str, str], None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import BadSettings, Settings, Source
+from kvferry.app.settings import BadSettings, Settings, Source
 
 PLACES = ("connector", "env", ".env", "toml")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.engine import StoreMode
-from core.eviction import EVICTION_POLICIES
-from core.groups import GroupKind, GroupSpec
-from core.policy import Level, RequestPolicy
-from core.rates import LoadDecision, LoadOrCompute, Rate
+from kvferry.core.engine import StoreMode
+from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.groups import GroupKind, GroupSpec
+from kvferry.core.policy import Level, RequestPolicy
+from kvferry.core.rates import LoadDecision, LoadOrCompute, Rate
 from tests.core.toy_engine import Habits, ToyEngine
 from tests.sim.picks import Picks
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from core.engine import StoreMode
-from core.eviction import EVICTION_POLICIES
-from core.origins import OriginMatch
-from core.policy import Level, Override
-from core.resize import Todo
-from core.rules import Rule, RuleMatch, Span
-from core.tiers import HOST, TIER_METHODS
-from core.transfers import TransferResult
+from kvferry.core.engine import StoreMode
+from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Level, Override
+from kvferry.core.resize import Todo
+from kvferry.core.rules import Rule, RuleMatch, Span
+from kvferry.core.tiers import HOST, TIER_METHODS
+from kvferry.core.transfers import TransferResult
 from tests.core.toy_copies import OpenCopy
 from tests.core.toy_engine import ToyRequest
 from tests.core.toy_tokens import BLOCK_SIZE

@@ -17,13 +17,13 @@ import psycopg
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from app.store import Store
-from core.events import EvictionBatch, SlotRows
-from core.keys import Key
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.reasons import EvictionReason
-from core.records import SLOT_RECORD, lines_of
+from kvferry.app.store import Store
+from kvferry.core.events import EvictionBatch, SlotRows
+from kvferry.core.keys import Key
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.reasons import EvictionReason
+from kvferry.core.records import SLOT_RECORD, lines_of
 from tests import waiting
 
 DEADLINE_S = 30.0

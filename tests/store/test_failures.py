@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.store import AuditEntry, Store, StoreUnavailable
-from core.origins import Origin
+from kvferry.app.store import AuditEntry, Store, StoreUnavailable
+from kvferry.core.origins import Origin
 
 from .helpers import (
     DEADLINE_S,

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
-from app.store.queue import HistoryQueue
-from core.events import EvictionBatch
-from core.manager import OffloadManager
-from core.origins import Origin
-from core.reasons import EvictionReason
+from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
+from kvferry.app.store.queue import HistoryQueue
+from kvferry.core.events import EvictionBatch
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin
+from kvferry.core.reasons import EvictionReason
 
 from .helpers import (
     DEADLINE_S,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
-from app.store.turns import WriteTurns
+from kvferry.app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
+from kvferry.app.store.turns import WriteTurns
 
 from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, shell, wait_until
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.events import SlotRows
-from core.origins import Origin
+from kvferry.core.events import SlotRows
+from kvferry.core.origins import Origin
 
 from .helpers import (
     DEADLINE_S,

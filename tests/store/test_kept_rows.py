@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.store.kept_rows import KeptRows
-from core.origins import Origin
+from kvferry.app.store.kept_rows import KeptRows
+from kvferry.core.origins import Origin
 from tests.store.helpers import DEADLINE_S, START_S, Where, fill, hit, key_of, running
 
 
@@ -44,7 +44,7 @@ def test_rows_come_back_as_they_were_written(where: Where) -> None:
 def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.store.kept_rows._PART_ROWS", 3)
+    monkeypatch.setattr("kvferry.app.store.kept_rows._PART_ROWS", 3)
     keys = [bytes([number]) * length + b"\0" for number, length in enumerate((16, 16, 16, 16, 32, 24, 32), 1)]
     with running(where, 8) as (store, manager), running(where, 8, "another") as (other, others):
         fill(others, range(4))

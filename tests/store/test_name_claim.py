@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.store import NameClaim, StoreError, claim_name
+from kvferry.app.store import NameClaim, StoreError, claim_name
 
 from .helpers import DEADLINE_S, Where, open_store, url_of, wait_until
 from .postgres import new_database, own_server
@@ -19,7 +19,7 @@ from .postgres import new_database, own_server
 ROOT = Path(__file__).parents[2]
 CLAIMING = """
 import sys
-from app.store import claim_name
+from kvferry.app.store import claim_name
 claim = claim_name(sys.argv[1], "e")
 print("claimed", flush=True)
 sys.stdin.read()

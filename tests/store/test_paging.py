@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import delete
 
-from app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, RuleRecord, Store
-from app.store.cursors import decode_cursor, encode_cursor
-from app.store.models import EvictionRow
-from core.reasons import EvictionReason
+from kvferry.app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, RuleRecord, Store
+from kvferry.app.store.cursors import decode_cursor, encode_cursor
+from kvferry.app.store.models import EvictionRow
+from kvferry.core.reasons import EvictionReason
 
 from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from app.store import StoreError, StoreUnavailable, upgrade
+from kvferry.app.store import StoreError, StoreUnavailable, upgrade
 
 from .helpers import DEADLINE_S, START_S, count, eviction, fill, in_file, in_memory, key_of, running, wait_until
 from .postgres import Server, new_database, own_server

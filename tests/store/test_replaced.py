@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.store import AuditEntry, OverrideRecord, Store, StoreUnavailable
-from core.events import SlotRows
+from kvferry.app.store import AuditEntry, OverrideRecord, Store, StoreUnavailable
+from kvferry.core.events import SlotRows
 
 from .helpers import (
     DEADLINE_S,

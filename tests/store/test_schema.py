@@ -15,11 +15,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.dialects import sqlite
 
-from app.store import EvictionFilter, StoreError, downgrade, upgrade
-from app.store.connections import parse_url
-from app.store.cursors import encode_cursor
-from app.store.models import Base
-from app.store.queries import (
+from kvferry.app.store import EvictionFilter, StoreError, downgrade, upgrade
+from kvferry.app.store.connections import parse_url
+from kvferry.app.store.cursors import encode_cursor
+from kvferry.app.store.models import Base
+from kvferry.app.store.queries import (
     audit_statement,
     evictions_statement,
     overrides_statement,

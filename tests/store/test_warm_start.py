@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.store import Store
-from app.warm_start import BootVerification, warm_start
-from core.manager import OffloadManager
-from core.origins import Origin, OriginMatch
-from core.policy import PRIORITY_CLASS, Priority
-from cuda_ops import kept_file
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import KeptFile
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.store import Store
+from kvferry.app.warm_start import BootVerification, warm_start
+from kvferry.core.manager import OffloadManager
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.cuda_ops import kept_file
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import KeptFile
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 from tests.cuda_ops.kept import FINGERPRINT, SHAPE, bytes_of, key_of
 from tests.store.helpers import DEADLINE_S, shell
 

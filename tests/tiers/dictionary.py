@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
-from core.keys import Key
-from core.origins import Origin, OriginMatch
+from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
 
 
 class DictionaryStore:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from core.keys import Key
-from core.origins import Origin, OriginMatch
-from core.policy import Level
-from core.tiers import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.tiers import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 
 @dataclass

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from app.settings.tiers import ThreadedSettings
-from app.tiers.block_store import BlockStore
-from app.tiers.files import FileTier
-from app.tiers.threaded import ThreadedTier
-from core.keys import Key, make_keys
-from core.origins import Origin, OriginMatch
-from core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
+from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.tiers.block_store import BlockStore
+from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.threaded import ThreadedTier
+from kvferry.core.keys import Key, make_keys
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.waiting import wait_until

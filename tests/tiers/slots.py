@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.keys import Key, make_keys
-from core.origins import Origin
-from core.tiers import TierJob
+from kvferry.core.keys import Key, make_keys
+from kvferry.core.origins import Origin
+from kvferry.core.tiers import TierJob
 
 SLOT_BYTES = 700_000
 """More than one piece of a copy."""

@@ -1,4 +1,4 @@
-"""What every tier does, whatever it is made of: the promises of `core.tiers.Tier`, kept by each kind there is."""
+"""What every tier does, whatever it is made of: the promises of `Tier` in core, kept by each kind there is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.origins import Origin, OriginMatch
-from core.policy import Level
-from core.tiers import TIER_METHODS, Tier, TierRequest
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.tiers import TIER_METHODS, Tier, TierRequest
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.rig import WAIT_S, Rig, file_rig, reference_rig, threaded_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of, length_of

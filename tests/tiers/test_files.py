@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from app.tiers.files import FileTier
-from app.tiers.opening import close_tiers, open_tiers
-from core.origins import Origin, OriginMatch
-from core.tiers import TierRefused
+from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.opening import close_tiers, open_tiers
+from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.tiers import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.waiting import wait_until

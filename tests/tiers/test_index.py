@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from app.tiers.files.index import FileIndex, Verdict
-from core.index import KeyIndex
+from kvferry.app.tiers.files.index import FileIndex, Verdict
+from kvferry.core.index import KeyIndex
 
 names = st.integers(0, 19).map(lambda number: bytes([number]) * 3)
 sizes = st.integers(1, 40)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from app.tiers.files.folder import Folder
-from core.origins import OriginMatch
+from kvferry.app.tiers.files.folder import Folder
+from kvferry.core.origins import OriginMatch
 from tests.tiers.mounts import unwritable
 from tests.tiers.rig import WAIT_S, Rig, file_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of
@@ -215,7 +215,7 @@ def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
 _UNREADABLE = """
 import os, sys
 from pathlib import Path
-from core.origins import OriginMatch
+from kvferry.core.origins import OriginMatch
 from tests.tiers.rig import file_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of
 if os.geteuid() == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.tiers.pool_slots import PoolSlots
-from cuda_ops.host_pool import HostPool
+from kvferry.app.tiers.pool_slots import PoolSlots
+from kvferry.cuda_ops.host_pool import HostPool
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

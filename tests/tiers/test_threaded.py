@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from core.origins import OriginMatch
-from core.policy import Level
-from core.tiers import TierRequest
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.tiers import TierRequest
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.rig import WAIT_S, Rig, threaded_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of

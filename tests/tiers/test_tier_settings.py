@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from app.settings import BadSettings, Settings
-from app.settings.reference import settings_markdown
-from app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
-from app.tiers.files import FileTier
-from app.tiers.opening import open_tiers
-from core.policy import Level
-from core.tiers import TierRefused
+from kvferry.app.settings import BadSettings, Settings
+from kvferry.app.settings.reference import settings_markdown
+from kvferry.app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
+from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.opening import open_tiers
+from kvferry.core.policy import Level
+from kvferry.core.tiers import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S
 from tests.tiers.slots import SLOT_BYTES, SlotArray
 from tests.waiting import wait_until
@@ -108,9 +108,9 @@ def test_our_types_are_entry_points_too() -> None:
 _MODULE = """
 from typing import Annotated
 from pydantic import BeforeValidator, SecretStr
-from app.settings.tiers import TierSettings
-from app.settings.values import secret_token
-from core.tiers import TierRefused
+from kvferry.app.settings.tiers import TierSettings
+from kvferry.app.settings.values import secret_token
+from kvferry.core.tiers import TierRefused
 from tests.tiers.reference import ReferenceTier
 
 class Good(ReferenceTier):

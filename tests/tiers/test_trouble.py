@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from app.tiers.files import FileTier
-from app.tiers.opening import open_tiers
-from core.tiers import TierRefused
+from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.opening import open_tiers
+from kvferry.core.tiers import TierRefused
 from tests.tiers.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.tiers.slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of

@@ -13,11 +13,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from app.engines.vllm.connector import KVFerryConnector
-from app.engines.vllm.copies import Copies
-from app.engines.vllm.scheduler_side import SchedulerSide
-from core.scheduler import OffloadScheduler
-from core.stats import Snapshot
+from kvferry.app.engines.vllm.connector import KVFerryConnector
+from kvferry.app.engines.vllm.copies import Copies
+from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.stats import Snapshot
 from tests.vllm.workload import BLOCK, Answer, Prompt
 from tests.waiting import wait_until
 
@@ -30,9 +30,7 @@ def transfer_config(**extra: object) -> dict[str, Any]:
     """What the connector's users write."""
     return {
         "kv_connector": "KVFerryConnector",
-        "kv_connector_module_path": "app.engines.vllm",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"pool_bytes": POOL_BYTES, "port": 0, **extra},
     }
 

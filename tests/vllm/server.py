@@ -17,7 +17,7 @@ import httpx
 import psutil
 import vllm
 
-from app.discovery import find_services
+from kvferry.app.discovery import find_services
 from tests.vllm.engines import engine_options
 from tests.waiting import wait_until
 

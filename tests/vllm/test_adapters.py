@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from app.engines.digests import DigestCache
-from app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
-from app.engines.vllm.requests import VllmRequest
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
+from kvferry.app.engines.vllm.requests import VllmRequest
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, random_tokens
 from tests.waiting import wait_until

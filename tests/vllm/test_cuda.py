@@ -15,18 +15,18 @@ import pytest
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from app.engines.cuda import CudaSide
-from app.engines.vllm import connector
-from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
-from app.engines.vllm.layout import VllmLayout, read_layout
-from app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders, StepReports
-from app.engines.vllm.pool import MappedPool
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.worker_side import WorkerSide
-from app.settings import Settings
-from core.transfers import BlockRun, Direction, TransferJob
-from cuda_ops.driver import CudaDriver
-from cuda_ops.host_pool import HostPool
+from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.vllm import connector
+from kvferry.app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
+from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
+from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.engines.vllm.pool import MappedPool
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.settings import Settings
+from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.cuda_ops.driver import CudaDriver
+from kvferry.cuda_ops.host_pool import HostPool
 from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config

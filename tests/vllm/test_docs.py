@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from vllm.config import KVTransferConfig
 
-from app.engines.vllm.options import read_options
-from app.settings import Source
+from kvferry.app.engines.vllm.options import read_options
+from kvferry.app.settings import Source
 from tests.vllm.engines import transfer_config
 
 ROOT = Path(__file__).parents[2]

@@ -29,27 +29,27 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from app.discovery import find_services
-from app.engines.digests import DigestCache
-from app.engines.vllm.adapters import Adapters
-from app.engines.vllm.connector import KVFerryConnector
-from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.engine_extents import EngineExtents, EngineStops
-from app.engines.vllm.layout import NULL_BLOCK, read_layout
-from app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.scheduler_side import SchedulerSide
-from app.offload_guard import ErrorLog, OffloadGuard
-from app.serving import listen
-from core.engine import StoreMode
-from core.keys import group_of, hash_of
-from core.manager import OffloadManager
-from core.policy import PolicyBook, RequestPolicy
-from core.rates import LoadOrCompute
-from core.scheduler import OffloadScheduler
-from core.transfers import TransferJob, TransferResult
-from cuda_ops.extents import PoolPlan
-from cuda_ops.limits import NotEnoughMemory
+from kvferry.app.discovery import find_services
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.connector import KVFerryConnector
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.engine_extents import EngineExtents, EngineStops
+from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
+from kvferry.app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.offload_guard import ErrorLog, OffloadGuard
+from kvferry.app.serving import listen
+from kvferry.core.engine import StoreMode
+from kvferry.core.keys import group_of, hash_of
+from kvferry.core.manager import OffloadManager
+from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.rates import LoadOrCompute
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.transfers import TransferJob, TransferResult
+from kvferry.cuda_ops.extents import PoolPlan
+from kvferry.cuda_ops.limits import NotEnoughMemory
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of

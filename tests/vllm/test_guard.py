@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.engine_extents import EngineExtents
-from app.engines.vllm.requests import VllmRequest
-from app.engines.vllm.scheduler_side import SchedulerSide
-from app.engines.vllm.worker_side import WorkerSide
-from app.offload_guard import MAX_ERRORS
-from core.manager import OffloadManager
-from core.scheduler import OffloadScheduler
-from core.stores import StoreSide
-from cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.engine_extents import EngineExtents
+from kvferry.app.engines.vllm.requests import VllmRequest
+from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.offload_guard import MAX_ERRORS
+from kvferry.core.manager import OffloadManager
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.stores import StoreSide
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
 from tests.faults import Faults
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left

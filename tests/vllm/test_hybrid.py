@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from core.keys import group_of
-from core.transfers import Direction, TransferJob
+from kvferry.core.keys import group_of
+from kvferry.core.transfers import Direction, TransferJob
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.models import WINDOW, write_gemma
 from tests.vllm.test_in_process import assert_nothing_left

@@ -12,9 +12,9 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from app.engines.vllm import versions
-from app.engines.vllm.connector import KVFerryConnector
-from app.engines.vllm.layout import LAYOUTS, read_layout
+from kvferry.app.engines.vllm import versions
+from kvferry.app.engines.vllm.connector import KVFerryConnector
+from kvferry.app.engines.vllm.layout import LAYOUTS, read_layout
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import BLOCK, cache_config, groups_of
 

@@ -16,10 +16,10 @@ import httpx
 import numpy as np
 import pytest
 
-from core.misses import MissCause
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.inspection import inspect_pool
-from cuda_ops.pool_lock import PoolLock, PoolRefused
+from kvferry.core.misses import MissCause
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.inspection import inspect_pool
+from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_parallel import BIND, RANKS

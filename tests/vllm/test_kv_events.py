@@ -15,11 +15,11 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
-from core.events import ResetEvent, StoreBatch
-from core.groups import GroupLayout, GroupSpec
-from core.keys import group_of, hash_of, make_keys
-from core.origins import Origin
+from kvferry.app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
+from kvferry.core.events import ResetEvent, StoreBatch
+from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import group_of, hash_of, make_keys
+from kvferry.core.origins import Origin
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import free_port
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes

@@ -26,18 +26,18 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from app.engines.vllm.copies import Copies, check_caches
-from app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
-from app.engines.vllm.metadata import StepOrders, StepReports
-from app.engines.vllm.pool import MappedPool
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.sizing import announce, size_pool
-from app.engines.vllm.worker_side import WorkerSide
-from app.settings import Settings
-from core.groups import GroupKind
-from core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from cuda_ops.host_pool import HostPool
-from cuda_ops.passing_file import PassingFile
+from kvferry.app.engines.vllm.copies import Copies, check_caches
+from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from kvferry.app.engines.vllm.metadata import StepOrders, StepReports
+from kvferry.app.engines.vllm.pool import MappedPool
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.sizing import announce, size_pool
+from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.settings import Settings
+from kvferry.core.groups import GroupKind
+from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.passing_file import PassingFile
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
 from tests.waiting import wait_until

@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-import app.engines.vllm as entry
+import kvferry.app.engines.vllm as entry
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import Answer, assert_same, shared_prefixes

@@ -20,13 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import tests.vllm.fabricated as fake
-from app.engines.digests import DigestCache
-from app.engines.vllm.connector import KVFerryConnector
-from app.engines.vllm.copies import Copies
-from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
-from app.engines.vllm.layout import read_layout
-from app.engines.vllm.refusal import ConnectorRefused
-from cuda_ops.backing import SHARED_MEMORY
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.connector import KVFerryConnector
+from kvferry.app.engines.vllm.copies import Copies
+from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
+from kvferry.app.engines.vllm.layout import read_layout
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.cuda_ops.backing import SHARED_MEMORY
 from tests.resident import resident_bytes
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of

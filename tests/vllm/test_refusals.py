@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
-import app.engines.vllm as entry
-from app.engines.vllm import versions
-from app.engines.vllm.options import check_caching, check_parallel, read_options
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
-from tests.vllm.engines import engine_options, hidden_llvmlite, transfer_config
+import kvferry.app.engines.vllm as entry
+from kvferry.app.engines.vllm import versions
+from kvferry.app.engines.vllm.options import check_caching, check_parallel, read_options
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
+from tests.vllm.engines import engine_options, hidden_llvmlite, in_process, transfer_config
 
 
 def packages(name: str) -> dict[str, str]:
@@ -114,10 +114,6 @@ def transfer(extra: Mapping[str, object] | None = None, **fields: object) -> KVT
 
 
 WRONG: dict[str, tuple[KVTransferConfig, str]] = {
-    "vllms default for failed loads": (
-        KVTransferConfig(**{k: v for k, v in transfer_config().items() if k != "kv_load_failure_policy"}),
-        r'kv_load_failure_policy=fail.*set "kv_load_failure_policy": "recompute"',
-    ),
     "role": (transfer(kv_role="kv_producer"), "kv_role=kv_producer.*set kv_role to kv_both"),
     "misspelt": (transfer({"pool_byte": "8GiB"}), "pool_byte.*pool_bytes"),
     "value": (transfer({"pool_bytes": "8 gigs"}), "8 gigs"),
@@ -151,6 +147,20 @@ def test_what_would_change_the_meaning_of_a_block_is_refused() -> None:
             check_parallel(SimpleNamespace(**{**one, name: 2}))
 
 
+def test_failed_loads_when_the_policy_is_vllms_default_are_recomputed(llama: Path) -> None:
+    with in_process(llama, transfer_config()) as engine:
+        assert engine.vllm_scheduler.recompute_kv_load_failures
+
+
+def test_failed_loads_when_vllm_is_untested_want_the_policy_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "TESTED", ())
+    with pytest.raises(
+        ConnectorRefused, match=r'kv_load_failure_policy=fail.*set "kv_load_failure_policy": "recompute"'
+    ):
+        read_options(transfer())
+    read_options(transfer(kv_load_failure_policy="recompute"))
+
+
 def test_prefix_caching_when_the_user_switched_it_off_is_refused(llama: Path) -> None:
     config = EngineArgs(**engine_options(llama), enable_prefix_caching=False).create_engine_config()
     with pytest.raises(ConnectorRefused, match=r"enable_prefix_caching=False: .*leave --no-enable-prefix-caching out"):
@@ -168,7 +178,7 @@ def test_prefix_caching_when_vllm_switched_it_off_says_so(tmp_path: Path) -> Non
 
 
 def test_pool_size_when_given_by_vllms_flag_is_taken(llama: Path) -> None:
-    about = {"kv_connector_module_path": "app.engines.vllm", "kv_load_failure_policy": "recompute"}
+    about = {"kv_connector_module_path": "kvferry.app.engines.vllm"}
     options = EngineArgs(**engine_options(llama), kv_transfer_config=about, kv_offloading_size=0.125)
     config = options.create_engine_config()
     assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is entry.KVFerryConnector

@@ -19,7 +19,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
-from app.discovery import find_services
+from kvferry.app.discovery import find_services
 from tests.vllm.engines import in_process, transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, free_port, serving
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
@@ -209,7 +209,7 @@ def test_live_requests_are_shown_while_they_run(server: VllmServer) -> None:
 
 def test_the_command_line_finds_the_engine(server: VllmServer) -> None:
     env = environment(server.state, server.state)
-    words = [sys.executable, "-m", "app.cli", "stats", "--json"]
+    words = [sys.executable, "-m", "kvferry.app.cli", "stats", "--json"]
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout)["engine"]["name"] == "vllm"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from core.reasons import SkipReason
-from core.transfers import Direction, TransferJob
-from cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.core.reasons import SkipReason
+from kvferry.core.transfers import Direction, TransferJob
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes

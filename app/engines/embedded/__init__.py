@@ -1,10 +1,10 @@
 """An engine of kvferry's own: a transformers causal LM over paged KV, small to read and complete enough to serve."""
 
-from app.engines.embedded.config import EngineConfig, EngineStartError
-from app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, EngineInfo, InvalidRequestError
-from app.engines.embedded.loop import EngineStoppedError
-from app.engines.embedded.request import FinishReason, OutputDelta, Sampling
-from app.engines.embedded.stream import RequestStream
+from kvferry.app.engines.embedded.config import EngineConfig, EngineStartError
+from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, EngineInfo, InvalidRequestError
+from kvferry.app.engines.embedded.loop import EngineStoppedError
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, Sampling
+from kvferry.app.engines.embedded.stream import RequestStream
 
 __all__ = [
     "EmbeddedEngine",

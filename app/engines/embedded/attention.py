@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from app.engines.embedded.config import EngineStartError
-from app.engines.embedded.kv_cache import PagedKVCache
+from kvferry.app.engines.embedded.config import EngineStartError
+from kvferry.app.engines.embedded.kv_cache import PagedKVCache
 
 ATTENTION_NAME = "kvferry_paged"
 REFUSED_FEATURES = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "position biases"}

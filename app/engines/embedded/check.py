@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.engines.embedded.attention import ATTENTION_NAME, PagedBatch, Span
-from app.engines.embedded.config import EngineStartError
-from app.engines.embedded.kv_cache import KVShape, PagedKVCache
-from app.engines.embedded.model import LoadedModel, refusal
+from kvferry.app.engines.embedded.attention import ATTENTION_NAME, PagedBatch, Span
+from kvferry.app.engines.embedded.config import EngineStartError
+from kvferry.app.engines.embedded.kv_cache import KVShape, PagedKVCache
+from kvferry.app.engines.embedded.model import LoadedModel, refusal
 
 PROBE_TOKENS = 24
 PROBE_CHUNKS = (13, 10, 1)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from app.policies.wire import whole
-from core.policy import POLICY_FIELDS
+from kvferry.app.policies.wire import whole
+from kvferry.core.policy import POLICY_FIELDS
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048

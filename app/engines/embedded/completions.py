@@ -19,14 +19,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 
-from app.api.streams import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
-from app.engines.embedded.completion_models import CompletionRequest
-from app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
-from app.engines.embedded.intake import ApiError, Intake, too_busy
-from app.engines.embedded.loop import EngineStoppedError
-from app.engines.embedded.request import FinishReason, OutputDelta
-from app.engines.embedded.stream import RequestStream
-from core.policy import bounded_repr
+from kvferry.app.api.streams import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
+from kvferry.app.engines.embedded.completion_models import CompletionRequest
+from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
+from kvferry.app.engines.embedded.intake import ApiError, Intake, too_busy
+from kvferry.app.engines.embedded.loop import EngineStoppedError
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta
+from kvferry.app.engines.embedded.stream import RequestStream
+from kvferry.core.policy import bounded_repr
 
 SMALL_ANSWER_TOKENS = 4096
 """Answers of more tokens are encoded off the event loop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.settings.fields import MAX_BLOCK_SIZE_TOKENS
+from kvferry.app.settings.fields import MAX_BLOCK_SIZE_TOKENS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 

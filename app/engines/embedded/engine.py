@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from app.engines.embedded.admission import Admission, Call
-from app.engines.embedded.block_pool import BlockPool
-from app.engines.embedded.check import inspect_model
-from app.engines.embedded.config import EngineConfig
-from app.engines.embedded.kv_cache import PagedKVCache, check_fits
-from app.engines.embedded.loop import CanceledRequest, EngineLoop, EngineStoppedError, NewRequest
-from app.engines.embedded.model import TINY, load_model
-from app.engines.embedded.offload import NoCopies, NoOffload, Offload
-from app.engines.embedded.request import Request, Sampling
-from app.engines.embedded.runner import ModelRunner
-from app.engines.embedded.scheduler import StepScheduler
-from app.engines.embedded.stream import RequestStream
-from core.policy import bounded_repr
-from cuda_ops.copy_engine import CopyEngine
+from kvferry.app.engines.embedded.admission import Admission, Call
+from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.check import inspect_model
+from kvferry.app.engines.embedded.config import EngineConfig
+from kvferry.app.engines.embedded.kv_cache import PagedKVCache, check_fits
+from kvferry.app.engines.embedded.loop import CanceledRequest, EngineLoop, EngineStoppedError, NewRequest
+from kvferry.app.engines.embedded.model import TINY, load_model
+from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
+from kvferry.app.engines.embedded.request import Request, Sampling
+from kvferry.app.engines.embedded.runner import ModelRunner
+from kvferry.app.engines.embedded.scheduler import StepScheduler
+from kvferry.app.engines.embedded.stream import RequestStream
+from kvferry.core.policy import bounded_repr
+from kvferry.cuda_ops.copy_engine import CopyEngine
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from app.api.bodies import SMALL_BODY_BYTES
-from app.api.problems import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
-from app.engines.embedded.admission import Call
-from app.engines.embedded.completion_models import (
+from kvferry.app.api.bodies import SMALL_BODY_BYTES
+from kvferry.app.api.problems import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from kvferry.app.engines.embedded.admission import Call
+from kvferry.app.engines.embedded.completion_models import (
     DEFAULT_MAX_TOKENS,
     MAX_PROMPTS,
     MAX_STOP_CHARS,
@@ -25,9 +25,9 @@ from app.engines.embedded.completion_models import (
     UNSUPPORTED_UNLESS,
     CompletionRequest,
 )
-from app.engines.embedded.engine import EmbeddedEngine
-from app.engines.embedded.request import Request, Sampling
-from core.policy import bounded_repr
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
+from kvferry.app.engines.embedded.request import Request, Sampling
+from kvferry.core.policy import bounded_repr
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engines.embedded.config import EngineStartError
-from cuda_ops.limits import MemoryLimit, memory_limits
+from kvferry.app.engines.embedded.config import EngineStartError
+from kvferry.cuda_ops.limits import MemoryLimit, memory_limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from app.engines.embedded.offload import Offload
-from app.engines.embedded.request import FinishReason, Request
-from app.engines.embedded.runner import ModelRunner
-from app.engines.embedded.scheduler import Chunk, StepScheduler
-from core.transfers import StepPlan, TransferJob, TransferResult
-from cuda_ops.copy_engine import CopyEngine
+from kvferry.app.engines.embedded.offload import Offload
+from kvferry.app.engines.embedded.request import FinishReason, Request
+from kvferry.app.engines.embedded.runner import ModelRunner
+from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
+from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
+from kvferry.cuda_ops.copy_engine import CopyEngine
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from app.engines.digests import DigestCache
-from app.engines.embedded.attention import ATTENTION_NAME
-from app.engines.embedded.config import EngineStartError
-from app.engines.embedded.tokenizer import BYTE_VOCAB_SIZE, EOS_ID, PAD_ID, ByteTokenizer, Tokenizer, load_tokenizer
-from app.engines.naming import is_missing_folder
-from app.engines.revision import ContentDigest, revision_of
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.embedded.attention import ATTENTION_NAME
+from kvferry.app.engines.embedded.config import EngineStartError
+from kvferry.app.engines.embedded.tokenizer import (
+    BYTE_VOCAB_SIZE,
+    EOS_ID,
+    PAD_ID,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from kvferry.app.engines.naming import is_missing_folder
+from kvferry.app.engines.revision import ContentDigest, revision_of
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from core.engine import BlockTables, EngineRequest, StepProgress
-from core.scheduler import Hit, Later, Miss
-from core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
+from kvferry.core.engine import BlockTables, EngineRequest, StepProgress
+from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 
 
 class Offload(Protocol):
-    """The part of `core.scheduler.OffloadScheduler` that an engine uses."""
+    """The part of `kvferry.core.scheduler.OffloadScheduler` that an engine uses."""
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None: ...
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later: ...

@@ -1,6 +1,6 @@
 """A request as the engine holds it: its tokens, its blocks, how far it is, and how it ends.
 
-Satisfies `core.engine.EngineRequest`, so that an offload scheduler can read it.
+Satisfies `kvferry.core.engine.EngineRequest`, so that an offload scheduler can read it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from app.engines.embedded.admission import Call
-from app.engines.embedded.hashing import chain_root, extend_chain
-from app.engines.embedded.tokenizer import TextStream
-from core.keys import tenant_digest
+from kvferry.app.engines.embedded.admission import Call
+from kvferry.app.engines.embedded.hashing import chain_root, extend_chain
+from kvferry.app.engines.embedded.tokenizer import TextStream
+from kvferry.core.keys import tenant_digest
 
 
 class RequestState(StrEnum):

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.engines.embedded.attention import PagedBatch, Span
-from app.engines.embedded.kv_cache import PagedKVCache
-from app.engines.embedded.model import LoadedModel
-from app.engines.embedded.sampler import sample
-from app.engines.embedded.scheduler import Chunk
+from kvferry.app.engines.embedded.attention import PagedBatch, Span
+from kvferry.app.engines.embedded.kv_cache import PagedKVCache
+from kvferry.app.engines.embedded.model import LoadedModel
+from kvferry.app.engines.embedded.sampler import sample
+from kvferry.app.engines.embedded.scheduler import Chunk
 
 
 class ModelRunner:

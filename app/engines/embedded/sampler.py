@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from app.engines.embedded.request import Request
+from kvferry.app.engines.embedded.request import Request
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:

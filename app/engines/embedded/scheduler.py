@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from app.engines.embedded.block_pool import BlockPool
-from app.engines.embedded.offload import Offload
-from app.engines.embedded.request import Request, RequestState
-from app.engines.embedded.waiting import WaitingQueue
-from core.engine import StepProgress
-from core.scheduler import Hit, Later
-from core.transfers import LoadOutcome
+from kvferry.app.engines.embedded.block_pool import BlockPool
+from kvferry.app.engines.embedded.offload import Offload
+from kvferry.app.engines.embedded.request import Request, RequestState
+from kvferry.app.engines.embedded.waiting import WaitingQueue
+from kvferry.core.engine import StepProgress
+from kvferry.core.scheduler import Hit, Later
+from kvferry.core.transfers import LoadOutcome
 
 MAX_LATER_PER_STEP = 64
 """Waiting requests that a step may pass over, so that its cost does not grow with the number of waiting ones."""

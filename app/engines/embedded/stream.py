@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from app.engines.embedded.request import OutputDelta
+from kvferry.app.engines.embedded.request import OutputDelta
 
 
 class RequestStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from app.engines.embedded.request import Request
+from kvferry.app.engines.embedded.request import Request
 
 _FIRST = -1
 """Turn of requests that have run before: they start before all others."""

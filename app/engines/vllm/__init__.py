@@ -1,7 +1,7 @@
-"""kvferry inside stock vLLM: an out-of-tree KV connector, loaded by name from vLLM's `--kv-transfer-config`.
+"""kvferry inside stock vLLM: an out-of-tree KV connector, which vLLM finds by the entry point `register`.
 
-vLLM imports this module and asks it for `KVFerryConnector`. Nothing here imports vLLM before that, and nothing of it is
-imported before its version was looked at, so that an unsupported one is refused with one line.
+Importing this module imports neither vLLM nor the connector. The connector is imported when vLLM looks its class up,
+after the installed vLLM was checked, so that an unsupported release is refused with one line.
 """
 
 from __future__ import annotations
@@ -11,13 +11,26 @@ from typing import Any
 
 CONNECTOR = "KVFerryConnector"
 VLLMS_NAMES = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""With --kv-offloading-size vLLM looks its own connector up instead, in this module where the options name it."""
+"""The names that vLLM looks up instead when --kv-offloading-size is given, in this module if the options name it."""
+_LOOKUP_FRAMES = 3
+"""How many callers are searched for the configuration: vLLM's lookup by name has one frame more than by module path."""
 
-__all__ = ["CONNECTOR"]
+__all__ = ["CONNECTOR", "register"]
+
+
+def register() -> None:
+    """Register the connector by its name. Entry point of the group `vllm.general_plugins`; every process calls it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
+    except ValueError:
+        # vLLM may load its plugins more than once in a process.
+        return
 
 
 def __getattr__(name: str) -> Any:
-    """The connector's class, once vLLM is known to be one that it fits.
+    """Return the connector's class after checking the installed vLLM.
 
     Raises:
         UnsupportedVllm: the connector does not fit this vLLM.
@@ -25,15 +38,30 @@ def __getattr__(name: str) -> Any:
     """
     if name != CONNECTOR and name not in VLLMS_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from app.engines.vllm.versions import check_vllm
+    from kvferry.app.engines.vllm.versions import check_vllm
 
     check_vllm()
-    # vLLM calls no hook of a connector before it loads the weights, but looks the class up as it reads its options.
-    transfer = sys._getframe(1).f_locals.get("kv_transfer_config")
+    transfer = _given_config()
     if transfer is not None:
-        from app.engines.vllm.options import check_options
+        from kvferry.app.engines.vllm.options import check_options
 
         check_options(transfer)
-    from app.engines.vllm.connector import KVFerryConnector
+    from kvferry.app.engines.vllm.connector import KVFerryConnector
 
     return KVFerryConnector
+
+
+def _given_config() -> Any:
+    """Return the `KVTransferConfig` that vLLM looks the class up for, or None.
+
+    vLLM calls no hook of a connector on every platform before it loads the weights, but looks the class up as it reads
+    its options: the configuration is a local variable there.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_LOOKUP_FRAMES):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if "kv_transfer_config" in frame.f_locals:
+            return frame.f_locals["kv_transfer_config"]
+    return None

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from app.engines.digests import DigestCache, FileUnknown
-from app.engines.revision import digest_of_files
+from kvferry.app.engines.digests import DigestCache, FileUnknown
+from kvferry.app.engines.revision import digest_of_files
 
 _log = logging.getLogger(__name__)
 

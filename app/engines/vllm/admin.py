@@ -6,12 +6,12 @@ import logging
 import socket
 import threading
 
-from app.discovery import Announcement, announce_service
-from app.engines.vllm.host import EngineCoreHost
-from app.engines.vllm.refusal import ConnectorRefused
-from app.serving import PortTaken, Server, listen, make_server, url_of
-from app.settings import Settings
-from app.starting import StartRefused
+from kvferry.app.discovery import Announcement, announce_service
+from kvferry.app.engines.vllm.host import EngineCoreHost
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.serving import PortTaken, Server, listen, make_server, url_of
+from kvferry.app.settings import Settings
+from kvferry.app.starting import StartRefused
 
 _log = logging.getLogger(__name__)
 

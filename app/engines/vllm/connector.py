@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,29 +22,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from app.crash_report import enable_crash_report
-from app.engines.digests import DigestCache
-from app.engines.vllm.adapters import Adapters
-from app.engines.vllm.admin import AdminServer
-from app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
-from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.fingerprint import hash_bytes, read_ahead, start_digest
-from app.engines.vllm.host import EngineCoreHost
-from app.engines.vllm.kv_events import KVEventSink
-from app.engines.vllm.layout import VllmLayout, read_layout
-from app.engines.vllm.logs import GuestLogs
-from app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
-from app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource, hits_by_source
-from app.engines.vllm.options import check_caching, check_parallel, log_refusal, read_options
-from app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.scheduler_side import SchedulerSide
-from app.engines.vllm.sizing import PoolSize, announce, size_pool
-from app.engines.vllm.versions import cache_source, hash_block_size
-from app.engines.vllm.waking import IdleSteps, find_waker
-from app.engines.vllm.worker_side import WorkerSide, orders_of
-from app.settings import Settings
-from cuda_ops.limits import NotEnoughMemory
+from kvferry.app.crash_report import enable_crash_report
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.admin import AdminServer
+from kvferry.app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.fingerprint import hash_bytes, read_ahead, start_digest
+from kvferry.app.engines.vllm.host import EngineCoreHost
+from kvferry.app.engines.vllm.kv_events import KVEventSink
+from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
+from kvferry.app.engines.vllm.logs import GuestLogs
+from kvferry.app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
+from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource, hits_by_source
+from kvferry.app.engines.vllm.options import (
+    check_caching,
+    check_parallel,
+    log_refusal,
+    read_options,
+    recompute_failed_loads,
+)
+from kvferry.app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.sizing import PoolSize, announce, size_pool
+from kvferry.app.engines.vllm.versions import cache_source, hash_block_size
+from kvferry.app.engines.vllm.worker_side import WorkerSide, orders_of
+from kvferry.app.settings import Settings
+from kvferry.cuda_ops.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 rank = vllm_config.parallel_config.rank
                 self._worker = WorkerSide(rank, stores=size.stores(rank))
             else:
+                recompute_failed_loads(self._kv_transfer_config)
                 self._start_scheduler(settings, self._logs, layout, size)
         except BaseException as error:
             self._refuse(error)
@@ -385,7 +390,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._events = KVEventSink.for_config(config, layout, size.slots)
         self._size = size
         woken = threading.Event()
-        steps = IdleSteps(find_waker())
+        # Other work waits for a step with requests; an engine that has any open work goes on stepping.
+        step_wanted = threading.Event()
         self._host = EngineCoreHost(
             config,
             self._wanted_pool(settings, layout, size),
@@ -393,7 +399,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             device,
             logs,
             wake=woken.set,
-            step=steps.want,
+            step=step_wanted.set,
             listen=lambda sink: sink if self._events is None else self._events.before(sink),
         )
         self._host.start()
@@ -410,7 +416,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             events=self._events,
             woken=waits_for,
             extents=self._host.extents,
-            steps=steps,
+            step_wanted=step_wanted,
             # The first model runner calls `handle_preemptions` before it touches a block.
             writes_early=getattr(config, "use_v2_model_runner", True),
         )
@@ -453,7 +459,3 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise RuntimeError("this is a worker's half of the connector")
         return self._scheduler
-
-
-# In the API server's process vLLM's MultiConnector looks its children up by name alone, to read their statistics.
-KVConnectorFactory.register_connector(KVFerryConnector.__name__, "app.engines.vllm", KVFerryConnector.__name__)

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engines.cuda import CudaSide
-from app.engines.vllm.layout import Stretch, VllmLayout
-from app.engines.vllm.pool import MappedPool
-from app.engines.vllm.rank_extents import RankExtents
-from app.engines.vllm.refusal import ConnectorRefused
-from app.settings import Settings
-from app.starting import StartProgress
-from core.transfers import TransferJob, TransferResult
-from cuda_ops.copy_engine import CopyEngine
-from cuda_ops.cpu_copy import CpuCopyEngine
-from cuda_ops.driver import CudaUnavailable
-from cuda_ops.kept_copies import KeptCopies
-from cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from cuda_ops.prepare import Preparation
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.vllm.layout import Stretch, VllmLayout
+from kvferry.app.engines.vllm.pool import MappedPool
+from kvferry.app.engines.vllm.rank_extents import RankExtents
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.settings import Settings
+from kvferry.app.starting import StartProgress
+from kvferry.core.transfers import TransferJob, TransferResult
+from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.driver import CudaUnavailable
+from kvferry.cuda_ops.kept_copies import KeptCopies
+from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 if TYPE_CHECKING:
     from torch import Tensor

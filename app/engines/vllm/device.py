@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from app.engines.vllm.adapters import Adapters
-from core.engine import OVERWRITTEN
-from core.keys import GROUP_BYTES, Key, group_of, hash_of
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.core.engine import OVERWRITTEN
+from kvferry.core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _GROUP_BYTES = 4
 
 
 class VllmDevice:
-    """Implements `core.engine.DeviceView`. On the engine's thread only."""
+    """Implements `kvferry.core.engine.DeviceView`. On the engine's thread only."""
 
     def __init__(self, adapters: Adapters, hash_bytes: int) -> None:
         """vLLM's own hashes have `hash_bytes` bytes; `adapters` knows which of them have others with us."""

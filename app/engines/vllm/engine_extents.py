@@ -11,11 +11,11 @@ import logging
 import threading
 from collections.abc import Callable
 
-from app.engines.vllm.metadata import SizeOrder, SizeReport
-from cuda_ops.backing import SHARED_MEMORY
-from cuda_ops.extents import PoolPlan
-from cuda_ops.host_pool import HostPool
-from cuda_ops.limits import NotEnoughMemory, check_fits, memory_limits, shared_memory_limits
+from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport
+from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.extents import PoolPlan
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.limits import NotEnoughMemory, check_fits, memory_limits, shared_memory_limits
 
 _log = logging.getLogger(__name__)
 

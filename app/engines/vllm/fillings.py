@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from core.transfers import SlotLabels
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.core.transfers import SlotLabels
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ CLOSE_S = 10.0
 
 
 class EngineFillings:
-    """A `cuda_ops.kept_pool.Fillings`. Any thread, but for `close`."""
+    """A `kvferry.cuda_ops.kept_pool.Fillings`. Any thread, but for `close`."""
 
     def __init__(self, headers: Sequence[SlotHeaders]) -> None:
         """`headers` are those of each rank."""
@@ -25,12 +25,12 @@ class EngineFillings:
         self._last: Future[None] | None = None
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `cuda_ops.kept_pool.Fillings`. Thread: any but the engine's."""
+        """See `kvferry.cuda_ops.kept_pool.Fillings`. Thread: any but the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `cuda_ops.kept_pool.Fillings`."""
+        """See `kvferry.cuda_ops.kept_pool.Fillings`."""
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:

@@ -18,10 +18,10 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from app.engines.digests import DigestCache, FileUnknown
-from app.engines.naming import name_of_engine
-from app.engines.revision import ContentDigest, digest_of_files, name_in_fingerprint, revision_of
-from app.engines.vllm.layout import VllmLayout
+from kvferry.app.engines.digests import DigestCache, FileUnknown
+from kvferry.app.engines.naming import name_of_engine
+from kvferry.app.engines.revision import ContentDigest, digest_of_files, name_in_fingerprint, revision_of
+from kvferry.app.engines.vllm.layout import VllmLayout
 
 _DIGITS = 16
 _NOT_NAMING = frozenset({"hash_seed"})

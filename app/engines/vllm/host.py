@@ -12,23 +12,23 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from app.api.context import AdminContext, EngineInfo
-from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.engine_extents import EngineExtents
-from app.engines.vllm.fillings import EngineFillings
-from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
-from app.engines.vllm.logs import GuestLogs
-from app.engines.vllm.metadata import RankFacts
-from app.engines.vllm.pool import EnginePool, MappedPool, map_for_scheduler
-from app.engines.vllm.refusal import ConnectorRefused
-from app.ferry import EngineSide, Ferry, PoolSide
-from app.starting import StartRefused
-from app.store import StoreError, claim_name
-from core.events import EventSink
-from core.keys import Key
-from cuda_ops.kept_pool import KeptRecord
-from cuda_ops.kept_slots import DropReason
-from cuda_ops.slot_headers import SlotHeaders
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.engine_extents import EngineExtents
+from kvferry.app.engines.vllm.fillings import EngineFillings
+from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from kvferry.app.engines.vllm.logs import GuestLogs
+from kvferry.app.engines.vllm.metadata import RankFacts
+from kvferry.app.engines.vllm.pool import EnginePool, MappedPool, map_for_scheduler
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.starting import StartRefused
+from kvferry.app.store import StoreError, claim_name
+from kvferry.core.events import EventSink
+from kvferry.core.keys import Key
+from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.kept_slots import DropReason
+from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
 

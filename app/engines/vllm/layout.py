@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.engines.vllm.refusal import ConnectorRefused
-from core.groups import GroupKind, GroupLayout, GroupSpec
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.core.groups import GroupKind, GroupLayout, GroupSpec
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of layers (L), blocks (B), heads (H), tokens (N) and contents (C) in memory, as vLLM names them."""

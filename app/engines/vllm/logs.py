@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import ClassVar
 
-from app.logs import LogPipe, start_logging
-from app.settings import Settings
-from app.settings.kinds import LogLevel
+from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogLevel
 
 
 class GuestLogs:

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from core.keys import Key
-from core.transfers import TransferJob, TransferResult
+from kvferry.core.keys import Key
+from kvferry.core.transfers import TransferJob, TransferResult
 
 IDLE_WAIT_S = 0.005
 """How long a step that computes nothing waits for a copy or a tier, so that empty steps do not take their time."""

@@ -8,10 +8,10 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from app.engines.vllm.scheduler_side import SchedulerSide
-from app.engines.vllm.versions import cache_source
-from core.scheduler import OffloadScheduler
-from core.stats import Snapshot
+from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.versions import cache_source
+from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.stats import Snapshot
 
 PREFIX = "vllm:kvferry_"
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from app.engines.vllm.refusal import ConnectorRefused
-from app.settings import BadSettings, Settings, Source
-from app.settings.layers import Layer, read_layers
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.versions import installed_version, is_tested
+from kvferry.app.settings import BadSettings, Settings, Source
+from kvferry.app.settings.layers import Layer, read_layers
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +86,23 @@ def log_refusal(error: BaseException) -> None:
 def _check_transfer(transfer: Any) -> None:
     if transfer.kv_role != "kv_both":
         raise ConnectorRefused(f"kv_role={transfer.kv_role}: kvferry stores and loads; set kv_role to kv_both")
-    if transfer.kv_load_failure_policy != "recompute":
+    if transfer.kv_load_failure_policy != "recompute" and not is_tested(installed_version()):
         raise ConnectorRefused(
             f"kv_load_failure_policy={transfer.kv_load_failure_policy}: a block that cannot be loaded would end its "
-            'request with an error; set "kv_load_failure_policy": "recompute"'
+            "request with an error, and this version of vLLM was not tested to let the connector change that; set "
+            '"kv_load_failure_policy": "recompute"'
         )
+
+
+def recompute_failed_loads(transfer: Any) -> None:
+    """Have vLLM recompute what cannot be loaded, where the user left the default, which ends the request.
+
+    Its scheduler reads the policy from this configuration after it has made the connector. Inside a MultiConnector it
+    reads that of the outer configuration, which a connector does not see.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        _log.info("kv_load_failure_policy: recompute")
 
 
 def check_parallel(parallel: Any) -> None:

@@ -12,19 +12,19 @@ import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from app.engines.digests import DigestCache
-from app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
-from app.engines.vllm.layout import VllmLayout
-from app.engines.vllm.refusal import ConnectorRefused
-from app.engines.vllm.sizing import PoolSize
-from app.settings import Settings
-from app.settings.kinds import PoolKind
-from app.warm_start import open_kept_file
-from cuda_ops.affinity import allowed_processors
-from cuda_ops.host_pool import HostPool
-from cuda_ops.kept_file import KeptFile, read_boot_id
-from cuda_ops.passing_file import PassingFile, sweep_names
-from cuda_ops.prepare import Preparation
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
+from kvferry.app.engines.vllm.layout import VllmLayout
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.sizing import PoolSize
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import PoolKind
+from kvferry.app.warm_start import open_kept_file
+from kvferry.cuda_ops.affinity import allowed_processors
+from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.kept_file import KeptFile, read_boot_id
+from kvferry.cuda_ops.passing_file import PassingFile, sweep_names
+from kvferry.cuda_ops.prepare import Preparation
 
 _Said = TypeVar("_Said")
 

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from app.engines.vllm.metadata import SizeOrder, SizeReport
-from cuda_ops.affinity import run_on
-from cuda_ops.host_pool import HostPool
+from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport
+from kvferry.cuda_ops.affinity import run_on
+from kvferry.cuda_ops.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.engines.vllm.adapters import Adapters
-from app.engines.vllm.names import aliases_of
-from core.keys import tenant_digest
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.names import aliases_of
+from kvferry.core.keys import tenant_digest
 
 
 class VllmRequest:
-    """Wraps vLLM's own, live request object; satisfies `core.engine.EngineRequest`."""
+    """Wraps vLLM's own, live request object; satisfies `kvferry.core.engine.EngineRequest`."""
 
     __slots__ = (
         "_adapter",

@@ -12,18 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from app.engines.vllm.adapters import Adapters
-from app.engines.vllm.device import VllmDevice
-from app.engines.vllm.engine_extents import EngineExtents
-from app.engines.vllm.layout import NULL_BLOCK, VllmLayout
-from app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
-from app.engines.vllm.requests import VllmRequest
-from app.engines.vllm.waking import IdleSteps
-from app.offload_guard import OffloadGuard
-from core.engine import BlockTables, StepProgress
-from core.groups import GroupKind
-from core.scheduler import Hit, Later
-from core.transfers import TransferResult
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.engine_extents import EngineExtents
+from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
+from kvferry.app.engines.vllm.requests import VllmRequest
+from kvferry.app.offload_guard import OffloadGuard
+from kvferry.core.engine import BlockTables, StepProgress
+from kvferry.core.groups import GroupKind
+from kvferry.core.scheduler import Hit, Later
+from kvferry.core.transfers import TransferResult
 
 SLOW_STEP_S = 10.0
 """A step that takes longer is reported by `/readyz`."""
@@ -61,17 +60,18 @@ class SchedulerSide:
         events: FillListener | None = None,
         woken: threading.Event | None = None,
         extents: EngineExtents | None = None,
-        steps: IdleSteps | None = None,
+        step_wanted: threading.Event | None = None,
         writes_early: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
-        orders for the ranks while the pool's size changes; None where it does not. `steps` are wanted by others.
+        orders for the ranks while the pool's size changes; None where it does not. `step_wanted` is set by threads that
+        wait for a step, in which vLLM takes metrics and events: an idle engine takes its next with the next request.
         The model runner `writes_early` if it zeroes or copies blocks before it calls `handle_preemptions`."""
         self.offload = offload
         self._woken = woken
         self._extents = extents
-        self._steps = steps
+        self._step_wanted = step_wanted
         self._events = events
         self.device = device
         self._adapters = adapters
@@ -178,7 +178,10 @@ class SchedulerSide:
         # Kept at once, so that no exception below can lose what the workers have to be told.
         orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle, ahead=plan.ahead)
         self._lost = []
-        self.num_changes += bool(plan) or (self._steps is not None and self._steps.take())
+        is_wanted = self._step_wanted is not None and self._step_wanted.is_set()
+        if self._step_wanted is not None:
+            self._step_wanted.clear()
+        self.num_changes += bool(plan) or is_wanted
         if is_idle and not plan and not orders.lost:
             self._wait_for_tiers()
         if self._extents is not None:
@@ -245,7 +248,7 @@ class SchedulerSide:
     def has_open_work(self) -> bool:
         """Whether steps are needed although no request may be there."""
         is_waiting = self._extents is not None and self._extents.is_waiting
-        is_wanted = self._steps is not None and self._steps.is_wanted
+        is_wanted = self._step_wanted is not None and self._step_wanted.is_set()
         is_behind = self._events is not None and self._events.is_behind
         return bool(self._lost or self._unread) or is_waiting or is_wanted or is_behind or self.offload.has_open_work()
 

@@ -6,15 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from app.engines.vllm.layout import VllmLayout
-from app.engines.vllm.refusal import ConnectorRefused
-from app.settings import Settings
-from app.settings.kinds import PoolKind
-from app.warm_start import largest_pool_bytes
-from core.engine import StoreMode
-from core.groups import GroupLayout
-from cuda_ops.extents import PoolPlan, plan_pool
-from cuda_ops.limits import check_fits, memory_limits
+from kvferry.app.engines.vllm.layout import VllmLayout
+from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import PoolKind
+from kvferry.app.warm_start import largest_pool_bytes
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupLayout
+from kvferry.cuda_ops.extents import PoolPlan, plan_pool
+from kvferry.cuda_ops.limits import check_fits, memory_limits
 
 _log = logging.getLogger(__name__)
 

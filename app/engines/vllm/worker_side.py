@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.engines.vllm.copies import Copies
-from app.engines.vllm.metadata import IDLE_WAIT_S, SizeOrder, SizeReport, StepOrders, StepReports
-from app.offload_guard import ErrorLog, GuardedCopies
-from core.transfers import Direction, TransferJob, TransferResult
+from kvferry.app.engines.vllm.copies import Copies
+from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.offload_guard import ErrorLog, GuardedCopies
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
 
 _log = logging.getLogger(__name__)
 

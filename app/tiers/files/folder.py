@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from app.tiers.block_store import Interrupted
-from app.tiers.files.format import BadFile
-from app.tiers.files.index import Name
-from app.tiers.files.trouble import is_of_whole
+from kvferry.app.tiers.block_store import Interrupted
+from kvferry.app.tiers.files.format import BadFile
+from kvferry.app.tiers.files.index import Name
+from kvferry.app.tiers.files.trouble import is_of_whole
 
 NAMESPACE_BYTES = 8
 _SHARD_DIGITS = 3

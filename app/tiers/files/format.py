@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from core.keys import Key
-from core.origins import Origin
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin
 
 _HEAD = struct.Struct("<8sIIQQ")
 """Magic and version, nothing, length of the origin, length of the bytes, checksum."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.index import KeyIndex
-from core.marks import Marks, marks_of_any
-from core.recency import RecencyQueue
+from kvferry.core.index import KeyIndex
+from kvferry.core.marks import Marks, marks_of_any
+from kvferry.core.recency import RecencyQueue
 
 Name = bytes
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from app.seldom import SeldomLogger
-from app.tiers.block_store import Dropped, Got, Outcome, StoreSize
-from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFile
-from app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
-from app.tiers.files.index import FileIndex, Name, Verdict
-from app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space, is_of_whole
-from core.keys import Key
-from core.origins import Origin, OriginMatch
+from kvferry.app.seldom import SeldomLogger
+from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from kvferry.app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFile
+from kvferry.app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
+from kvferry.app.tiers.files.index import FileIndex, Name, Verdict
+from kvferry.app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space, is_of_whole
+from kvferry.core.keys import Key
+from kvferry.core.origins import Origin, OriginMatch
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _DELETE_FILES = 1000
 
 
 class FileStore:
-    """An `app.tiers.block_store.BlockStore`."""
+    """An `kvferry.app.tiers.block_store.BlockStore`."""
 
     def __init__(self, name: str, folder: Folder, namespace: bytes, max_bytes: int, slot_bytes: int) -> None:
         """Blocks of up to `slot_bytes` in an open folder; it may be full. Raises `OSError` if it cannot be written."""

@@ -12,13 +12,13 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from app.folders import check_writable
-from app.settings.tiers import ThreadedSettings
-from app.settings.values import folder
-from app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
-from app.tiers.files.store import FileStore
-from app.tiers.threaded import ThreadedTier
-from core.tiers import TierContext, TierRefused
+from kvferry.app.folders import check_writable
+from kvferry.app.settings.tiers import ThreadedSettings
+from kvferry.app.settings.values import folder
+from kvferry.app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
+from kvferry.app.tiers.files.store import FileStore
+from kvferry.app.tiers.threaded import ThreadedTier
+from kvferry.core.tiers import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 
