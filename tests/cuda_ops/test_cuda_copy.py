@@ -773,9 +773,10 @@ def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool
 
 def test_nothing_here_imports_cuda_before_it_is_used() -> None:
     code = (
-        "import sys, pkgutil, importlib, cuda_ops\n"
+        "import sys, pkgutil, importlib\n"
+        "from kvferry import cuda_ops\n"
         "modules = {module.name for module in pkgutil.iter_modules(cuda_ops.__path__)} - {'triton_copy'}\n"
-        "for name in modules: importlib.import_module('cuda_ops.' + name)\n"
+        "for name in modules: importlib.import_module('kvferry.cuda_ops.' + name)\n"
         "print([name for name in ('cuda', 'cuda.bindings', 'triton', 'torch') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -63,8 +65,27 @@ class VllmServer:
             seen.update(self.stats()["pool"])
             return seen["bytes"] == num_bytes and seen["slots"] == seen["wanted_slots"]
 
-        wait_until(is_there, f"the pool has {num_bytes:,} bytes", 60.0)
+        with self.stepping():
+            wait_until(is_there, f"the pool has {num_bytes:,} bytes", 60.0)
         return seen
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have the engine take steps, for work that waits for them, by requests without a whole block."""
+        model, done = self.model, threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                body = {"model": model, "prompt": [1], "max_tokens": 1}
+                httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0).raise_for_status()
+
+        with ThreadPoolExecutor(1) as client:
+            asking = client.submit(ask)
+            try:
+                yield
+            finally:
+                done.set()
+            asking.result(60.0)
 
     def settled(self) -> Any:
         """The stats once nothing runs and no transfer is open."""
@@ -97,7 +118,7 @@ def environment(shim: Path, state: Path, **more: str) -> dict[str, str]:
     """What a process with vLLM in it needs here."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     kept |= {
-        "PYTHONPATH": f"{shim}{os.pathsep}{ROOT}",
+        "PYTHONPATH": f"{shim}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "KVFERRY_STATE_DIR": str(state),

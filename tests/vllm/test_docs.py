@@ -63,7 +63,7 @@ def test_the_try_out_on_a_cpu_prints_the_counts_it_promises(tmp_path: Path) -> N
     (tmp_path / "try" / "try.py").write_text(script.replace('"load_decision"', '"port": 0, "load_decision"'))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "KVFERRY_"))}
     environment |= dict(variable.split("=") for variable in variables.split())
-    environment |= {"PYTHONPATH": str(ROOT), "KVFERRY_STATE_DIR": str(tmp_path / "state")}
+    environment |= {"KVFERRY_STATE_DIR": str(tmp_path / "state")}
     done = subprocess.run(
         [sys.executable, "try/try.py"], cwd=tmp_path, env=environment, input="\n", capture_output=True, text=True
     )

@@ -142,7 +142,8 @@ def test_two_ranks_map_other_sizes_while_requests_run_and_while_none_does(
     for size in (8 * MIB, 192 * MIB, 48 * MIB):
         server.resize(size)
         pool = server.resized(size)
-        wait_until(lambda: has_memory(server, size), "all ranks have as much memory, and no more is taken", 60.0)  # noqa: B023
+        with server.stepping():
+            wait_until(lambda: has_memory(server, size), "all ranks have as much memory, and no more is taken", 60.0)  # noqa: B023
         assert pool["pinned"] == pool["loading"] == pool["storing"] == 0
     stats = server.settled()
     assert stats["evictions"]["by_reason"]["shrink"] > 0
@@ -167,8 +168,9 @@ def test_a_rank_that_cannot_map_more_takes_all_back_to_where_they_were(
         assert next(events)["type"] == "open"
         worker.rlimit(what, (allowed, before[1]))
         try:
-            server.resize(256 * MIB)
-            told = next(events)
+            with server.stepping():
+                server.resize(256 * MIB)
+                told = next(events)
         finally:
             worker.rlimit(what, before)
     assert told["bytes"] == 64 * MIB
