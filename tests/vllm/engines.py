@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.copies import Copies
-from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from tests.vllm.workload import BLOCK, Answer, Prompt
@@ -67,7 +67,7 @@ class InProcess:
         return found
 
     @property
-    def side(self) -> SchedulerSide:
+    def side(self) -> ConnectorScheduler:
         return self.connector._the_scheduler()
 
     @property

@@ -20,9 +20,9 @@ from kvferry.app.engines.vllm import connector
 from kvferry.app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
-from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from kvferry.cuda_ops.driver import CudaDriver
@@ -53,7 +53,7 @@ class Rig:
         self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=preparation_for(side))
         assert self.pool.is_pinned
         settings = Settings(_env_file=None, state_dir=folder, kernel_below_bytes=1)
-        self.worker = WorkerSide(0)
+        self.worker = ConnectorWorker(0)
         self.worker.attach(
             lambda on_finished: Copies(found, settings, self.caches, MappedPool(self.pool), on_finished, side)
         )

@@ -34,11 +34,11 @@ from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice
-from kvferry.app.engines.vllm.engine_extents import EngineExtents, EngineStops
+from kvferry.app.engines.vllm.extents import EngineExtents, EngineStops
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
 from kvferry.app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
-from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.offload_guard import ErrorLog, OffloadGuard
 from kvferry.app.serving import listen
 from kvferry.core.engine import StoreMode
@@ -111,7 +111,7 @@ class World:
         )
         ticks = itertools.count(1)
         self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog())
-        self.side = SchedulerSide(
+        self.side = ConnectorScheduler(
             self.guard,
             device,
             self.layout,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.engines.vllm.device import VllmDevice
-from kvferry.app.engines.vllm.engine_extents import EngineExtents
+from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.requests import VllmRequest
-from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
-from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
+from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.offload_guard import MAX_ERRORS
 from kvferry.core.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
@@ -28,10 +28,10 @@ SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "40"))
 HANDLERS = {"commit_failed", "finish_failed", "plan_failed", "reports_failed", "jobs_failed", "record_error"}
 ADAPTER = [
-    (SchedulerSide, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
+    (ConnectorScheduler, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
                                        "has_open_work", "_note_preemption", "_checked")
 ] + [
-    (WorkerSide, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")
+    (ConnectorWorker, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")
 ] + [
     (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_orders"),
 ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_vllm_answers_the_same_when_anything_raises(
     engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(monkeypatch, SEED, probability=0.01, most=NUM_FAULTS)
-    for cls in (SchedulerSide, WorkerSide, VllmRequest, OffloadManager, OffloadScheduler, StoreSide):
+    for cls in (ConnectorScheduler, ConnectorWorker, VllmRequest, OffloadManager, OffloadScheduler, StoreSide):
         # What handles a failure may not fail itself.
         faults.patch(cls, [name for name in vars(cls) if not name.startswith("__") and name not in HANDLERS])
     faults.patch(CpuCopyEngine, ["submit", "poll", "wait", "_plan"])

@@ -29,10 +29,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvferry.app.engines.vllm.copies import Copies, check_caches
 from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
 from kvferry.app.engines.vllm.metadata import StepOrders, StepReports
-from kvferry.app.engines.vllm.pool import MappedPool
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
-from kvferry.app.engines.vllm.sizing import announce, size_pool
-from kvferry.app.engines.vllm.worker_side import WorkerSide
+from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.pool import MappedPool, announce, size_pool
+from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
@@ -162,7 +161,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=2)
     layout, settings = read_layout(config), Settings(_env_file=None, pool_bytes="64MiB")
     size = size_pool(settings, layout, SimpleNamespace(world_size=2))
-    ranks: list[tuple[WorkerSide, Bench]] = []
+    ranks: list[tuple[ConnectorWorker, Bench]] = []
     name = f"test-{os.getpid()}"
     for rank in range(2):
         caches = allocate(config)
@@ -174,7 +173,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
             num_ranks=size.num_columns,
             rank=size.column(rank),
         )
-        worker = WorkerSide(rank, stores=size.stores(rank))
+        worker = ConnectorWorker(rank, stores=size.stores(rank))
         mapped = MappedPool(pool, rank=rank)
         worker.attach(lambda on_finished: Copies(layout, settings, caches, mapped, on_finished))  # noqa: B023
         assert isinstance(worker._copies, Copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.app.engines.vllm.names import aliases_of
+from kvferry.app.engines.vllm.requests import aliases_of
 
 RANDOM = "-1a2b3c4d"
 BEAM = "-0123456789abcdef0123456789abcdef-beam-3"

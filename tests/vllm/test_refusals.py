@@ -21,8 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import kvferry.app.engines.vllm as entry
 from kvferry.app.engines.vllm import versions
-from kvferry.app.engines.vllm.options import check_caching, check_parallel, read_options
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.options import ConnectorRefused, check_caching, check_parallel, read_options
 from kvferry.app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
 from tests.vllm.engines import engine_options, hidden_llvmlite, in_process, transfer_config
 

@@ -8,7 +8,7 @@ import threading
 
 from kvferry.app.discovery import Announcement, announce_service
 from kvferry.app.engines.vllm.host import EngineCoreHost
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.serving import PortTaken, Server, listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.starting import StartRefused

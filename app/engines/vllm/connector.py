@@ -29,25 +29,23 @@ from kvferry.app.engines.vllm.admin import AdminServer
 from kvferry.app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.fingerprint import hash_bytes, read_ahead, start_digest
-from kvferry.app.engines.vllm.host import EngineCoreHost
+from kvferry.app.engines.vllm.host import EngineCoreHost, GuestLogs
 from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
-from kvferry.app.engines.vllm.logs import GuestLogs
 from kvferry.app.engines.vllm.metadata import RankFacts, StepOrders, StepReports
 from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, StatsSource, hits_by_source
 from kvferry.app.engines.vllm.options import (
+    ConnectorRefused,
     check_caching,
     check_parallel,
     log_refusal,
     read_options,
     recompute_failed_loads,
 )
-from kvferry.app.engines.vllm.pool import EnginePool, map_for_rank, processors_beside
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
-from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
-from kvferry.app.engines.vllm.sizing import PoolSize, announce, size_pool
+from kvferry.app.engines.vllm.pool import EnginePool, PoolSize, announce, map_for_rank, processors_beside, size_pool
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source, hash_block_size
-from kvferry.app.engines.vllm.worker_side import WorkerSide, orders_of
+from kvferry.app.engines.vllm.worker import ConnectorWorker, orders_of
 from kvferry.app.settings import Settings
 from kvferry.cuda_ops.limits import NotEnoughMemory
 
@@ -92,8 +90,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._worker: WorkerSide | None = None
-        self._scheduler: SchedulerSide | None = None
+        self._worker: ConnectorWorker | None = None
+        self._scheduler: ConnectorScheduler | None = None
         self._host: EngineCoreHost | None = None
         self._admin: AdminServer | None = None
         self._stats: StatsSource | None = None
@@ -112,7 +110,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.WORKER:
                 self._settings, self._layout, self._size = settings, layout, size
                 rank = vllm_config.parallel_config.rank
-                self._worker = WorkerSide(rank, stores=size.stores(rank))
+                self._worker = ConnectorWorker(rank, stores=size.stores(rank))
             else:
                 recompute_failed_loads(self._kv_transfer_config)
                 self._start_scheduler(settings, self._logs, layout, size)
@@ -275,17 +273,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded()
     def on_new_request(self, request: Any) -> None:
-        """See `SchedulerSide`."""
+        """See `ConnectorScheduler`."""
         self._the_scheduler().on_new_request(request)
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerSide`."""
+        """See `ConnectorScheduler`."""
         return self._the_scheduler().match(request, num_computed_tokens)
 
     @_guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See `SchedulerSide`."""
+        """See `ConnectorScheduler`."""
         side = self._the_scheduler()
         try:
             side.commit(request, blocks, num_external_tokens)
@@ -302,7 +300,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(StepOrders)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See `SchedulerSide`."""
+        """See `ConnectorScheduler`."""
         side = self._the_scheduler()
         try:
             orders = side.plan(scheduler_output)
@@ -313,7 +311,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded()
     def update_connector_output(self, connector_output: Any) -> None:
-        """See `SchedulerSide`."""
+        """See `ConnectorScheduler`."""
         side = self._the_scheduler()
         try:
             side.take_reports(connector_output)
@@ -407,7 +405,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._host.report_recovered(self._events.recovered)
         core = self._host.ferry.scheduler
         waits_for = woken if settings.tiers else None
-        self._scheduler = SchedulerSide(
+        self._scheduler = ConnectorScheduler(
             self._host.ferry.guard,
             device,
             layout,
@@ -450,12 +448,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._worker is not None:
             self._worker.record_error(hook, error)
 
-    def _the_worker(self) -> WorkerSide:
+    def _the_worker(self) -> ConnectorWorker:
         if self._worker is None:
             raise RuntimeError("this is the scheduler's half of the connector")
         return self._worker
 
-    def _the_scheduler(self) -> SchedulerSide:
+    def _the_scheduler(self) -> ConnectorScheduler:
         if self._scheduler is None:
             raise RuntimeError("this is a worker's half of the connector")
         return self._scheduler

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.vllm.extents import RankExtents
 from kvferry.app.engines.vllm.layout import Stretch, VllmLayout
+from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
-from kvferry.app.engines.vllm.rank_extents import RankExtents
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
 from kvferry.app.settings import Settings
 from kvferry.app.starting import StartProgress
 from kvferry.core.transfers import TransferJob, TransferResult

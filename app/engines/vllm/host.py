@@ -10,18 +10,19 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.engines.vllm.device import VllmDevice
-from kvferry.app.engines.vllm.engine_extents import EngineExtents
-from kvferry.app.engines.vllm.fillings import EngineFillings
+from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
-from kvferry.app.engines.vllm.logs import GuestLogs
 from kvferry.app.engines.vllm.metadata import RankFacts
-from kvferry.app.engines.vllm.pool import EnginePool, MappedPool, map_for_scheduler
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.pool import EngineFillings, EnginePool, MappedPool, map_for_scheduler
 from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.settings import Settings
+from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.starting import StartRefused
 from kvferry.app.store import StoreError, claim_name
 from kvferry.core.events import EventSink
@@ -31,6 +32,38 @@ from kvferry.cuda_ops.kept_slots import DropReason
 from kvferry.cuda_ops.slot_headers import SlotHeaders
 
 _log = logging.getLogger(__name__)
+
+
+class GuestLogs:
+    """A share in the process's log pipe, which closes with the last share. Scheduler and worker may be one process."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _pipe: ClassVar[LogPipe | None] = None
+    _shares: ClassVar[int] = 0
+
+    def __init__(self, settings: Settings) -> None:
+        self._is_open = True
+        with GuestLogs._lock:
+            if GuestLogs._pipe is None:
+                GuestLogs._pipe = start_logging(settings, guest=True)
+            GuestLogs._shares += 1
+
+    def set_level(self, level: LogLevel) -> None:
+        """Change the least that is logged, now."""
+        with GuestLogs._lock:
+            if GuestLogs._pipe is not None:
+                GuestLogs._pipe.set_level(level)
+
+    def close(self) -> None:
+        """Give the share back; may be called again."""
+        with GuestLogs._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            GuestLogs._shares -= 1
+            if not GuestLogs._shares and GuestLogs._pipe is not None:
+                GuestLogs._pipe.close()
+                GuestLogs._pipe = None
 
 
 class EngineCoreHost:

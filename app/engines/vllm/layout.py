@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
+from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.core.groups import GroupKind, GroupLayout, GroupSpec
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

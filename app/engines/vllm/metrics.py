@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.app.engines.vllm.scheduler_side import SchedulerSide
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
@@ -106,7 +106,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
 class StatsSource:
     """Core's counters as differences from one look to the next."""
 
-    def __init__(self, core: OffloadScheduler, scheduler: SchedulerSide) -> None:
+    def __init__(self, core: OffloadScheduler, scheduler: ConnectorScheduler) -> None:
         self._core = core
         self._scheduler = scheduler
         self._seen_changes = -1

@@ -13,10 +13,14 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
 from kvferry.app.engines.vllm.versions import installed_version, is_tested
 from kvferry.app.settings import BadSettings, Settings, Source
 from kvferry.app.settings.layers import Layer, read_layers
+
+
+class ConnectorRefused(ValueError):
+    """What was asked for cannot be served inside this vLLM; the message says which setting, and what would be right."""
+
 
 _log = logging.getLogger(__name__)
 

@@ -8,23 +8,174 @@ that it goes with the last of them, however they end.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout
-from kvferry.app.engines.vllm.refusal import ConnectorRefused
-from kvferry.app.engines.vllm.sizing import PoolSize
+from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import PoolKind
-from kvferry.app.warm_start import open_kept_file
+from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
+from kvferry.core.engine import StoreMode
+from kvferry.core.groups import GroupLayout
+from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.affinity import allowed_processors
+from kvferry.cuda_ops.extents import PoolPlan, plan_pool
 from kvferry.cuda_ops.host_pool import HostPool
 from kvferry.cuda_ops.kept_file import KeptFile, read_boot_id
+from kvferry.cuda_ops.limits import check_fits, memory_limits
 from kvferry.cuda_ops.passing_file import PassingFile, sweep_names
 from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.slot_headers import SlotHeaders
+
+_log = logging.getLogger(__name__)
+
+
+_MUCH_WASTE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Slots of an engine. `slots` is how groups lie in them, with the bytes of all ranks together.
+
+    A slot has one column for `ranks_per_copy` consecutive ranks, which hold the same bytes. The first of them stores.
+    """
+
+    slots: GroupLayout
+    extents: PoolPlan
+    num_ranks: int
+    ranks_per_copy: int = 1
+
+    @property
+    def num_columns(self) -> int:
+        """Parts of a slot."""
+        return self.num_ranks // self.ranks_per_copy
+
+    def column(self, rank: int) -> int:
+        """The part of each slot that a rank loads from."""
+        return rank // self.ranks_per_copy
+
+    def stores(self, rank: int) -> bool:
+        """Whether a rank stores to its column; the others of the column find its bytes there."""
+        return rank % self.ranks_per_copy == 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all. A pool that was kept since it had another size may round them otherwise."""
+        return self.extents.num_slots
+
+    @property
+    def rank_slot_bytes(self) -> int:
+        """Bytes of a slot on one rank."""
+        return self.slots.slot_bytes // self.num_columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool on all ranks."""
+        return self.num_slots * self.slots.slot_bytes
+
+
+def size_pool(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolSize:
+    """The pool that `pool_bytes` make. Raises `ConnectorRefused`."""
+    num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
+    try:
+        slots = layout.of_core(settings.blocks_per_slot, num_ranks // ranks_per_copy)
+    except ValueError as error:
+        raise ConnectorRefused(str(error)) from error
+    extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
+    if not extents.num_slots:
+        raise ConnectorRefused(
+            f"pool_bytes={settings.pool_bytes} holds no slot: one takes {slots.slot_bytes:,} bytes, of "
+            f"{num_ranks} ranks together; make it larger"
+        )
+    return PoolSize(slots, extents, num_ranks, ranks_per_copy)
+
+
+def announce(size: PoolSize, settings: Settings, layout: VllmLayout) -> None:
+    """Say what the pool will be, and check that there is room for it. Raises `NotEnoughMemory`."""
+    device_bytes = layout.device_bytes * size.num_columns
+    _log.info(
+        "host pool: %s slots of %s bytes; %s bytes on each of %d ranks, %s in all, %.2f times the device's KV cache",
+        f"{size.num_slots:,}",
+        f"{size.slots.slot_bytes:,}",
+        f"{size.num_slots * size.rank_slot_bytes:,}",
+        size.num_columns,
+        f"{size.num_bytes:,}",
+        size.num_bytes / device_bytes,
+    )
+    if size.ranks_per_copy > 1:
+        _log.info("each block is stored once for %d ranks: they hold identical KV (MLA)", size.ranks_per_copy)
+    elif layout.replicas > 1:
+        _log.info(
+            "each block is stored %d times: so many ranks hold the same heads, and each stores its own",
+            layout.replicas,
+        )
+    if size.slots.waste() > _MUCH_WASTE:
+        _log.warning(
+            "%.0f%% of the pool stays unused, since blocks of this model's groups differ in size: %s bytes",
+            100 * size.slots.waste(),
+            ", ".join(f"{group.slot_bytes:,}" for group in size.slots.groups),
+        )
+    if settings.store_mode is StoreMode.EAGER and size.num_bytes < device_bytes:
+        _log.warning(
+            "pool_bytes=%d is less than the device's KV cache of %d bytes: in eager mode such a pool mostly holds what "
+            "the device still has, and brings little; make it larger, or set store_mode=lazy",
+            settings.pool_bytes,
+            device_bytes,
+        )
+    if settings.pool_kind is PoolKind.PINNED:
+        # A pool that is kept may be there already, and then takes nothing.
+        check_fits("pool_bytes", size.num_bytes, memory_limits())
+
+
+CLOSE_S = 10.0
+
+
+class EngineFillings:
+    """A `kvferry.cuda_ops.kept_pool.Fillings`. Any thread, but for `close`."""
+
+    def __init__(self, headers: Sequence[SlotHeaders]) -> None:
+        """`headers` are those of each rank."""
+        self._headers = headers
+        self._thread = ThreadPoolExecutor(1, "kvferry-seal")
+        self._last: Future[None] | None = None
+
+    def begin_filling(self, labels: SlotLabels) -> None:
+        """See `kvferry.cuda_ops.kept_pool.Fillings`. Thread: any but the engine's."""
+        for headers in self._headers:
+            headers.begin(labels)
+
+    def end_filling(self, labels: SlotLabels) -> None:
+        """See `kvferry.cuda_ops.kept_pool.Fillings`."""
+        try:
+            self._last = self._thread.submit(self._seal, labels)
+        except RuntimeError as error:
+            _log.warning("%d blocks of a tier are not sealed, so a restart loses them: %s", len(labels.slots), error)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that was filled by now is sealed; whether that came true in time."""
+        last = self._last
+        return last is None or bool(wait([last], timeout_s).done)
+
+    def close(self) -> None:
+        """Seal what was filled, within its time."""
+        if not self.settle(CLOSE_S):
+            _log.warning("blocks of tiers were not sealed in time: a restart loses them")
+        self._thread.shutdown(cancel_futures=True)
+
+    def _seal(self, labels: SlotLabels) -> None:
+        try:
+            for headers in self._headers:
+                headers.seal(labels)
+        except Exception:  # noqa: BLE001 - these blocks are lost to a restart, the next ones need not be
+            _log.exception("slots could not be sealed")
+
 
 _Said = TypeVar("_Said")
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.device import VllmDevice
-from kvferry.app.engines.vllm.engine_extents import EngineExtents
+from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from kvferry.app.engines.vllm.requests import VllmRequest
@@ -47,7 +47,7 @@ class FillListener(Protocol):
     def forget(self, request_id: str) -> None: ...
 
 
-class SchedulerSide:
+class ConnectorScheduler:
     """On the engine's thread only."""
 
     def __init__(

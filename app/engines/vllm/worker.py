@@ -24,7 +24,7 @@ _MAX_ERRORS = 20
 """Texts of unexpected errors that wait to be sent to the scheduler; further ones are in this rank's log only."""
 
 
-class WorkerSide:
+class ConnectorWorker:
     """On the worker's thread, but for `wake`, which the copy engine calls."""
 
     def __init__(self, rank: int, *, stores: bool = True) -> None:
