@@ -31,7 +31,8 @@ ADAPTER = [
     (ConnectorScheduler, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
                                        "has_open_work", "_note_preemption", "_checked")
 ] + [
-    (ConnectorWorker, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")
+    (ConnectorWorker, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll",
+                                         "_submit")
 ] + [
     (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_orders"),
 ]  # fmt: skip
