@@ -26,9 +26,7 @@ from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.starting import StartRefused
 from kvferry.app.store import NameClaim, Store, StoreUnavailable, claim_name
-from kvferry.app.tiers.news import TierNews
-from kvferry.app.tiers.opening import close_tiers, open_tiers
-from kvferry.app.tiers.pool_slots import PoolSlots
+from kvferry.app.tiers.opening import PoolSlots, TierNews, close_tiers, open_tiers
 from kvferry.app.upkeep import Upkeep, history_limits
 from kvferry.app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
 from kvferry.core.engine import DeviceView

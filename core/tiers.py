@@ -168,7 +168,8 @@ class Tier(Protocol):
     def cancel(self, number: int) -> None:
         """Touch the slots of this job no more, from when this returns. Its result may come or not, and means nothing.
 
-        Waits for no disk and no network; for a copy of a piece of a slot at most. Of a store, blocks may be kept."""
+        Waits for no disk and no network; for a copy of a piece of a slot at most. Of a store, blocks may be kept.
+        Raises if the job still uses its slots: it keeps them until its result, and the tier gets no jobs until then."""
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Forget these keys: not found any more at once, and from disk as soon as may be."""

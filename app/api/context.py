@@ -13,7 +13,7 @@ from kvferry.app.offload_guard import OffloadGuard
 from kvferry.app.policies.kept import KeptPolicies
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import Store
-from kvferry.app.tiers.news import TierNews
+from kvferry.app.tiers.opening import TierNews
 from kvferry.app.warm_start import WarmStart
 from kvferry.core.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler

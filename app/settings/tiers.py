@@ -19,7 +19,7 @@ from kvferry.core.policy import Level
 from kvferry.core.tiers import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
-BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.files:FileTier", GROUP),)
+BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),)
 """Our own types, the same as in pyproject.toml: they are there also when kvferry runs from a folder, not installed."""
 MAX_TIERS = 16
 

@@ -1,1 +1,1 @@
-"""What the tiers below the host pool are made of: how one is opened, run on threads, and kept in files."""
+"""Tiers below the host pool: opening, calling on threads, and the file system tier."""

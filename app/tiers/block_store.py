@@ -1,8 +1,7 @@
-"""A block store: the seam for places whose calls take their time. `ThreadedTier` makes a tier of one.
+"""Block store: the interface of a place whose calls may block. `ThreadedTier` makes a tier of one.
 
-Its calls come from several threads at once, at most one of them about `tend` or `reset`. Each may block, fail or never
-return, which is what the tier around it is for; but `glance`, `is_writable`, `drop`, `health` and `size` are asked by
-those who cannot wait, and answer from memory.
+Several threads call it at once, at most one of them `tend` or `reset`. A call may block, fail or never return; only
+`glance`, `is_writable`, `drop`, `health` and `size`, which the engine thread calls, answer from memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvferry.core.origins import Origin, OriginMatch
 
 
 class Outcome(StrEnum):
-    """What became of one block; the names are those of the counters in `kvferry.core.tiers.TierCounts`."""
+    """Result of one block; the values are the names of counters in `kvferry.core.tiers.TierCounts`."""
 
     STORED = "stored"
     PRESENT = "present"
@@ -29,14 +28,14 @@ class Outcome(StrEnum):
 
 
 class Got(NamedTuple):
-    """The end of one `get`, and whom the block came from if it was loaded."""
+    """Result of one `get`, and the origin of a block that was loaded."""
 
     outcome: Outcome
     origin: Origin | None = None
 
 
 class Dropped(NamedTuple):
-    """What a reset dropped."""
+    """Blocks and bytes that a reset dropped."""
 
     blocks: int
     num_bytes: int
@@ -44,7 +43,7 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    """What a store holds, and what it threw out to make room."""
+    """What a store holds, and how many blocks it evicted."""
 
     blocks: int
     num_bytes: int
@@ -53,44 +52,44 @@ class StoreSize:
 
 
 class Interrupted(Exception):
-    """Long work was stopped half-way, since its `stop` turned true. It is asked for again."""
+    """Raised by long work when its `stop` turns true. The work is requested again."""
 
 
 class BlockStore(Protocol):
-    """Blocks by key, bounded in bytes. What raises is counted as failed, and logged now and then."""
+    """Blocks by key, bounded in bytes. A block whose call raises counts as failed; the error is logged at intervals."""
 
     def glance(self, keys: Sequence[Key]) -> Sequence[bool] | None:
-        """Which keys are here, from memory and at once; None if somebody has to be asked."""
+        """Return which keys are present, from memory; None if that takes a call of `find`."""
 
     def find(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Which keys are here. Called where `glance` does not know."""
+        """Return which keys are present. Called when `glance` returned None."""
 
     def is_writable(self) -> bool:
-        """Whether it is worth while to copy blocks for `put`."""
+        """Return whether `put` can succeed now; otherwise no block is copied for it."""
 
     def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
-        """Keep a block, wholly or not at all; `data` is the caller's again afterwards."""
+        """Store a block completely or not at all; `data` must not be used after the call returned."""
 
     def get(self, key: Key, into: memoryview) -> Got:
-        """Fill `into`, whose length is the block's. `LOADED` means these bytes were put under this key, verified."""
+        """Fill `into`, whose length is the block's. `LOADED` means: verified bytes that were put under this key."""
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Forget keys. In memory at once, also those that are being put; elsewhere later."""
+        """Remove keys: at once from memory, also those that are being put; later from the medium."""
 
     def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
-        """Forget everything, or what matching requests stored, for good; no `put` or `get` runs meanwhile.
+        """Remove everything, or what matching requests stored, durably. No `put` or `get` runs meanwhile.
 
         Raises `Interrupted` once `stop` turns true half-way.
         """
 
     def tend(self, stop: Callable[[], bool]) -> None:
-        """Keep house: called about once a second. Raises `Interrupted` once `stop` turns true half-way."""
+        """Do housekeeping. Called about once a second. Raises `Interrupted` once `stop` turns true half-way."""
 
     def health(self) -> Sequence[str]:
-        """Why it does less than it should."""
+        """Return what impairs the store, one reason an item."""
 
     def size(self) -> StoreSize:
-        """What it holds now."""
+        """Return what the store holds now."""
 
     def close(self) -> None:
-        """Let go of what is open; no other call runs, or follows."""
+        """Release all resources. No other call runs or follows."""

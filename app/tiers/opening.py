@@ -1,4 +1,4 @@
-"""Opening the tiers that TIERS names: each is probed within its time, or the process refuses to start."""
+"""Opening and closing of the tiers of the setting TIERS. Each is opened within its `timeout_s`, or start is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvferry.app.settings.tiers import TierSettings, load_type
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.app.settings.tiers import TierSettings, TierType, load_type
+from kvferry.app.tiers.queued import QueuedTier
 from kvferry.core.tiers import SlotBytes, Tier, TierContext, TierRefused
+from kvferry.cuda_ops.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
 
@@ -24,12 +29,11 @@ def open_tiers(
     *,
     engine: str,
 ) -> dict[str, Tier]:
-    """The tiers by name, in the order of the setting. Raises `TierRefused`; what was opened before is closed then."""
+    """Return the tiers by name, in the order of the setting. Raises `TierRefused` after closing those opened before."""
     if entries and fingerprint.get("revision", "none needed") is None:
         raise TierRefused(
             "KVFERRY_TIERS: nothing says which weights the model has, so a tier could bring another revision's "
-            "blocks; leave "
-            "KVFERRY_TIERS out, or set the model to a local folder"
+            "blocks; leave KVFERRY_TIERS out, or set the model to a local folder"
         )
     tiers: dict[str, Tier] = {}
     try:
@@ -44,7 +48,7 @@ def open_tiers(
 
 
 def check_tiers(entries: Sequence[TierSettings]) -> None:
-    """Raise `TierRefused` for a tier that could not be opened, where its type can know without opening one."""
+    """Raise `TierRefused` for a tier that could not be opened, if its type has a `check` for that."""
     for entry in entries:
         check = getattr(load_type(entry.type), "check", None)
         if check is not None:
@@ -52,26 +56,33 @@ def check_tiers(entries: Sequence[TierSettings]) -> None:
 
 
 def close_tiers(tiers: Mapping[str, Tier]) -> None:
-    """Have every tier stop; one that cannot must not keep the others from it."""
+    """Close every tier, also after one that raises."""
     for name, tier in tiers.items():
         try:
             tier.close(CLOSE_S)
-        except Exception:  # noqa: BLE001 - it is the tier's own code, and we are going
-            _log.exception("tier %s did not close cleanly", name)
+        except Exception:  # noqa: BLE001 - the other tiers are closed all the same
+            _log.exception("tier %s: close raised", name)
+
+
+def _open(kind: TierType, entry: TierSettings, context: TierContext) -> Tier:
+    """Open a tier, behind a queue unless its type declares that its calls do not block."""
+    if getattr(kind, "nonblocking", False) is True:
+        return kind(entry, context)
+    return QueuedTier(lambda inner_context: kind(entry, inner_context), context, entry.level)
 
 
 def _open_within(entry: TierSettings, context: TierContext) -> Tier:
-    """Open one tier, on a thread that is left behind if it does not answer: a disk may hang, and we must not."""
+    """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`."""
     kind = load_type(entry.type)
     answers: queue.SimpleQueue[Tier | Exception] = queue.SimpleQueue()
     decided = threading.Lock()
 
     def run() -> None:
         try:
-            answer: Tier | Exception = kind(entry, context)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits
+            answer: Tier | Exception = _open(kind, entry, context)
+        except Exception as error:  # noqa: BLE001 - raised again by the waiting thread
             answer = error
-        # Whoever comes first, this thread or the one that gives up, takes the lock; late, a tier is ours to close.
+        # The lock is taken once: by this thread, or by the waiting one when its time is over.
         if decided.acquire(blocking=False):
             answers.put(answer)
         elif not isinstance(answer, Exception):
@@ -84,8 +95,7 @@ def _open_within(entry: TierSettings, context: TierContext) -> Tier:
         if decided.acquire(blocking=False):
             raise TierRefused(
                 f"KVFERRY_TIERS: tier {entry.name} did not open within timeout_s={entry.timeout_s:g} s: see whether "
-                "its disk "
-                "or server answers, or give it more time"
+                "its disk or server answers, or give it more time"
             ) from None
         answer = answers.get(timeout=CLOSE_S)
     if isinstance(answer, TierRefused):
@@ -96,3 +106,56 @@ def _open_within(entry: TierSettings, context: TierContext) -> Tier:
             "documentation"
         ) from answer
     return answer
+
+
+class PoolSlots:
+    """The host pool as a `kvferry.core.tiers.SlotBytes`. A block has a part of equal size on each rank, in their order."""
+
+    def __init__(self, pool: HostPool, before_access: Callable[[int], None] | None = None) -> None:
+        """`before_access` is called with each slot before its bytes are returned, on the tier's thread."""
+        self._pool = pool
+        self._before_access = before_access
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """See `kvferry.core.tiers.SlotBytes`. Raises `ValueError` for a length that is no block's."""
+        part_bytes, rest = divmod(num_bytes, self._pool.num_ranks)
+        if rest or not 0 <= part_bytes <= self._pool.slot_bytes:
+            raise ValueError(
+                f"{num_bytes} bytes are no block of {self._pool.num_ranks} ranks with slots of {self._pool.slot_bytes}"
+            )
+        if self._before_access is not None:
+            self._before_access(slot)
+        return [part[:part_bytes] for part in self._pool.row(slot)]
+
+
+class TierNews:
+    """Notification that tiers may have results, for threads other than the engine's. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """Number of notifications; read before polling the tiers, and passed to `wait`."""
+        return self._count
+
+    def tell(self) -> None:
+        """Notify all waiting threads."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def telling(self, also: Callable[[], None]) -> Callable[[], None]:
+        """Return a callback for tiers that calls `also` and notifies."""
+
+        def on_finished() -> None:
+            also()
+            self.tell()
+
+        return on_finished
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        """Wait until there have been more than `count` notifications, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count > count, timeout_s)

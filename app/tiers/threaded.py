@@ -1,8 +1,8 @@
-"""A tier that runs a block store on threads of its own, so that whatever its calls do, nobody else waits for them.
+"""Tier that runs a block store on threads, so that a call that blocks delays no other thread.
 
-Each thread moves one block at a time through a buffer of its own: between that buffer and a slot it copies under a
-guard, in small pieces; between the buffer and the store it may hang for ever. Whoever cancels a job takes every guard
-once, and from then on no thread touches that job's slots.
+Each thread moves one block at a time through a buffer of its own. It copies between buffer and slot under a guard, in
+small pieces; calls of the store use the buffer alone and may hang. Canceling a job acquires every guard once, after
+which no thread accesses the job's slots.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvferry.app.seldom import SeldomLogger
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
-from kvferry.app.tiers.jobs import JobKind, JobQueue, OpenJob, Work
+from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Work
 from kvferry.core.keys import Key
 from kvferry.core.origins import Origin, OriginMatch
 from kvferry.core.policy import Level
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 TEND_S = 1.0
 _COPY_BYTES = 256 << 10
-"""A piece of a slot that is copied under a guard, in some 50 microseconds: what `cancel` may have to wait for."""
+"""Bytes of a slot copied under a guard, in some 50 microseconds: `cancel` waits for one such piece at most."""
 _IDLE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One thread, what it works on since when, and the guard that it holds while it touches a slot."""
+    """A thread, its work and when that began, and the guard that it holds while it accesses a slot."""
 
     thread: threading.Thread | None = None
     guard: threading.Lock = field(default_factory=threading.Lock)
@@ -49,7 +49,7 @@ class _Worker:
 
 
 class _Done(NamedTuple):
-    """What became of a piece of work. A look-up has its answers; a block has an outcome, unless it was canceled."""
+    """Result of a piece of work: the answers of a look-up, or the outcome of a block that was not canceled."""
 
     outcome: Outcome | None = None
     num_bytes: int = 0
@@ -59,6 +59,9 @@ class _Done(NamedTuple):
 
 class ThreadedTier:
     """A `kvferry.core.tiers.Tier` of a `BlockStore`, which it owns."""
+
+    nonblocking: ClassVar[bool] = True
+    """The engine thread calls it directly. A subclass whose own methods may block sets this to False."""
 
     def __init__(self, store: BlockStore, settings: ThreadedSettings, context: TierContext) -> None:
         self._store = store
@@ -83,11 +86,11 @@ class ThreadedTier:
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: TierRequest) -> Level:
-        """See `kvferry.core.tiers.Tier`: what the settings say, for every request."""
+        """See `kvferry.core.tiers.Tier`: the level of the settings, for every request."""
         return self._settings.level
 
     def on_request_finished(self, request_id: str) -> None:
-        """Nothing is remembered of a request."""
+        """Do nothing: the tier has no state of requests."""
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `kvferry.core.tiers.Tier`."""
@@ -96,7 +99,7 @@ class ThreadedTier:
         self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
 
     def store(self, job: TierJob) -> None:
-        """See `Tier` in core. While every thread hangs, or the store cannot be written, blocks are dropped."""
+        """See `kvferry.core.tiers.Tier`. Drops blocks while all threads hang or the store is not writable."""
         found = None if self._is_shut() else self._store.glance(job.keys)
         ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
         wanted = np.flatnonzero(~ok).tolist()
@@ -115,16 +118,16 @@ class ThreadedTier:
     def cancel(self, number: int) -> None:
         """See `kvferry.core.tiers.Tier`."""
         if self._queue.cancel(number):
-            self._pass_guards()
+            self._wait_for_copies()
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `kvferry.core.tiers.Tier`."""
         self._store.drop(keys)
 
     def reset(self, number: int, match: OriginMatch | None) -> None:
-        """See `kvferry.core.tiers.Tier`. The tier is shut until the store, left alone with it, has carried it out."""
+        """See `kvferry.core.tiers.Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
         jobs = self._queue.begin_reset(number, match)
-        self._pass_guards()
+        self._wait_for_copies()
         self._queue.fail(jobs)
         self._reset_asked.set()
 
@@ -168,9 +171,9 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `kvferry.core.tiers.Tier`. A thread that still hangs is left behind, with what it has open."""
+        """See `kvferry.core.tiers.Tier`. A thread that hangs is left behind, and the store is not closed then."""
         self._queue.close()
-        self._pass_guards()
+        self._wait_for_copies()
         self._reset_asked.set()
         deadline_s = time.monotonic() + timeout_s
         threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
@@ -178,14 +181,14 @@ class ThreadedTier:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
         num_alive = sum(thread.is_alive() for thread in threads)
         if num_alive:
-            _log.warning("tier %s: %d threads hang, and are left behind", self._context.name, num_alive)
+            _log.warning("tier %s: threads left behind in calls that hang: %d", self._context.name, num_alive)
         else:
             self._store.close()
 
     # --- the threads --------------------------------------------------------------------------------------------
 
     def _start_threads(self, again: bool) -> None:
-        """Start the threads that do not run. What a dead one worked on has failed."""
+        """Start the threads that do not run, and fail the work of dead ones."""
         if not self._starting.acquire(blocking=False):
             return
         try:
@@ -197,7 +200,7 @@ class ThreadedTier:
                 if work is not None and work.job.kind is not JobKind.LOOK_UP:
                     self._count(Outcome.FAILED, 1)
                 worker.thread = threading.Thread(
-                    target=self._keep_house if worker is self._housekeeper else self._serve,
+                    target=self._run_housekeeping if worker is self._housekeeper else self._serve,
                     args=(worker, again),
                     name=f"kvferry-tier-{self._context.name}",
                     daemon=True,
@@ -208,7 +211,7 @@ class ThreadedTier:
 
     def _serve(self, worker: _Worker, again: bool) -> None:
         """Carry out one piece of work after another."""
-        self._say_again(again)
+        self._log_restart(again)
         stage = np.empty(self._context.slot_bytes, dtype=np.uint8)
         while not self._queue.is_closed:
             work = self._queue.take(worker, _IDLE_S)
@@ -216,14 +219,14 @@ class ThreadedTier:
                 continue
             worker.since_s, worker.work = time.monotonic(), work
             try:
-                done = self._carry_out(work, worker, stage)
-            except Exception as error:  # noqa: BLE001 - whatever it was, this block failed and the tier goes on
-                self._complain(f"a {work.job.kind.name.lower().replace('_', '-')} failed", error)
+                done = self._do_work(work, worker, stage)
+            except Exception as error:  # noqa: BLE001 - this block failed, the tier continues
+                self._log_error(f"a {work.job.kind.name.lower().replace('_', '-')} failed", error)
                 done = _Done(Outcome.FAILED, found=[False] * len(work.job.keys))
             worker.work = None
             self._end(worker, work, done)
 
-    def _carry_out(self, work: Work, worker: _Worker, stage: NDArray[np.uint8]) -> _Done:
+    def _do_work(self, work: Work, worker: _Worker, stage: NDArray[np.uint8]) -> _Done:
         job, place = work
         if job.blocks is None:
             found = self._store.find(job.keys)
@@ -244,24 +247,24 @@ class ThreadedTier:
             return _Done()
         return _Done(got.outcome, num_bytes, got.origin)
 
-    def _keep_house(self, worker: _Worker, again: bool) -> None:
-        """Have the store look after itself every second, and carry out resets."""
-        self._say_again(again)
+    def _run_housekeeping(self, worker: _Worker, again: bool) -> None:
+        """Run the store's housekeeping every second, and resets when requested."""
+        self._log_restart(again)
         while not self._queue.is_closed:
-            for what, chore in (("housekeeping", self._tend), ("a reset", self._carry_out_resets)):
+            for what, chore in (("housekeeping", self._tend), ("a reset", self._do_resets)):
                 try:
                     chore()
                 except Interrupted:
                     continue
-                except Exception as error:  # noqa: BLE001 - it is tried again, and the store's health says why
-                    self._complain(f"{what} failed, and will be tried again", error)
+                except Exception as error:  # noqa: BLE001 - tried again; the store's health has the reason
+                    self._log_error(f"{what} failed and is tried again", error)
             self._reset_asked.wait(TEND_S)
             self._reset_asked.clear()
 
     def _tend(self) -> None:
         self._store.tend(lambda: self._queue.is_closed or self._queue.next_reset is not None)
 
-    def _carry_out_resets(self) -> None:
+    def _do_resets(self) -> None:
         while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:
             if not self._queue.wait_idle(TEND_S):
                 return
@@ -272,19 +275,19 @@ class ThreadedTier:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _is_shut(self) -> bool:
-        """Whether nothing can be taken on: a reset is under way, or every thread hangs."""
+        """Return whether no job is accepted: a reset is open, or all threads hang."""
         if self._queue.next_reset is not None:
             return True
         now_s = time.monotonic()
         return all(self._hung_s(worker, now_s) for worker in self._workers)
 
     def _hung_s(self, worker: _Worker, now_s: float) -> float:
-        """For how long a thread has hung in one call, 0 if it does not."""
+        """Return for how long a thread has hung in one call, 0 if it does not."""
         busy_s = now_s - worker.since_s if worker.work is not None else 0.0
         return busy_s if busy_s > self.timeout_s else 0.0
 
-    def _pass_guards(self) -> None:
-        """Return once no thread is inside a copy that began before."""
+    def _wait_for_copies(self) -> None:
+        """Wait until every copy has ended that began before this call."""
         for worker in self._workers:
             with worker.guard:
                 continue
@@ -302,11 +305,11 @@ class ThreadedTier:
             self._counts[outcome] += count
             self._bytes[outcome] += num_bytes
 
-    def _say_again(self, again: bool) -> None:
+    def _log_restart(self, again: bool) -> None:
         if again:
-            _log.error("tier %s: a thread died and was started again", self._context.name)
+            _log.error("tier %s: dead thread was started again", self._context.name)
 
-    def _complain(self, what: str, error: Exception) -> None:
+    def _log_error(self, what: str, error: Exception) -> None:
         key = f"{what} {type(error).__name__}"
         self._seldom.log(logging.ERROR, key, "tier %s: %s", self._context.name, what, exc_info=error)
 
@@ -314,7 +317,7 @@ class ThreadedTier:
 def _copy(
     job: OpenJob, guard: threading.Lock, views: Sequence[NDArray[np.uint8]], staged: NDArray[np.uint8], *, to_slot: bool
 ) -> bool:
-    """Copy between a slot and a thread's buffer, piece by piece; False if the job was canceled meanwhile."""
+    """Copy between a slot and a thread's buffer, piece by piece; return False if the job was canceled meanwhile."""
     start = 0
     for view in views:
         for offset in range(0, len(view), _COPY_BYTES):

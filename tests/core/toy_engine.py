@@ -56,6 +56,7 @@ class ToyEngine(ToySchedule):
         store_mode: StoreMode = StoreMode.EAGER,
         watermark_blocks: int = 64,
         tiers: Sequence[str] = (),
+        open_tier: Callable[[ToyEngine], Any] = ToyTier,
         extent_slots: int = 1,
         max_slots: int = 0,
     ) -> None:
@@ -72,7 +73,7 @@ class ToyEngine(ToySchedule):
         self.device = ToyDevice(num_blocks, num_workers, null_block)
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
         self.now_s = 1000.0
-        self.tiers = {name: ToyTier(self) for name in tiers}
+        self.tiers = {name: open_tier(self) for name in tiers}
         self.offload = OffloadScheduler(
             self.manager,
             self.policies,

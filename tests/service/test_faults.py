@@ -58,7 +58,7 @@ PATCHED = {
         "recency", "recovered", "request_views", "requests", "resets", "resize", "room", "scheduler", "slots", "stores",
         "tier_links", "tier_sessions", "tier_side",
     ),
-    "kvferry.app.tiers": ("jobs", "news", "pool_slots", "threaded", "files.folder", "files.index", "files.store"),
+    "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
     "kvferry.app.store": (
         "database", "history", "intents", "journal", "name_claim", "projection", "queries", "queue", "sums", "trim",
     ),

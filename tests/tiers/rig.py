@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore
-from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.fs import FileTier
+from kvferry.app.tiers.queued import JobInProgress, QueuedTier
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.keys import Key, make_keys
 from kvferry.core.origins import Origin, OriginMatch
 from kvferry.core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
+from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.reference import ReferenceTier
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
 from tests.waiting import wait_until
@@ -88,6 +91,13 @@ class Rig:
         assert isinstance(result, TierResetResult)
         return result
 
+    def cancel(self, number: int) -> None:
+        """Cancel a job and return once its slots are free: at once, or when a job in progress has ended."""
+        try:
+            self.tier.cancel(number)
+        except JobInProgress:
+            self.wait(number)
+
     def wait_tended(self) -> None:
         """Wait until housekeeping has been at whatever was dropped before."""
         last = [make_keys([next(self.numbers).to_bytes(32, "big")], 99)[0]]
@@ -121,14 +131,33 @@ def reference_rig(num_slots: int = 16) -> Rig:
     return Rig(slots, lambda context: ReferenceTier(slots, lambda: now_s), turn)
 
 
+def queued_rig(make: Callable[[TierContext], Tier] | None = None, num_slots: int = 16, **options: Any) -> Rig:
+    """A queued tier around another one, by default a reference tier whose clock stands still."""
+    slots = SlotArray(num_slots)
+
+    def open_tier(context: TierContext) -> Tier:
+        return ReferenceTier(slots, lambda: 0.0) if make is None else make(context)
+
+    return Rig(slots, lambda context: QueuedTier(open_tier, context, **options), _nothing)
+
+
 def _nothing() -> None:
     return
 
 
+def dictionary_tier(context: TierContext) -> Tier:
+    """A threaded tier of a dictionary."""
+    return _threaded_tier(DictionaryStore(), context)
+
+
 def threaded_rig(store: BlockStore, num_slots: int = 16, num_ranks: int = 1, **settings: object) -> Rig:
-    given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 3} | settings
     slots = SlotArray(num_slots, num_ranks=num_ranks)
-    return Rig(slots, lambda context: ThreadedTier(store, ThreadedSettings(**given), context), _nothing)  # type: ignore[arg-type]
+    return Rig(slots, lambda context: _threaded_tier(store, context, **settings), _nothing)
+
+
+def _threaded_tier(store: BlockStore, context: TierContext, **settings: object) -> Tier:
+    given = {"type": "bench", "name": "bench", "max_bytes": 1 << 40, "threads": 3} | settings
+    return ThreadedTier(store, ThreadedSettings(**given), context)  # type: ignore[arg-type]
 
 
 def file_rig(

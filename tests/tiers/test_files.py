@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.origins import Origin, OriginMatch
 from kvferry.core.tiers import TierRefused

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.app.tiers.files.index import FileIndex, Verdict
+from kvferry.app.tiers.fs.index import FileIndex, Verdict
 from kvferry.core.index import KeyIndex
 
 names = st.integers(0, 19).map(lambda number: bytes([number]) * 3)

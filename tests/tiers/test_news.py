@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from kvferry.app.tiers.news import TierNews
+from kvferry.app.tiers.opening import TierNews
 from tests.tiers.rig import WAIT_S
 
 

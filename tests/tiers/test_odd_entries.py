@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.tiers.files.folder import Folder
+from kvferry.app.tiers.fs.folder import Folder
 from kvferry.core.origins import OriginMatch
 from tests.tiers.mounts import unwritable
 from tests.tiers.rig import WAIT_S, Rig, file_rig
@@ -277,7 +277,7 @@ def test_write_when_files_are_closed_meanwhile_is_no_error(path: Path, monkeypat
     advise = os.posix_fadvise
 
     def advise_late(fd: int, offset: int, length: int, advice: int) -> None:
-        folder.let_go_of_all()
+        folder.close_written()
         advise(fd, offset, length, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", advise_late)

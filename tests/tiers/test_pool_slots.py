@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.app.tiers.pool_slots import PoolSlots
+from kvferry.app.tiers.opening import PoolSlots
 from kvferry.cuda_ops.host_pool import HostPool
 
 

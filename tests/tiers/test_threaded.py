@@ -228,7 +228,7 @@ def test_background_threads_are_supervised_a_dead_one_shows_and_is_restarted(
         assert list(rig.wait(number).ok) == [False] * 3
         rig.wait_healthy()
         wait_until(lambda: len(caplog.records) == 3, "said so", WAIT_S)
-    assert {record.getMessage() for record in caplog.records} == {"tier bench: a thread died and was started again"}
+    assert {record.getMessage() for record in caplog.records} == {"tier bench: dead thread was started again"}
     assert rig.store(keys_of(range(3))) == [True] * 3
     assert rig.tier.counts().failed == 3
 
@@ -281,7 +281,7 @@ def test_close_waits_no_longer_than_it_may_for_a_thread_that_hangs(
     hang(rig, store)
     rig.tier.close(0.05)
     assert not store.closed, "what a thread may still use stays open"
-    assert "3 threads hang, and are left behind" in caplog.text
+    assert "threads left behind in calls that hang: 3" in caplog.text
     rig.slots.wipe()
     store.gate.set()
     for worker in rig.tier._workers:

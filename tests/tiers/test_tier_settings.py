@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from kvferry.app.settings import BadSettings, Settings
 from kvferry.app.settings.reference import settings_markdown
 from kvferry.app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
-from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.policy import Level
 from kvferry.core.tiers import TierRefused
@@ -164,7 +164,9 @@ def test_types_of_others_come_from_entry_points(acme: Any) -> None:
     assert isinstance(entry, acme.Good.Settings)
     tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert list(tiers) == ["far"]
-    assert isinstance(tiers["far"], acme.Good)
+    assert len(acme.Good.opened) == 1
+    tiers["far"].close(WAIT_S)
+    assert acme.Good.opened[0].closed
 
 
 def test_secrets_of_a_tier_never_show(acme: Any) -> None:

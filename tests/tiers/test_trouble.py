@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.tiers.files import FileTier
+from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.tiers import TierRefused
 from tests.tiers.mounts import disk, frozen, mounted, tmpfs, unwritable

@@ -1,12 +1,12 @@
-"""The folder of a file system tier: its layout, its lock, and every call that touches the disk.
+"""Folder of a file system tier: its layout, its lock, all disk access, and the meaning of its errors.
 
     lock              held while a process uses the folder: there is one at a time
     tmp/              files that are being written; what lies here at start is an orphan, and goes
     blocks/           <namespace>/<3 hex digits of the key>/<hex of the key>, complete files only
     trash/            what resets dropped, while it is being deleted
 
-Everything is reached through the folder as it was opened, not by its path: when it is moved, deleted or covered by a
-mount, nothing is ever written elsewhere. Files are not flushed to the medium; a checksum tells what a power cut left.
+Everything is accessed relative to the folder as it was opened, not by path: when it is moved, deleted or covered by a
+mount, nothing is written elsewhere. Files are not flushed to the medium; checksums find what a power cut damaged.
 """
 
 from __future__ import annotations
@@ -20,27 +20,75 @@ import stat
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.app.tiers.block_store import Interrupted
-from kvferry.app.tiers.files.format import BadFile
-from kvferry.app.tiers.files.index import Name
-from kvferry.app.tiers.files.trouble import is_of_whole
+from kvferry.app.tiers.fs.format import BadFile
+from kvferry.app.tiers.fs.index import Name
 
 NAMESPACE_BYTES = 8
 _SHARD_DIGITS = 3
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Opening a named pipe that somebody put in the place of a file would hang.
+# Without O_NONBLOCK, opening a named pipe in the place of a file would hang.
 _OPEN_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _RECENT_FILES = 16
 _PER_FILE_BYTES = 512
-"""What the inode and the folder's entry of a file take."""
+"""Estimate for the inode and the directory entry of a file."""
+
+
+class Trouble(Enum):
+    """State of a folder that cannot be written, or cannot be read either."""
+
+    FULL = "full"
+    UNWRITABLE = "unwritable"
+    GONE = "gone"
+    BROKEN = "broken"
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether existing files can be read."""
+        return self in (Trouble.FULL, Trouble.UNWRITABLE)
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_OF_WHOLE = frozenset(
+    (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+)
+_KINDS = dict.fromkeys((*_NO_SPACE, errno.EFBIG), Trouble.FULL)
+_KINDS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Trouble.UNWRITABLE)
+_KINDS |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), Trouble.GONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A trouble, and the system's error text."""
+
+    trouble: Trouble
+    text: str
+
+
+def is_no_space(error: OSError) -> bool:
+    """Return whether deleting files may help."""
+    return error.errno in _NO_SPACE
+
+
+def is_of_whole(error: OSError) -> bool:
+    """Return whether an error concerns the whole folder; others may concern only the entry where they occurred."""
+    return error.errno in _OF_WHOLE
+
+
+def diagnose(error: OSError) -> Diagnosis:
+    """Return the trouble that an error means."""
+    text = os.strerror(error.errno) if error.errno else str(error)
+    return Diagnosis(_KINDS.get(error.errno or 0, Trouble.BROKEN), text)
 
 
 OnSkipped = Callable[[str, OSError], None]
-"""Called with an entry that is left out, and why."""
+"""Called with an entry that is skipped, and the reason."""
 
 
 class FolderInUse(Exception):
@@ -48,9 +96,9 @@ class FolderInUse(Exception):
 
 
 class FoundFile(NamedTuple):
-    """A file of a block that lies in the folder. `used_s` is when it was written or read last.
+    """A file found in the folder. `used_s` is when it was written or read last.
 
-    What is not `is_plain` only has the name of one, and holds no block.
+    An entry that is not `is_plain` has the name of a block's file, and holds no block.
     """
 
     name: Name
@@ -60,7 +108,7 @@ class FoundFile(NamedTuple):
 
 
 class Folder:
-    """An open folder. Its calls take as long as the disk does, and raise `OSError`."""
+    """An open folder. All methods may block on the disk, and raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
         """Create and lock it. Raises `FolderInUse` too."""
@@ -68,7 +116,7 @@ class Folder:
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._recent: deque[int] = deque()
-        # Not closed while a thread may still use it: one that hangs in a call keeps this object.
+        # Not closed while a thread hangs in a call, which holds a reference to this object.
         self._closer = weakref.finalize(self, _close, self._root, self._recent)
         self._closer.atexit = False
         self._lock: int | None = _lock(self._root)
@@ -83,18 +131,18 @@ class Folder:
         self._numbers = itertools.count()
 
     def unlock(self) -> None:
-        """Let another process, or another object of ours, open the folder."""
+        """Release the lock, so that another process or object can open the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def close(self) -> None:
-        """Let go of everything; nobody uses it any more."""
+        """Close everything. No other call runs or follows."""
         self.unlock()
         self._closer()
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the folder that was opened."""
+        """Return whether the path still leads to the folder that was opened."""
         try:
             there, ours = os.stat(self.path), os.fstat(self._root)
         except FileNotFoundError:
@@ -102,19 +150,19 @@ class Folder:
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def size_on_disk(self, num_bytes: int) -> int:
-        """What a file of so many bytes takes."""
+        """Return the bytes that a file of this length takes on the disk."""
         return -(-num_bytes // self._page_bytes) * self._page_bytes + _PER_FILE_BYTES
 
     # --- files --------------------------------------------------------------------------------------------------
 
     def write(self, name: Name, write: Callable[[int], None]) -> None:
-        """Have a file written under a temporary name, and then named; it is there wholly or not at all."""
+        """Write a file under a temporary name and rename it, so that it exists completely or not at all."""
         temporary = self._temporary()
         fd = self._create(temporary)
         try:
             try:
                 write(fd)
-                # The kernel starts to write what it will be asked to forget when the file is closed.
+                # Starts the write-back of pages that are dropped from the page cache when the file is closed.
                 _forget_pages(fd)
             except BaseException:
                 os.close(fd)
@@ -126,7 +174,7 @@ class Folder:
             raise
 
     def open(self, name: Name) -> int:
-        """Open a file to read. Raises `FileNotFoundError`, and `BadFile` for what is no plain file."""
+        """Open a file for reading. Raises `FileNotFoundError`, and `BadFile` for anything but a plain file."""
         try:
             return os.open(_path_of(name), _OPEN_FILE, dir_fd=self._root)
         except OSError as error:
@@ -135,23 +183,23 @@ class Folder:
             raise
 
     def note_read(self, fd: int) -> None:
-        """A file was used: it is younger now, and its block, being in the pool, need not be in the page cache too."""
+        """Record the use of a file, and drop it from the page cache: its block is in the pool now."""
         _forget_pages(fd)
         # Only the order of eviction after a restart depends on it.
         with contextlib.suppress(OSError):
             os.utime(fd)
 
     def delete(self, name: Name) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
         self._unlink(_path_of(name))
 
-    def let_go_of_all(self) -> None:
-        """Close the files that were written last: deleted ones take space for as long as they are open."""
+    def close_written(self) -> None:
+        """Close the files that were written last: deleted files take space while they are open."""
         while self._recent:
             self._close_oldest()
 
     def probe(self, num_bytes: int, namespace: bytes) -> None:
-        """Raise what keeps a block of so many bytes from being written to a namespace, and read, now."""
+        """Raise `OSError` if a block of this length cannot be written to a namespace now."""
         self._make("blocks")
         place = f"blocks/{namespace.hex()}"
         self._make(place)
@@ -169,7 +217,7 @@ class Folder:
     # --- all of it ----------------------------------------------------------------------------------------------
 
     def sweep(self, skipped: OnSkipped) -> int:
-        """Delete the temporary files that a dead process left behind, and say how many there were."""
+        """Delete the temporary files of a dead process, and return their number."""
         count = 0
         for name, _ in self._list("tmp", skipped):
             try:
@@ -180,7 +228,7 @@ class Folder:
         return count
 
     def scan(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[list[FoundFile]]:
-        """Every file of a block, one folder's at a time. Raises `Interrupted`."""
+        """Yield all files of blocks, one folder at a time. Raises `Interrupted`."""
         for namespace, _ in self._list("blocks", skipped):
             if not _is_hex(namespace, 2 * NAMESPACE_BYTES):
                 continue
@@ -199,17 +247,17 @@ class Folder:
                 ]
 
     def discard_all(self) -> None:
-        """Make every block unfindable, for good, in one step."""
+        """Move all blocks to the trash, durably and in one step."""
         self._make("trash")
         try:
             os.rename("blocks", f"trash/{self._session}-{next(self._numbers)}", **self._here)
         except FileNotFoundError:
-            # Somebody else deleted them.
+            # The folder was deleted from outside.
             pass
         self._make("blocks")
 
     def empty_trash(self, stop: Callable[[], bool], skipped: OnSkipped) -> Iterator[int]:
-        """Delete what was discarded, a file a step, saying what it took. Raises `Interrupted`."""
+        """Delete the trash, and yield the bytes of each file deleted. Raises `Interrupted`."""
         for path, status in self._walk("trash", skipped):
             if stop():
                 raise Interrupted
@@ -281,7 +329,7 @@ class Folder:
             return
 
     def _list(self, path: str, skipped: OnSkipped) -> list[tuple[str, os.stat_result]]:
-        """What lies in a folder; nothing if it is none."""
+        """Return the entries of a folder; none if it does not exist or is no folder."""
         try:
             fd = os.open(path, _OPEN_DIR, dir_fd=self._root)
         except OSError as error:
@@ -302,7 +350,7 @@ class Folder:
         return found
 
     def _walk(self, path: str, skipped: OnSkipped) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below a folder; what is in one comes before it. As deep as paths can be."""
+        """Yield everything below a folder, the content of a folder before the folder itself."""
         todo = [(f"{path}/{name}", status, False) for name, status in self._list(path, skipped)]
         while todo:
             below, status, is_listed = todo.pop()

@@ -1,7 +1,7 @@
-"""One block as a file: a head, the block's bytes, and whom it came from; with a checksum over all of it.
+"""File format of one block: header, bytes of the block, origin, with a checksum over all of them.
 
-The checksum's seed is made from all but the bytes, and from key and namespace, so that a file that was renamed, or
-copied from another model's folder, verifies as little as one that was cut or overwritten.
+The seed of the checksum covers key, namespace and everything but the bytes, so that a file that was renamed or copied
+from another model's folder does not verify.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from kvferry.core.keys import Key
 from kvferry.core.origins import Origin
 
 _HEAD = struct.Struct("<8sIIQQ")
-"""Magic and version, nothing, length of the origin, length of the bytes, checksum."""
+"""Magic and version, reserved, length of the origin, length of the bytes, checksum."""
 _MAGIC = b"kvferry\x01"
 _MAX_ORIGIN_BYTES = 1 << 16
 
 
 class BadFile(Exception):
-    """A file that does not hold what its name says."""
+    """A file that does not hold the block that its name says."""
 
 
 def file_bytes(num_bytes: int, origin: bytes) -> int:
-    """Length of the file of a block."""
+    """Return the length of a block's file."""
     return _HEAD.size + num_bytes + len(origin)
 
 
 def pack_origin(origin: Origin) -> bytes:
-    """An origin as it stands in a file; nothing where it would be too long."""
+    """Return an origin as stored in a file; empty if it would be too long."""
     packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
     return packed if len(packed) <= _MAX_ORIGIN_BYTES else b""
 
@@ -52,7 +52,7 @@ def write_block(fd: int, namespace: bytes, key: Key, data: memoryview, origin: b
 
 
 def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Origin | None:
-    """Read a block that is as long as `into`, and say whom it came from. Raises `BadFile` and `OSError`."""
+    """Read a block of the length of `into`, and return its origin. Raises `BadFile` and `OSError`."""
     origin_bytes = _check_regular(fd) - _HEAD.size - len(into)
     if not 0 <= origin_bytes <= _MAX_ORIGIN_BYTES:
         raise BadFile("its length is wrong")
@@ -67,7 +67,7 @@ def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Origin 
 
 
 def read_origin(fd: int) -> Origin | None:
-    """Whom a file's block came from, without reading the block. Raises `BadFile` and `OSError`."""
+    """Read the origin of a block without its bytes. Raises `BadFile` and `OSError`."""
     length = _check_regular(fd)
     head = bytearray(_HEAD.size)
     _read_all(fd, [memoryview(head)], 0)
@@ -86,7 +86,7 @@ def _checksum(namespace: bytes, key: Key, data: memoryview, origin: bytes) -> in
 
 
 def _check_regular(fd: int) -> int:
-    """The length of a file, which must be a plain one."""
+    """Return the length of a file. Raises `BadFile` if it is no plain file."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise BadFile("it is no plain file")
@@ -94,7 +94,7 @@ def _check_regular(fd: int) -> int:
 
 
 def _read_all(fd: int, pieces: Sequence[memoryview], start: int) -> None:
-    """Fill every piece, one behind the other, from `start` on."""
+    """Fill all pieces in order, from offset `start` on."""
     left = [piece for piece in pieces if len(piece)]
     while left:
         num_read = os.preadv(fd, left, start)
@@ -114,4 +114,4 @@ def _unpack_origin(packed: bytes) -> Origin | None:
         request_id, tenant, lora, aliases = json.loads(packed)
         return Origin(request_id, tenant, lora, tuple(aliases))
     except (ValueError, TypeError) as error:
-        raise BadFile("it does not say whom its block came from") from error
+        raise BadFile("its origin cannot be read") from error

@@ -39,14 +39,14 @@ class Verdict(Enum):
 
 
 class Room(NamedTuple):
-    """The answer to a wish to write a file. `victims` must be deleted first, and reported with `deleted`."""
+    """Answer to `begin`. `victims` must be deleted before the file is written, and reported with `deleted`."""
 
     verdict: Verdict
     victims: Sequence[Name] = ()
 
 
 class FileIndex:
-    """Names of files, least recently used first. Every method may be called from any thread."""
+    """Names of files in order of last use, with their sizes. Thread-safe."""
 
     def __init__(self, max_bytes: int, smallest_bytes: int) -> None:
         """At most `max_bytes`, and no more files than of `smallest_bytes` would fit."""
@@ -77,16 +77,16 @@ class FileIndex:
 
     @property
     def num_bytes(self) -> int:
-        """What the files take that can be read."""
+        """Bytes of the files that can be read."""
         return self._held_bytes
 
     def find(self, names: Sequence[Name]) -> list[bool]:
-        """Which files can be read."""
+        """Return which files can be read."""
         with self._lock:
             return [entry >= 0 for entry in self._find(names).tolist()]
 
     def begin(self, name: Name, num_bytes: int) -> Room:
-        """Ask to write a file. Once granted, `commit` or `abort` must follow. A file that is there counts as used."""
+        """Reserve space for a file. Once granted, `commit` or `abort` must follow. An existing file counts as used."""
         with self._lock:
             if self._touch(name):
                 return Room(Verdict.PRESENT)
@@ -96,14 +96,14 @@ class FileIndex:
             excess_files = self._order.num_live + len(self._writing) + 1 - self._capacity
             if excess_bytes > self._held_bytes or excess_files > self._order.num_live:
                 return Room(Verdict.NO_ROOM)
-            # They count no more, since whoever writes deletes them before: the limit holds on the disk, too.
+            # They no longer count: the caller deletes them before it writes, so that the limit holds on the disk too.
             victims = self._evict(excess_bytes, excess_files)
             self._writing[name] = num_bytes
             self._taken_bytes += num_bytes
             return Room(Verdict.GRANTED, victims)
 
     def commit(self, name: Name) -> bool:
-        """A file is there; False if it was dropped while it was written: it must be deleted and reported."""
+        """Enter a file that was written. Returns False if it was dropped meanwhile: it must be deleted and reported."""
         self._make_room(1)
         with self._lock:
             num_bytes = self._writing.pop(name)
@@ -115,43 +115,43 @@ class FileIndex:
             return True
 
     def abort(self, name: Name) -> None:
-        """A file was not written after all."""
+        """Undo `begin`: the file was not written."""
         with self._lock:
             self._taken_bytes -= self._writing.pop(name)
             self._unwanted.discard(name)
 
     def touch(self, name: Name) -> None:
-        """A file was used."""
+        """Record the use of a file."""
         with self._lock:
             self._touch(name)
 
     def evict(self, num_bytes: int) -> list[Name]:
-        """Take out the least recently used files that take so many bytes; they must be deleted and reported."""
+        """Remove the least recently used files of this many bytes; they must be deleted and reported."""
         with self._lock:
             return self._evict(min(num_bytes, self._held_bytes), 0)
 
     def take(self, names: Sequence[Name]) -> list[Name]:
-        """Take out those of these files that are there; they must be deleted and reported.
+        """Remove files, and return those that existed; they must be deleted and reported.
 
-        Those that are being written are not entered when they are done.
+        Files that are being written are not entered when that ends.
         """
         with self._lock:
             self._unwanted.update(name for name in names if name in self._writing)
-            # Each once, whatever is named twice.
+            # Names may occur twice.
             entries = self._find(list(dict.fromkeys(names)))
             entries = entries[entries >= 0]
             self._order.remove(entries)
             return self._leave(entries)
 
     def deleted(self, names: Sequence[Name]) -> None:
-        """Files that were taken out are gone from the disk."""
+        """Record that removed files are deleted from the disk."""
         with self._lock:
             for name in names:
                 self._taken_bytes -= self._leaving.pop(name, 0)
 
     def fill(self, names: Sequence[Name], sizes: NDArray[np.int64], used_s: NDArray[np.float64]) -> list[Name]:
-        """Enter files that were found on the disk, while nobody else asks. Those that do not fit, the least recently
-        used, are returned: they must be deleted and reported."""
+        """Enter files found on the disk, before any other call. Returns those that do not fit, the least recently used,
+        which must be deleted and reported."""
         order = np.argsort(used_s, kind="stable")[::-1]
         with self._lock:
             room_bytes = max(self.max_bytes - self._taken_bytes, 0)
@@ -171,7 +171,7 @@ class FileIndex:
         return victims
 
     def clear(self) -> tuple[int, int]:
-        """Forget every file, and say how many there were and what they took: until `pay`, a debt on the limit."""
+        """Remove all files; return their number and bytes, which count against the limit until `pay`."""
         with self._lock:
             count, num_bytes = self._order.num_live, self._held_bytes
             self._debt_bytes += num_bytes + sum(self._leaving.values())
@@ -179,20 +179,20 @@ class FileIndex:
             self._leaving, self._unwanted = {}, set(self._writing)
             self._begin()
         del replaced
-        # Freed piece by piece: millions of names freed at once stop every thread meanwhile.
+        # Freed in batches: freeing millions of names at once would stop all threads meanwhile.
         for start in range(0, len(old_names), _BATCH):
             old_names[start : start + _BATCH] = None
         return count, num_bytes
 
     def pay(self, num_bytes: int | None = None) -> None:
-        """So many bytes of a debt are gone from the disk, or all of it."""
+        """Record that bytes of cleared files are deleted from the disk; None is all of them."""
         with self._lock:
             paid = self._debt_bytes if num_bytes is None else min(num_bytes, self._debt_bytes)
             self._debt_bytes -= paid
             self._taken_bytes -= paid
 
     def _find(self, names: Sequence[Name]) -> NDArray[np.int64]:
-        # In one folder there may be names of several lengths.
+        # One folder may have names of several lengths.
         return self._entries.find(names, marks_of_any(names))
 
     def _touch(self, name: Name) -> bool:
@@ -202,7 +202,7 @@ class FileIndex:
         return bool(entry[0] >= 0)
 
     def _enter(self, names: Sequence[Name], sizes: NDArray[np.int64]) -> None:
-        """Give files an entry each, the most recently used first; their bytes are counted as taken already."""
+        """Enter files, the most recently used first. Requires: their bytes are counted as taken."""
         entries = self._returned[len(self._returned) - min(len(names), len(self._returned)) :]
         del self._returned[len(self._returned) - len(entries) :]
         fresh = len(names) - len(entries)
@@ -216,7 +216,7 @@ class FileIndex:
         self._order.append(np.array(entries, dtype=np.int64))
 
     def _make_room(self, num_names: int) -> None:
-        """Have room for so many more names in time. Without the lock, for which look-ups wait."""
+        """Grow the table in time for this many more names. Acquires the lock only briefly: look-ups wait for it."""
         entries = self._entries
         if entries.is_growing:
             with self._lock:
@@ -230,7 +230,7 @@ class FileIndex:
                     begin()
 
     def _evict(self, num_bytes: int, num_files: int) -> list[Name]:
-        """Take out the least recently used files until so many bytes and files are gone."""
+        """Remove the least recently used files until this many bytes and files are gone."""
         victims: list[Name] = []
         while num_bytes > 0 or num_files > 0:
             entry = self._order.take_oldest(1)
@@ -243,7 +243,7 @@ class FileIndex:
         return victims
 
     def _leave(self, entries: NDArray[np.int64]) -> list[Name]:
-        """Take files out that are in the order no more."""
+        """Remove files that are no longer in the order of use."""
         names: list[Name] = self._names[entries].tolist()
         sizes = self._sizes[entries].tolist()
         self._entries.remove(entries)

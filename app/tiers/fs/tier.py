@@ -1,4 +1,4 @@
-"""The type of tier called `fs`: its settings, and how it is opened."""
+"""Tier type `fs`: its settings, and how a tier is opened."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, Field
 from kvferry.app.folders import check_writable
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.settings.values import folder
-from kvferry.app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse
-from kvferry.app.tiers.files.store import FileStore
+from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder, FolderInUse
+from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.tiers import TierContext, TierRefused
 
@@ -34,12 +34,12 @@ class FileTierSettings(ThreadedSettings):
 
 
 class FileTier(ThreadedTier):
-    """Blocks as files in a folder: they outlive the process, and are found again by the next one with this model."""
+    """Blocks as files in a folder, which outlive the process and are found by the next one with this model."""
 
     Settings = FileTierSettings
 
     def __init__(self, settings: FileTierSettings, context: TierContext) -> None:
-        """Open the folder and try it. Raises `TierRefused`."""
+        """Open and probe the folder. Raises `TierRefused`."""
         super().__init__(_open(settings, context), settings, context)
 
     @staticmethod
@@ -96,6 +96,6 @@ def _open(settings: FileTierSettings, context: TierContext) -> FileStore:
 
 
 def namespace_of(fingerprint: Mapping[str, object]) -> bytes:
-    """What keeps the blocks of one fingerprint apart from those of any other."""
+    """Return the namespace of a fingerprint, which separates its blocks from those of others."""
     text = json.dumps(fingerprint, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).digest()[:NAMESPACE_BYTES]

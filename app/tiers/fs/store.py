@@ -1,10 +1,9 @@
-"""A block store in a folder: what is written, read and thrown out there, and what becomes of trouble with the disk.
+"""Block store in a folder: writing, reading and evicting files, and handling of disk errors.
 
-A block is looked for in memory only. Memory is filled from the folder at start, in the background; until then nothing
-is found and nothing is kept. Trouble ends what it concerns (writing, or reading too) until a probe, made every second,
-goes well: it is logged when it begins and when it ends, and shows in `health` in between. An odd entry, such as a
-folder in place of a file or a file that cannot be opened or deleted, costs its own block only: the same probe tells the
-cases apart.
+Keys are looked up in memory only. The index is filled from the folder at start, in the background; until then nothing
+is found or stored. A disk error stops writing, or reading too, until a probe, made every second, succeeds. It is logged
+when it begins and when it ends, and shows in `health` in between. An odd entry, such as a folder in place of a file or
+a file that cannot be opened or deleted, costs its own block only: the same probe distinguishes the cases.
 """
 
 from __future__ import annotations
@@ -18,20 +17,29 @@ import numpy as np
 
 from kvferry.app.seldom import SeldomLogger
 from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
-from kvferry.app.tiers.files.folder import NAMESPACE_BYTES, Folder, FolderInUse, FoundFile
-from kvferry.app.tiers.files.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
-from kvferry.app.tiers.files.index import FileIndex, Name, Verdict
-from kvferry.app.tiers.files.trouble import Diagnosis, Trouble, diagnose, is_no_space, is_of_whole
+from kvferry.app.tiers.fs.folder import (
+    NAMESPACE_BYTES,
+    Diagnosis,
+    Folder,
+    FolderInUse,
+    FoundFile,
+    Trouble,
+    diagnose,
+    is_no_space,
+    is_of_whole,
+)
+from kvferry.app.tiers.fs.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
+from kvferry.app.tiers.fs.index import FileIndex, Name, Verdict
 from kvferry.core.keys import Key
 from kvferry.core.origins import Origin, OriginMatch
 
 _log = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 4
-"""On a full disk, room that was made for a block may be taken by others, our own threads among them."""
+"""On a full disk, space that was freed for a block may be taken by other processes or threads."""
 _MOVED = Diagnosis(Trouble.GONE, "the folder was moved or deleted")
 _DELETE_FILES = 1000
-"""Files that housekeeping deletes between two looks at whether something more urgent is to be done."""
+"""Files that housekeeping deletes between two checks of `stop`."""
 
 
 class FileStore:
@@ -117,18 +125,18 @@ class FileStore:
                     folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
                     break
                 except OSError as error:
-                    # Others fill the disk too. What they take, the oldest of our files give.
+                    # Other processes fill the disk too: evict the oldest files for the space they took.
                     may_evict = is_no_space(error) and attempt < _WRITE_ATTEMPTS
                     victims = self._index.evict(num_bytes) if may_evict else []
                     if not victims:
                         raise
                     self._delete(folder, victims)
-                    folder.let_go_of_all()
+                    folder.close_written()
         except BaseException as error:
             self._index.abort(name)
             if not isinstance(error, OSError):
                 raise
-            self._judge(key.hex(), error)
+            self._record_error(key.hex(), error)
             return Outcome.FAILED
         if not self._index.commit(name):
             self._to_delete.append(name)
@@ -136,7 +144,7 @@ class FileStore:
         return Outcome.STORED
 
     def get(self, key: Key, into: memoryview) -> Got:
-        """See `BlockStore`. A file that cannot be read, or does not verify, is deleted."""
+        """See `BlockStore`. Deletes a file that cannot be read or does not verify."""
         name, folder = key + self._namespace, self._folder
         if not self._is_readable() or not self._index.find([name])[0]:
             return Got(Outcome.MISSING)
@@ -159,13 +167,13 @@ class FileStore:
         except OSError as error:
             self._to_delete += self._index.take([name])
             if not diagnose(error).trouble.is_readable or not is_of_whole(error):
-                self._judge(key.hex(), error)
+                self._record_error(key.hex(), error)
             return Got(Outcome.FAILED)
         self._index.touch(name)
         return Got(Outcome.LOADED, origin)
 
     def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
-        """See `BlockStore`. By match, the folder itself is searched, whatever memory knows of it."""
+        """See `BlockStore`. A reset by match searches the folder, not the index."""
         count = num_bytes = 0
         if match is not None:
             try:
@@ -183,7 +191,7 @@ class FileStore:
             except OSError as error:
                 if is_of_whole(error):
                     raise
-                # Blocks in what cannot be read or deleted could come back.
+                # Blocks in entries that cannot be read or deleted could come back.
                 _log.warning("tier %s: a reset by match drops every block: %s", self._name, error.strerror)
         self._folder.discard_all()
         self._has_trash = True
@@ -194,11 +202,11 @@ class FileStore:
 
     def tend(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
-        self._mend()
+        self._check_folder()
         if self._trouble is not None and not self._trouble.trouble.is_readable:
             return
         try:
-            self._folder.let_go_of_all()
+            self._folder.close_written()
             if not self._is_scanned:
                 self._scan(stop)
             while self._to_delete and not stop():
@@ -221,7 +229,7 @@ class FileStore:
         return self._is_scanned and (trouble is None or trouble.trouble.is_readable)
 
     def _delete(self, folder: Folder, names: Sequence[Name]) -> None:
-        """Delete files that were taken out of the index; what cannot be deleted now is tried again."""
+        """Delete files that were removed from the index; failed deletions are repeated later."""
         for index, name in enumerate(names):
             try:
                 folder.delete(name)
@@ -230,12 +238,12 @@ class FileStore:
                     self._to_delete += names[index:]
                     raise
                 self._stuck.append(name)
-                self._judge(name[:-NAMESPACE_BYTES].hex(), error)
+                self._record_error(name[:-NAMESPACE_BYTES].hex(), error)
                 continue
             self._index.deleted([name])
 
     def _delete_stuck(self) -> None:
-        """Try some of the files again that could not be deleted."""
+        """Repeat some of the deletions that failed."""
         for _ in range(min(len(self._stuck), _DELETE_FILES)):
             name = self._stuck.popleft()
             try:
@@ -248,7 +256,7 @@ class FileStore:
             self._index.deleted([name])
 
     def _is_meant(self, file: FoundFile, match: OriginMatch) -> bool:
-        """Whether a file is of a matching request, or does not say of which."""
+        """Return whether a file was stored by a matching request, or has no readable origin."""
         try:
             fd = self._folder.open(file.name)
             try:
@@ -266,7 +274,7 @@ class FileStore:
         return origin is None or match.matches(origin)
 
     def _scan(self, stop: Callable[[], bool]) -> None:
-        """Fill memory from the folder, once the trash of an earlier process is gone, which counts against the limit."""
+        """Fill the index from the folder. Deletes an earlier process's trash first: it counts against the limit."""
         self._empty_trash(stop)
         found: list[FoundFile] = []
         self._num_found = 0
@@ -296,12 +304,12 @@ class FileStore:
     # --- trouble ------------------------------------------------------------------------------------------------
 
     def _skip(self, entry: str, error: OSError) -> None:
-        """Log that an entry is left out."""
+        """Log that an entry is skipped."""
         reason = diagnose(error).text
         self._seldom.log(logging.WARNING, "entry", "tier %s: entry left out: %s: %s", self._name, entry, reason)
 
-    def _judge(self, entry: str, error: OSError) -> None:
-        """Tell trouble with one entry, which is logged, from trouble with the folder, which is noted."""
+    def _record_error(self, entry: str, error: OSError) -> None:
+        """Log an error of one entry, or note an error of the whole folder."""
         if is_of_whole(error):
             self._note(diagnose(error))
             return
@@ -316,20 +324,20 @@ class FileStore:
             self._skip(entry, error)
 
     def _note(self, diagnosis: Diagnosis) -> None:
-        """Remember what is wrong, and log it if it is news."""
+        """Record what is wrong, and log it if it is new."""
         news = self._trouble is None or self._trouble.trouble is not diagnosis.trouble
         self._trouble = diagnosis
         if news:
             key = diagnosis.trouble.value
             self._seldom.log(logging.ERROR, key, "tier %s: %s", self._name, "; ".join(self.health()))
 
-    def _mend(self) -> None:
-        """See whether the folder is still in its place, and whether what was wrong is over."""
+    def _check_folder(self) -> None:
+        """Check whether the folder is still in place, and whether the recorded error is over."""
         try:
             if not self._folder.is_in_place():
                 self._note(_MOVED)
                 if not self._path.is_dir():
-                    # Not to be made: it may be a mount that is gone, and the disk below it is not ours to fill.
+                    # Not created again: it may be an unmounted file system, and the disk below it must not be filled.
                     return
                 self._reopen()
             if self._trouble is None:
@@ -344,7 +352,7 @@ class FileStore:
             self._seldom.log(logging.WARNING, "mended", "tier %s: %s serves again", self._name, self._path)
 
     def _reopen(self) -> None:
-        """Another folder lies in the place of ours: take it as it is."""
+        """Open the folder that replaced the opened one, with its content."""
         folder = Folder(self._path)
         self._is_scanned = False
         self._has_trash = True

@@ -1,7 +1,7 @@
-"""The jobs that a threaded tier has open: taken apart into blocks for its threads, and put together into results.
+"""Job queue of a threaded tier: splits jobs into blocks for its threads, and combines their results.
 
-Loads go before look-ups and those before stores, since a request waits for them. How many blocks wait of each kind is
-bounded; what comes beyond is dropped. Everything here is memory under one lock, which nobody holds for long.
+Loads are served before look-ups, and these before stores, because requests wait for them. The number of waiting blocks
+of each kind is bounded; blocks beyond the bound are dropped. All state is in memory under one lock, held briefly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.core.tiers import TierJob, TierResetResult, TierResult
 
 
 class JobKind(IntEnum):
-    """What a job does, in the order in which jobs are served."""
+    """Kind of a job, in the order in which jobs are served."""
 
     LOAD = 0
     LOOK_UP = 1
@@ -31,9 +31,9 @@ class JobKind(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job until its result is there. Of a look-up all keys are one piece of work; else each block is one.
+    """A job without a result yet. A look-up is one piece of work; otherwise each block is one.
 
-    Once `canceled`, no thread begins to touch its slots any more.
+    No thread begins to access the slots of a job that is `canceled`.
     """
 
     kind: JobKind
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """A reset that was asked for and is not done."""
+    """A reset that is not done yet."""
 
     number: int
     match: OriginMatch | None
@@ -65,7 +65,7 @@ class Reset(NamedTuple):
 
 
 class JobQueue:
-    """Jobs between those who submit and poll, and the threads that take work and finish it."""
+    """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
     def __init__(self, max_waiting_blocks: int, clock: Callable[[], float]) -> None:
         """`max_waiting_blocks` bounds each kind of job."""
@@ -82,19 +82,19 @@ class JobQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether threads are to stop."""
+        """Whether threads must stop."""
         return self._closed
 
     @property
     def next_reset(self) -> Reset | None:
-        """The oldest reset that is not done. While there is one, no work is given out and none is taken on."""
+        """The oldest reset that is not done. While there is one, no work is handed out and no job is accepted."""
         with self._changed:
             return self._resets[0] if self._resets else None
 
     def submit(self, job: OpenJob, todo: Sequence[int]) -> int:
-        """Open a job of which `todo` is still to be done, and say how much of that found no room to wait.
+        """Open a job of which `todo` remains to be done, and return how many of these were dropped.
 
-        What finds none is at the end: a block is of little use without the ones before it.
+        The last ones are dropped: a block is of little use without those before it.
         """
         with self._changed:
             shut = bool(self._resets) or self._closed
@@ -114,7 +114,7 @@ class JobQueue:
             return len(todo) - num_taken
 
     def take(self, thread: object, timeout_s: float) -> Work | None:
-        """The next piece of work for a thread, waiting for it at most so long: until `finish` or `give_up`."""
+        """Wait for the next piece of work; it is the thread's until `finish` or `give_up`. None after `timeout_s`."""
         with self._changed:
             work = self._pop()
             if work is None and not self._closed:
@@ -125,15 +125,15 @@ class JobQueue:
             return work
 
     def finish(self, thread: object, ok: Sequence[bool], num_bytes: int = 0, origin: Origin | None = None) -> bool:
-        """Take what became of a thread's work; True if that was the last of a job that a request may wait for.
+        """Record the result of a thread's work; return True if it completes a job that a request may wait for.
 
-        `ok` has one answer, or that of every key of a look-up.
+        `ok` has one item, or one for each key of a look-up.
         """
         with self._changed:
             return self._finish(thread, ok, num_bytes, origin)
 
     def give_up(self, thread: object) -> Work | None:
-        """End the work that a dead thread took and did not finish, if any, as failed; returns that work."""
+        """End the unfinished work of a dead thread, if any, as failed, and return it."""
         with self._changed:
             work = self._running.get(thread)
             if work is not None:
@@ -142,7 +142,7 @@ class JobQueue:
             return work
 
     def cancel(self, number: int) -> bool:
-        """Mark a job so that no thread begins to touch its slots any more; False if it is not open."""
+        """Cancel a job: no thread begins to access its slots any more. Returns False if the job is not open."""
         with self._changed:
             job = self._open.pop(number, None)
             if job is not None:
@@ -150,7 +150,7 @@ class JobQueue:
             return job is not None
 
     def begin_reset(self, number: int, match: OriginMatch | None) -> list[OpenJob]:
-        """Shut until the reset is done, and cancel every job; `fail` ends them once nothing copies any more."""
+        """Accept nothing until the reset is done, and cancel all jobs; `fail` ends them when no copy runs any more."""
         with self._changed:
             self._resets.append(Reset(number, match, self._clock()))
             return self._cancel_all()
@@ -163,26 +163,26 @@ class JobQueue:
                 self._end(job)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether no thread is at work any more, waiting for it at most so long."""
+        """Wait until no thread has work; return False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def end_reset(self, result: TierResetResult) -> None:
-        """The oldest reset is done; with the last of them work goes on."""
+        """End the oldest reset; with the last one, work continues."""
         with self._changed:
             self._resets.popleft()
             self._results.append(result)
             self._changed.notify_all()
 
     def results(self) -> list[TierResult | TierResetResult]:
-        """The results since the last call."""
+        """Return the results since the last call."""
         results: list[TierResult | TierResetResult] = []
         while self._results:
             results.append(self._results.popleft())
         return results
 
     def close(self) -> None:
-        """Cancel every job, and have the threads stop."""
+        """Cancel all jobs, and stop the threads."""
         with self._changed:
             self._closed = True
             self._cancel_all()

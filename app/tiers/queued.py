@@ -1,0 +1,492 @@
+"""A tier whose calls run on a thread of its own, one at a time, in the order in which they were made.
+
+Tiers of other packages are called through it unless they declare `nonblocking = True`, so that a call that blocks
+delays that tier only, never the engine thread or a thread that holds the manager lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import Key
+from kvferry.core.origins import OriginMatch
+from kvferry.core.policy import Level
+from kvferry.core.tiers import (
+    SlotBytes,
+    Tier,
+    TierContext,
+    TierCounts,
+    TierJob,
+    TierRequest,
+    TierResetResult,
+    TierResult,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING_CALLS = 1024
+"""Calls that may wait for the tier's thread; jobs beyond are refused, other calls raise `TierQueueFull`."""
+RETRY_RESET_S = 1.0
+"""Interval between attempts of a reset that the tier refused with an exception."""
+POLL_S = 1.0
+"""Interval between polls of a tier that has nothing to do."""
+FAILURE_S = 60.0
+"""How long `health` shows a failed call, unless the same call succeeds before."""
+
+
+class TierCallFailed(RuntimeError):
+    """A queued call raised. Raised by `poll`: once when a method begins to fail, and while the tier's `poll` fails."""
+
+
+class TierQueueFull(RuntimeError):
+    """The tier is so far behind that the call was not queued."""
+
+
+class JobInProgress(RuntimeError):
+    """The tier has begun a job, so that its slots are in use until the job's result comes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A look-up, store or load that has no result yet. The result of a void one says no for every key."""
+
+    number: int
+    num_keys: int
+    has_slots: bool
+    is_store: bool
+    submitted_s: float
+    started_s: float | None = None
+    is_void: bool = False
+    is_canceled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of the tier that waits for its thread. Only look-ups, stores and loads have a `job`."""
+
+    method: str
+    run: Callable[[], object]
+    job: _Job | None = None
+
+
+@dataclass(slots=True)
+class _Failure:
+    """The last exception of a method, when it was raised, and when `poll` reported one last."""
+
+    text: str
+    at_s: float
+    reported_s: float
+
+
+class _ClosableSlots:
+    """The pool's slots until the tier is closed; a call that hangs until later gets no bytes."""
+
+    def __init__(self, slots: SlotBytes) -> None:
+        self._slots = slots
+        self.is_closed = False
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """See `kvferry.core.tiers.SlotBytes`."""
+        if self.is_closed:
+            raise RuntimeError(f"slot {slot} cannot be accessed: the tier is closed")
+        return self._slots.views(slot, num_bytes)
+
+
+class QueuedTier:
+    """A `kvferry.core.tiers.Tier` whose methods return at once and have another tier's methods called later, in order.
+
+    - Results of `poll`, `health` and `counts` are those that the thread fetched last.
+    - `on_new_request` returns the level that the tier returned last for any request, at first `level`.
+    - `cancel` removes a job that has not begun. If it has begun, `cancel` is passed on ahead of all waiting calls and
+      raises `JobInProgress`: the caller keeps the slots until the job's result, which comes when the tier's own
+      `cancel` has returned.
+    - A reset ends all jobs that have not begun, and voids the results of the others. While it fails it is tried again,
+      no call is passed on, and jobs are refused.
+    - A job whose call raised is canceled and ends with no for every key. A request whose `on_new_request` raised is not
+      known to the tier: jobs for it end with no for every key.
+    """
+
+    def __init__(
+        self,
+        open_tier: Callable[[TierContext], Tier],
+        context: TierContext,
+        level: Level = Level.BLOCK,
+        max_waiting_calls: int = MAX_WAITING_CALLS,
+    ) -> None:
+        """Open a tier on the caller's thread, with a context whose slots and notifications pass through this object."""
+        self._name = context.name
+        self._notify = context.on_finished
+        self._slots = _ClosableSlots(context.slots)
+        self._level = level
+        self._max_waiting = max_waiting_calls
+        self._changed = threading.Condition()
+        self._calls: deque[_Call] = deque()
+        self._open: dict[int, _Job] = {}
+        self._resets: set[int] = set()
+        self._retry_at_s: float | None = None
+        self._unknown_requests: set[str] = set()
+        self._results: deque[TierResult | TierResetResult] = deque()
+        self._running: tuple[str, float] | None = None
+        self._is_poll_due = True
+        self._failures: dict[str, _Failure] = {}
+        self._unreported: dict[str, str] = {}
+        self._counts = TierCounts()
+        self._health: Sequence[str] = ()
+        self._num_dropped = 0
+        self._num_failed = 0
+        self._refreshed_s = -float("inf")
+        self._is_closed = False
+        self._close_error: BaseException | None = None
+        self._tier = open_tier(replace(context, slots=self._slots, on_finished=self._request_poll))
+        self._timeout_s = float(self._tier.timeout_s)
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-tier-{self._name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def timeout_s(self) -> float:
+        """See `kvferry.core.tiers.Tier`."""
+        return self._timeout_s
+
+    # --- requests and jobs --------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: TierRequest) -> Level:
+        """See the class. Raises `TierQueueFull`."""
+        with self._changed:
+            self._put(_Call("on_new_request", lambda: self._announce(request)))
+            return self._level
+
+    def on_request_finished(self, request_id: str) -> None:
+        """See `kvferry.core.tiers.Tier`. Always queued: there is one call for each announced request."""
+        with self._changed:
+            self._calls.append(_Call("on_request_finished", lambda: self._finish_request(request_id)))
+            self._changed.notify_all()
+
+    def look_up(self, number: int, keys: Sequence[Key]) -> None:
+        """See `kvferry.core.tiers.Tier`."""
+        job = _Job(number, len(keys), has_slots=False, is_store=False, submitted_s=time.monotonic())
+        self._submit("look_up", job, lambda: self._tier.look_up(number, keys))
+
+    def store(self, job: TierJob) -> None:
+        """See `kvferry.core.tiers.Tier`. Refused blocks count as dropped."""
+        opened = _Job(job.number, len(job), has_slots=True, is_store=True, submitted_s=time.monotonic())
+        self._submit("store", opened, lambda: self._pass_on(job, self._tier.store))
+
+    def load(self, job: TierJob) -> None:
+        """See `kvferry.core.tiers.Tier`. Refused blocks count as failed."""
+        opened = _Job(job.number, len(job), has_slots=True, is_store=False, submitted_s=time.monotonic())
+        self._submit("load", opened, lambda: self._pass_on(job, self._tier.load))
+
+    def cancel(self, number: int) -> None:
+        """See the class. Raises `JobInProgress`."""
+        with self._changed:
+            job = self._open.get(number)
+            if job is None:
+                return
+            if job.started_s is None:
+                self._remove_waiting(lambda waiting: waiting is job)
+                return
+            if not job.is_canceled:
+                job.is_canceled = job.is_void = True
+                self._calls.appendleft(_Call("cancel", partial(self._cancel, job)))
+                self._changed.notify_all()
+            if job.has_slots:
+                raise JobInProgress(f"job {number} is in progress; its slots are in use until it ends")
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """See `kvferry.core.tiers.Tier`. Raises `TierQueueFull`."""
+        with self._changed:
+            self._put(_Call("drop", lambda: self._tier.drop(keys)))
+
+    def reset(self, number: int, match: OriginMatch | None) -> None:
+        """See the class. Raises `TierQueueFull`."""
+        with self._changed:
+            for removed in self._remove_waiting(lambda job: True):
+                self._results.append(_refusal(removed))
+            for job in self._open.values():
+                job.is_void = True
+            self._results = deque(_voided(result) for result in self._results)
+            self._put(_Call("reset", lambda: self._tier.reset(number, match)))
+            self._resets.add(number)
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def poll(self) -> Sequence[TierResult | TierResetResult]:
+        """See `kvferry.core.tiers.Tier`. Raises `TierCallFailed`; no result is lost by that."""
+        with self._changed:
+            if self._open or self._resets:
+                self._is_poll_due = True
+                self._changed.notify_all()
+            errors, self._unreported = self._unreported, {}
+            if "poll" in self._failures:
+                errors["poll"] = self._failures["poll"].text
+            if errors:
+                raise TierCallFailed("; ".join(errors.values()))
+            results, self._results = self._results, deque()
+            return results
+
+    def health(self) -> Sequence[str]:
+        """See `kvferry.core.tiers.Tier`."""
+        with self._changed:
+            now_s = time.monotonic()
+            reasons = [failure.text for failure in self._failures.values() if now_s - failure.at_s < FAILURE_S]
+            if self._running is not None and self._is_hung(now_s):
+                method, since_s = self._running
+                reasons.append(f"its call {method} has not returned for {now_s - since_s:.0f} s, so it gets no jobs")
+            if not self._thread.is_alive() and not self._is_closed:
+                reasons.append("its thread does not run")
+            return [*reasons, *self._health]
+
+    def counts(self) -> TierCounts:
+        """See `kvferry.core.tiers.Tier`."""
+        with self._changed:
+            counts = self._counts
+            return replace(counts, dropped=counts.dropped + self._num_dropped, failed=counts.failed + self._num_failed)
+
+    def close(self, timeout_s: float) -> None:
+        """Close the tier behind the calls that wait, jobs excepted; abandon it if that takes too long.
+
+        A call that hangs is left behind with its thread: it can get no bytes of slots from the context any more.
+        Raises what the tier's `close` raised.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._is_closed = True
+            self._remove_waiting(lambda job: True)
+            closing = _Call("close", lambda: self._tier.close(max(deadline_s - time.monotonic(), 0.0)))
+            self._calls.append(closing)
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self._slots.is_closed = True
+        with self._changed:
+            # A call that returns after this is followed by `close` alone.
+            self._calls = deque(call for call in self._calls if call is closing)
+            method = "close" if self._running is None else self._running[0]
+        if self._thread.is_alive():
+            _log.warning("tier %s: its thread is left behind at shutdown, in or before call: %s", self._name, method)
+        if self._close_error is not None:
+            raise TierCallFailed(f"close failed: {_text_of(self._close_error)}") from self._close_error
+
+    # --- queueing; requires: self._changed held -----------------------------------------------------------------
+
+    def _put(self, call: _Call) -> None:
+        if self._is_closed:
+            raise TierQueueFull(f"{call.method} is not passed on: the tier is closed")
+        if len(self._calls) >= self._max_waiting:
+            raise TierQueueFull(f"{call.method} is not passed on: {len(self._calls)} calls wait for the tier")
+        self._calls.append(call)
+        self._changed.notify_all()
+
+    def _submit(self, method: str, job: _Job, run: Callable[[], object]) -> None:
+        with self._changed:
+            is_full = self._is_closed or len(self._calls) >= self._max_waiting
+            if is_full or self._retry_at_s is not None or self._is_hung(time.monotonic()):
+                self._refuse(job)
+                return
+            self._open[job.number] = job
+            self._put(_Call(method, run, job))
+
+    def _refuse(self, job: _Job) -> None:
+        self._num_dropped += job.num_keys if job.is_store else 0
+        self._num_failed += job.num_keys if job.has_slots and not job.is_store else 0
+        self._results.append(_refusal(job))
+
+    def _remove_waiting(self, is_meant: Callable[[_Job], bool]) -> list[_Job]:
+        """Take jobs that have not begun out of the queue."""
+        removed = [call.job for call in self._calls if call.job is not None and is_meant(call.job)]
+        self._calls = deque(call for call in self._calls if call.job is None or not is_meant(call.job))
+        for job in removed:
+            del self._open[job.number]
+        return removed
+
+    def _is_hung(self, now_s: float) -> bool:
+        return self._running is not None and now_s - self._running[1] > self._timeout_s
+
+    def _end(self, job: _Job) -> None:
+        """End a job with no for every key, unless the tier's result has come."""
+        if self._open.get(job.number) is job:
+            del self._open[job.number]
+            self._results.append(_refusal(job))
+
+    # --- Thread: the tier's own ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            call = self._next_call()
+            if call is not None:
+                self._execute(call)
+                if call.method == "close":
+                    return
+            self._fetch(has_changed=call is not None)
+
+    def _next_call(self) -> _Call | None:
+        """Wait for a call, or for the time to poll: then None."""
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                is_reset = bool(self._calls) and self._calls[0].method == "reset" and not self._is_closed
+                wait_s = max((self._retry_at_s or 0.0) - now_s, 0.0) if is_reset else 0.0
+                if self._calls and not wait_s:
+                    call = self._calls.popleft()
+                    if call.job is not None:
+                        call.job.started_s = now_s
+                    return call
+                if self._is_poll_due or not self._changed.wait(min(wait_s, POLL_S) or POLL_S):
+                    return None
+
+    def _execute(self, call: _Call) -> None:
+        error = self._try(call.method, call.run)
+        if error is not None and call.job is not None:
+            # The tier may have taken the job before it raised.
+            self._try("cancel", partial(self._cancel, call.job))
+        if call.method == "reset":
+            with self._changed:
+                self._retry_at_s = None
+                if error is not None and not self._is_closed:
+                    self._retry_at_s = time.monotonic() + RETRY_RESET_S
+                    self._calls.appendleft(call)
+        if call.method == "close":
+            self._close_error = error
+
+    def _fetch(self, *, has_changed: bool) -> None:
+        """Poll the tier, and have `counts` and `health` agree with the results before these are handed out."""
+        fetched: list[TierResult | TierResetResult] = []
+        with self._changed:
+            self._is_poll_due = False
+        self._try("poll", lambda: fetched.extend(_checked(self._tier.poll())))
+        now_s = time.monotonic()
+        if fetched or has_changed or now_s - self._refreshed_s >= POLL_S:
+            self._try("counts", self._refresh_counts)
+            self._try("health", self._refresh_health)
+            self._refreshed_s = now_s
+        with self._changed:
+            is_awaited = [self._take(result) for result in fetched]
+        if any(is_awaited):
+            self._notify()
+
+    def _take(self, result: TierResult | TierResetResult) -> bool:
+        """Pass a result on; True if a request may wait for it. Requires: self._changed held."""
+        if isinstance(result, TierResetResult):
+            if result.number in self._resets:
+                self._resets.remove(result.number)
+                self._results.append(result)
+            return True
+        job = self._open.get(result.number)
+        if job is None or job.started_s is None:
+            return False
+        del self._open[job.number]
+        if job.is_void:
+            self._results.append(_refusal(job))
+        else:
+            waited_s = job.started_s - job.submitted_s
+            self._results.append(replace(result, seconds=result.seconds + waited_s))
+        return not job.is_store
+
+    def _try(self, method: str, run: Callable[[], object]) -> BaseException | None:
+        """Call the tier without any lock; return what it raised."""
+        with self._changed:
+            self._running = (method, time.monotonic())
+        error: BaseException | None = None
+        try:
+            run()
+        except BaseException as raised:  # noqa: BLE001 - the tier's thread must not end
+            error = raised
+        with self._changed:
+            self._running = None
+            if error is None:
+                self._failures.pop(method, None)
+            else:
+                self._note_failure(method, error)
+        return error
+
+    def _note_failure(self, method: str, error: BaseException) -> None:
+        """Show a failure in `health`, and have `poll` raise it if it is new or a result may be lost with it."""
+        now_s = time.monotonic()
+        text = f"{method} failed: {_text_of(error)}"
+        known = self._failures.get(method)
+        is_new = known is None or now_s - known.reported_s > FAILURE_S
+        self._failures[method] = _Failure(text, now_s, now_s if known is None or is_new else known.reported_s)
+        if is_new or method == "poll":
+            self._unreported[method] = text
+
+    # --- what is called on it -----------------------------------------------------------------------------------
+
+    def _announce(self, request: TierRequest) -> None:
+        try:
+            level = Level(self._tier.on_new_request(request))
+        except BaseException:
+            self._unknown_requests.add(request.request_id)
+            raise
+        with self._changed:
+            self._level = level
+
+    def _finish_request(self, request_id: str) -> None:
+        if request_id in self._unknown_requests:
+            self._unknown_requests.remove(request_id)
+        else:
+            self._tier.on_request_finished(request_id)
+
+    def _pass_on(self, job: TierJob, call: Callable[[TierJob], object]) -> None:
+        """Pass a store or load on, or end it if the tier does not know its request."""
+        if job.request_id not in self._unknown_requests:
+            call(job)
+            return
+        with self._changed:
+            opened = self._open.get(job.number)
+            if opened is not None:
+                del self._open[job.number]
+                self._refuse(opened)
+
+    def _cancel(self, job: _Job) -> None:
+        self._tier.cancel(job.number)
+        with self._changed:
+            self._end(job)
+
+    def _refresh_counts(self) -> None:
+        counts = self._tier.counts()
+        with self._changed:
+            self._counts = counts
+
+    def _refresh_health(self) -> None:
+        reasons = list(self._tier.health())
+        with self._changed:
+            self._health = reasons
+
+    def _request_poll(self) -> None:
+        """Have the tier polled: it has something new. Any thread."""
+        with self._changed:
+            self._is_poll_due = True
+            self._changed.notify_all()
+
+
+def _text_of(error: BaseException) -> str:
+    """Type and message of an exception whose `__str__` may raise."""
+    return traceback.format_exception_only(error)[0].strip()
+
+
+def _refusal(job: _Job) -> TierResult:
+    return TierResult(job.number, np.zeros(job.num_keys, dtype=np.bool_), seconds=time.monotonic() - job.submitted_s)
+
+
+def _voided(result: TierResult | TierResetResult) -> TierResult | TierResetResult:
+    """A result that says no for every key."""
+    if isinstance(result, TierResetResult):
+        return result
+    return TierResult(result.number, np.zeros(len(result.ok), dtype=np.bool_), seconds=result.seconds)
+
+
+def _checked(results: Sequence[TierResult | TierResetResult]) -> Sequence[TierResult | TierResetResult]:
+    """Return results of the tier if they are results. Raises `TypeError`."""
+    wrong = next((one for one in results if not isinstance(one, (TierResult, TierResetResult))), None)
+    if wrong is not None:
+        raise TypeError(f"poll returned {type(wrong).__name__} instead of TierResult or TierResetResult")
+    return results
