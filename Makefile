@@ -1,4 +1,4 @@
-# make serve | test | test-vllm | test-vllm-all | check-vllm | soak | kill-test | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 # A folder for import paths that has this checkout as `kvferry`, and what it is installed as.
 IMPORT := $(abspath $(VENV))/import
 CODE := app core cuda_ops migrations tests bench
+# What `make lint` checks for the words of .codespell-words.txt: folders and files whose language is settled.
+PROSE := cuda_ops app/engines/cuda.py app/engines/digests.py app/engines/naming.py app/engines/revision.py app/replay docs/pool-format.md docs/rules.md docs/settings.md
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time on each core; by hand, plain pytest runs them one by one.
@@ -17,7 +19,7 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-.PHONY: help serve test test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test lint format clean
+.PHONY: help serve test test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -34,6 +36,11 @@ soak: $(STAMP)
 # A process with a kept pool, killed so many times in a row; every byte that comes back is checked.
 kill-test: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m tests.kill $(ROUNDS) $(SEED)
+
+# Calls, files and moves between files of each main operation; SHOW="match, hit" also lists the calls of those that begin so.
+SHOW ?=
+walks: $(STAMP)
+	@OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m bench.walks $(if $(SHOW),--show "$(SHOW)")
 
 # In a venv of its own, outside the checkout, which is used again while its versions match. VLLM is what make_venv.py
 # is asked for: 0.31, 0.32, or the Python files of a release over the binaries of 0.32 ("--python 0.33").
@@ -63,6 +70,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/codespell $(PROSE)
 	@if [ -x $(BIN)/hadolint ]; then echo $(BIN)/hadolint Dockerfile; $(BIN)/hadolint Dockerfile; \
 		else echo "no hadolint for this platform: Dockerfile not linted"; fi
 

@@ -1,1 +1,1 @@
-"""Everything that touches KV bytes: the host pool and the copy engines. It knows no policy."""
+"""Code that touches KV bytes: the host pool and the copy engines. Contains no policy."""

@@ -1,4 +1,4 @@
-"""Which processors a thread of ours runs on, where the engine has bound its own threads to some."""
+"""CPU affinity of kvferry's threads, independent of the engine's own thread binding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 def allowed_processors() -> frozenset[int]:
-    """Those that this program was given, also where an engine has started this process, and bound it to some of them
-    since."""
+    """Return the processors assigned to the program.
+
+    In a process started by an engine these are the parent's, because the engine may have bound this process to fewer.
+    """
     parent = multiprocessing.parent_process()
     try:
         return frozenset(os.sched_getaffinity(0 if parent is None or parent.pid is None else parent.pid))
@@ -22,11 +24,11 @@ def allowed_processors() -> frozenset[int]:
 
 
 def run_on(cpus: Collection[int] | None) -> None:
-    """Have the calling thread run on these processors; None leaves it where it is. What is not allowed is logged."""
+    """Bind the calling thread to these processors; None changes nothing. A refusal is logged."""
     if cpus is None:
         return
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
         name = threading.current_thread().name
-        _log.warning("thread %s may not run on processors %s: %s", name, sorted(cpus), error)
+        _log.warning("thread affinity refused: thread %s, processors %s: %s", name, sorted(cpus), error)

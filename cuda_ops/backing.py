@@ -1,6 +1,6 @@
-"""Where a host pool's memory comes from: this process's own, or a file that several processes map.
+"""Memory sources of a host pool: anonymous memory of one process, or a file mapped by several.
 
-A shared file is one mapping a node: whoever comes first makes it larger, the others find it large enough.
+A shared file is one mapping per node: the first process extends it, the others find it large enough.
 """
 
 from __future__ import annotations
@@ -23,64 +23,73 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Backing(Protocol):
-    """Memory by offset. Offsets and lengths are multiples of a page."""
+    """Memory addressed by offset. Offsets and lengths are multiples of a page."""
 
     @property
     def must_touch(self) -> bool:
-        """Whether memory that is first used later could be missing then, which would end the process."""
+        """Return whether memory must be touched before use, because a page missing later would kill the process."""
 
     def limits(self) -> list[MemoryLimit]:
-        """What new memory has to fit into."""
+        """Return the limits that new memory has to fit into."""
 
     def reserved_bytes(self) -> int:
-        """What is there already, and takes no new memory when it is mapped."""
+        """Return the bytes that exist already and take no new memory when mapped."""
 
     def reserve(self, num_bytes: int) -> bool:
-        """Have at least so many bytes in all; whether this call added some. On `OSError` it has added none."""
+        """Extend the memory to at least `num_bytes` in all; return whether this call added some.
+
+        Raises:
+            OSError: the memory could not be extended, and none was added.
+        """
 
     def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Map a stretch of what was reserved, until the last view of it is gone. Raises `OSError`."""
+        """Map reserved memory until its last view is gone. Raises `OSError`."""
 
     def free(self, offset: int) -> None:
-        """Give back everything from this offset on, which nobody may have mapped any more."""
+        """Free the memory from this offset on. Requires: no process has it mapped."""
 
     def close(self) -> None:
-        """Map no more. What is mapped stays."""
+        """Refuse further mappings. Existing ones stay."""
 
 
 class AnonymousMemory:
-    """Memory of this process alone, which goes with it."""
+    """Memory of this process alone, freed at its end."""
 
     must_touch = False
 
     def limits(self) -> list[MemoryLimit]:
-        """The machine's memory and the cgroup's."""
+        """Return the limits of the machine's memory and of the cgroup."""
         return memory_limits()
 
     def reserved_bytes(self) -> int:
-        """None before it is mapped."""
+        """Return 0: nothing exists before it is mapped."""
         return 0
 
     def reserve(self, num_bytes: int) -> bool:
-        """Mapping takes it."""
+        """Add nothing: `map` allocates."""
         return False
 
     def map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """New memory, of zeros."""
+        """Map new memory, filled with zeros."""
         return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
 
     def free(self, offset: int) -> None:
-        """Unmapping has freed it."""
+        """Do nothing: unmapping has freed the memory."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class SharedFile:
     """A file in `/dev/shm` or on a disk, readable by its owner only."""
 
     def __init__(self, path: Path, *, is_ready: bool = False) -> None:
-        """Open or create it; what `is_ready` another process has made and touched. Raises `OSError`."""
+        """Open or create the file. Raises `OSError`.
+
+        Args:
+            path: the file.
+            is_ready: another process has created, extended and touched the file.
+        """
         self.path = path
         self._in_memory = path.is_relative_to(SHARED_MEMORY)
         self._is_ready = is_ready
@@ -88,15 +97,18 @@ class SharedFile:
 
     @property
     def must_touch(self) -> bool:
-        """A disk's room is allocated here; that of shared memory by whoever touches it, in parallel."""
+        """Return whether the file is in shared memory and was not touched by another process.
+
+        Disk space is allocated by `reserve`; shared memory by touching it, which runs in parallel.
+        """
         return self._in_memory and not self._is_ready
 
     def limits(self) -> list[MemoryLimit]:
-        """Shared memory has to fit into the file system and into memory; a file on a disk into the disk."""
+        """Return the limits of the file system and of memory for shared memory, those of the disk for other files."""
         return shared_memory_limits(self.path.parent) if self._in_memory else file_limits(self.path.parent)
 
     def reserved_bytes(self) -> int:
-        """The file's size."""
+        """Return the file's size."""
         return os.fstat(self._file).st_size
 
     def reserve(self, num_bytes: int) -> bool:
@@ -126,11 +138,11 @@ class SharedFile:
                 os.ftruncate(self._file, offset)
 
     def fileno(self) -> int:
-        """The open file's number."""
+        """Return the file descriptor."""
         return self._file
 
     def unlink(self) -> None:
-        """Remove its name, once everybody who is to map it has: the memory then goes with the last of them."""
+        """Remove the file's name after all processes have mapped it; the memory is freed when the last one ends."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -141,7 +153,7 @@ class SharedFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time makes it longer or shorter; the lock of a process that dies is gone."""
+        """Serialize size changes between processes. The kernel releases the lock of a process that dies."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield

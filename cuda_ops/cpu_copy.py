@@ -1,7 +1,7 @@
-"""The CPU copy engine: threads that copy blocks between two places in host memory, a batch in one native call.
+"""CPU copy engine: threads that copy blocks within host memory, a batch per native call.
 
-Whichever thread takes a job plans it and cuts it into shares, one a thread, which go to the front of the queue. The
-thread that ends the last share ends the job. Nobody waits for anybody.
+The thread that takes a job plans it and cuts it into shares, one per thread, which go to the front of the queue. The
+thread that ends the last share ends the job. No thread waits for another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner, Segments
 _log = logging.getLogger(__name__)
 
 _SHARE_BYTES = 2 << 20
-"""Less than this is not worth waking another thread for."""
+"""Below this size waking another thread costs more than it saves."""
 _RECHECK_S = 0.1
 
 
@@ -46,16 +46,21 @@ class CpuCopyEngine:
         cpus: Collection[int] | None = None,
         before: Callable[[TransferJob], None] | None = None,
     ) -> None:
-        """`on_finished` is called on a copy thread after each job; it may only notify. `cpus` are the processors that
-        the threads may run on, by default those of the thread that makes the engine. `before` is called on a copy
-        thread before the first byte of a job is copied; the job fails if it raises.
+        """Start the copy threads.
 
-        Raises `ValueError` if a slot of the pool is too small for the layout.
+        Args:
+            layout: the device blocks.
+            pool: the host pool. `ValueError` if its slots are too small for the layout.
+            on_finished: called on a copy thread after each job; may only notify.
+            worker: rank reported in results.
+            num_threads: copy threads; by default chosen from the number of processors.
+            cpus: processors of the copy threads; by default those of the calling thread.
+            before: called on a copy thread before a job's first byte is copied; the job fails if it raises.
         """
         if num_threads is None:
             num_threads = default_threads(len(os.sched_getaffinity(0) if cpus is None else cpus))
         if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, and must be at least 1")
+            raise ValueError(f"num_threads={num_threads}: must be at least 1")
         self._planner = SegmentPlanner(layout, pool.slot_bytes)
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
@@ -74,7 +79,7 @@ class CpuCopyEngine:
             thread.start()
 
     def submit(self, job: TransferJob) -> None:
-        """See `CopyEngine`. A job that comes after `close` fails at once."""
+        """See `CopyEngine`. After `close` the job fails at once."""
         self._ledger.open(job)
         with self._changed:
             if not self._closed:
@@ -84,7 +89,7 @@ class CpuCopyEngine:
         self._ledger.end(job, "the copy engine is closed")
 
     def submit_ahead(self, job: TransferJob) -> None:
-        """See `CopyEngine`. A thread of its own copies, so that the job does not wait for others under way."""
+        """See `CopyEngine`. A dedicated thread copies, so that the job does not wait for running ones."""
         self._ledger.open(job)
         with self._changed:
             if self._closed or self._overtaken:
@@ -121,7 +126,7 @@ class CpuCopyEngine:
         return not self._closed and all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """See `CopyEngine`. Waits for the jobs under way, whose memory may not be freed under them."""
+        """See `CopyEngine`. Waits for running jobs, because their memory may be freed afterwards."""
         with self._changed:
             self._closed = True
             waiting = [work for work in self._work if isinstance(work, TransferJob)]
@@ -134,28 +139,30 @@ class CpuCopyEngine:
             thread.join()
             self._bury(thread)
         while self._work:
-            self._fail(self._work.popleft(), "every copy thread died")
+            self._fail(self._work.popleft(), "all copy threads died")
         for job in waiting:
             self._ledger.end(job, "the copy engine was closed before the job started")
 
     # ---- on the copy threads ----------------------------------------------------------------------------------------
 
     def _serve(self, thread: _CopyThread) -> None:
-        """What a copy thread does until the engine closes."""
+        """Process work until the engine closes. Thread: copy."""
         while self._serve_one(thread):
             continue
 
     def _serve_one(self, thread: _CopyThread) -> bool:
-        """Do the next work; False once there will be none. A thread that waits keeps nothing of its last work, which
-        would keep memory mapped that has left the pool."""
+        """Process the next work item; return False once there will be no more.
+
+        The reference to the item is dropped before waiting: it would keep memory mapped that was removed from the pool.
+        """
         work = self._take(thread)
         if work is None:
             return False
         if isinstance(work, TransferJob):
             try:
                 share = self._plan(work, thread)
-            except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                # Once the shares are queued, the job may end only with the last of them.
+            except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+                # The shares are queued: the last of them ends the job.
                 self._fail(thread.in_hand or work, _describe(failure))
                 return True
         else:
@@ -163,14 +170,14 @@ class CpuCopyEngine:
         try:
             targets, sources, sizes = share.segments()
             self._copy(targets, sources, sizes)
-        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             self._fail(share, _describe(failure))
         else:
             self._end_share(share, None)
         return True
 
     def _take(self, thread: _CopyThread) -> TransferJob | _Share | None:
-        """The next work, which is in the thread's hands before anybody else can look; None once there will be none."""
+        """Take the next work item and record it as `in_hand` in one step; None once there will be no more."""
         with self._changed:
             thread.in_hand = None
             queue: deque[TransferJob] | deque[TransferJob | _Share] = self._ahead if thread.is_ahead else self._work
@@ -183,14 +190,14 @@ class CpuCopyEngine:
             return thread.in_hand
 
     def _plan(self, job: TransferJob, thread: _CopyThread) -> _Share:
-        """Compute what the job copies and cut it into shares; the first is in the thread's hands instead of the job."""
+        """Plan a job, queue its shares, and take the first one in place of the job."""
         started_s = time.perf_counter()
         if self._before is not None:
             self._before(job)
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            # Asking first whether one is free would race with the other threads.
+            # Testing the queue before popping would race with the other threads.
             buffer = SegmentBuffer()
         table = self._pool.hold()
         segments = self._planner.plan(job, table, buffer, coalesce=False)
@@ -219,7 +226,7 @@ class CpuCopyEngine:
             self._end_share(work, error)
 
     def _end_share(self, share: _Share, error: str | None) -> None:
-        """End a share. Once more after an exception is harmless."""
+        """End a share. Calling it again after an exception is harmless."""
         plan = share.plan
         with self._changed:
             plan.open_shares.discard((share.start, share.stop))
@@ -235,12 +242,12 @@ class CpuCopyEngine:
         self._ledger.end(plan.job, plan.error, num_bytes, time.perf_counter() - plan.started_s)
 
     def _replace_dead_threads(self) -> None:
-        """What a dead thread had in hand has provably stopped, so it fails; what waits goes to its successor."""
+        """Fail the work of dead threads, which has stopped, and start replacements."""
         if self._closed or all(thread.is_alive() for thread in self._threads):
             return
         for index, thread in enumerate(self._threads):
             if not thread.is_alive():
-                _log.error("a copy thread died; what it was copying fails and it is started again")
+                _log.error("copy thread died: its work fails, and a new thread is started")
                 self._bury(thread)
                 self._threads[index] = _CopyThread(self._serve, self._cpus, thread.is_ahead)
                 self._threads[index].start()
@@ -252,9 +259,9 @@ class CpuCopyEngine:
 
 
 class _CopyThread(threading.Thread):
-    """`in_hand` is what the thread works on; it is still there when the thread has died of it.
+    """A copy thread. `in_hand` is its current work, and still set if the thread died of it.
 
-    One that `is_ahead` takes only jobs that a step waits for.
+    With `is_ahead` it takes only jobs that a step waits for.
     """
 
     def __init__(
@@ -273,7 +280,7 @@ class _CopyThread(threading.Thread):
 
 @dataclass(slots=True)
 class _Plan:
-    """A job under way: what it copies, and the bounds of its shares that have not ended.
+    """A running job: its segments, and the bounds of its unfinished shares.
 
     `table` keeps the pool mapped. `buffer` is None once other jobs may use it.
     """
@@ -290,20 +297,20 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The segments of a plan from `start` up to `stop`."""
+    """The segments of a plan from `start` to `stop` (exclusive)."""
 
     plan: _Plan
     start: int
     stop: int
 
     def segments(self) -> tuple[Addresses, Addresses, Addresses]:
-        """Targets, sources and sizes."""
+        """Return targets, sources and sizes."""
         device, host, sizes = (array[self.start : self.stop] for array in self.plan.segments)
         return (host, device, sizes) if self.plan.job.direction is Direction.STORE else (device, host, sizes)
 
 
 def default_threads(num_cpus: int) -> int:
-    """A quarter of the processors, and no more than it takes to keep memory busy: the rest computes."""
+    """Return a quarter of the processors, limited to the number that saturates memory bandwidth."""
     return max(1, min(4, num_cpus // 4))
 
 

@@ -1,7 +1,7 @@
-"""Which way a job is copied: by the kernel below a size of segment, by the DMA engines from it on.
+"""Choice of the copy method per job: the kernel for small segments, the DMA engines for larger ones.
 
-The size differs by device, by direction and by how many segments there are, so it is measured: once a device and
-driver, in a fraction of a second, and kept in a file.
+The segment size at which the methods are equally fast depends on device, direction and number of segments. It is
+measured once per device and driver, in a fraction of a second, and saved in a file.
 """
 
 from __future__ import annotations
@@ -31,42 +31,44 @@ _SCRATCH_BYTES = 64 << 20
 _REPEATS = 3
 
 Measure = Callable[[Mover, Direction, int, int], float]
-"""Device seconds that a mover takes in a direction for so many segments of so many bytes."""
+"""Returns the device seconds that a mover takes, from direction, number of segments and bytes per segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """For each direction, in ascending order: from so many segments on, the kernel is faster below so many bytes a
-    segment."""
+    """Steps per direction, ascending: from `count` segments on, the kernel is faster below `bytes` per segment."""
 
     steps: Mapping[Direction, tuple[tuple[int, int], ...]]
 
     @classmethod
     def fixed(cls, below_bytes: int) -> Crossover:
-        """One size for everything."""
+        """Return a crossover with one size for all jobs."""
         return cls(dict.fromkeys(Direction, ((0, below_bytes),)))
 
     def prefers_kernel(self, direction: Direction, count: int, num_bytes: int) -> bool:
-        """For a job of so many segments and bytes. Fewer segments than were measured count as the fewest."""
+        """Return whether the kernel copies a job of `count` segments of `num_bytes` in all.
+
+        Jobs with fewer segments than were measured use the first step.
+        """
         steps = self.steps[direction]
         below_bytes = next((below for least, below in reversed(steps) if least <= count), steps[0][1])
         return num_bytes < below_bytes * count
 
     def as_json(self) -> dict[str, list[list[int]]]:
-        """Plain lists."""
+        """Return the steps as plain lists."""
         return {direction.value: [list(step) for step in steps] for direction, steps in self.steps.items()}
 
     @classmethod
     def of_json(cls, kept: Mapping[str, Iterable[tuple[int, int]]]) -> Crossover:
-        """Raises `ValueError`, `KeyError` or `TypeError` for what `as_json` cannot have written."""
+        """Parse the result of `as_json`. Raises `ValueError`, `KeyError` or `TypeError` for other input."""
         steps = {d: tuple((int(least), int(below)) for least, below in kept[d.value]) for d in Direction}
         if not all(steps.values()):
-            raise ValueError("a direction without a step")
+            raise ValueError("a direction has no steps")
         return cls(steps)
 
 
 class CrossoverMover:
-    """A `Mover` that is two. The kernel reaches registered memory only, which `is_pinned` tells of."""
+    """Selects a `Mover` per job. The kernel needs registered host memory: `is_pinned` returns whether the pool's is."""
 
     def __init__(self, dma: Mover, kernel: Mover, crossover: Crossover, is_pinned: Callable[[], bool]) -> None:
         self._dma = dma
@@ -89,8 +91,11 @@ class CrossoverMover:
 def calibrate(
     dma: Mover, kernel: Mover, measure: Measure, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.monotonic
 ) -> Crossover:
-    """Measure both, from small segments up until the DMA engines win. What the budget has no time for is theirs. The
-    kernel has run before: to compile it is not what the budget is for."""
+    """Measure both movers, from small segments up until the DMA engines are faster.
+
+    Sizes that the time budget does not reach are left to the DMA engines. The kernel must have run before: its
+    compilation is not part of the budget.
+    """
     end_s = clock() + budget_s
     steps: dict[Direction, tuple[tuple[int, int], ...]] = {}
     for direction in Direction:
@@ -102,7 +107,7 @@ def calibrate(
                     break
                 if measure(kernel, direction, count, size) >= measure(dma, direction, count, size):
                     break
-                # The next size is four times this one: as far from it as from that.
+                # The boundary is the geometric mean with the next size, which is four times this one.
                 below_bytes = 2 * size
             found.append((count, below_bytes))
         steps[direction] = tuple(found)
@@ -110,8 +115,7 @@ def calibrate(
 
 
 class DeviceMeasure:
-    """A `Measure` on memory of its own, with the context current, between `__enter__` and `__exit__`, with room for
-    jobs of `scratch_bytes`."""
+    """A `Measure` that allocates memory for jobs of up to `scratch_bytes`. Requires: context current."""
 
     def __init__(self, driver: CudaDriver, scratch_bytes: int = _SCRATCH_BYTES) -> None:
         self._driver = driver
@@ -137,7 +141,7 @@ class DeviceMeasure:
             self._driver.synchronize_stream(self._stream)
 
     def __call__(self, mover: Mover, direction: Direction, count: int, size: int) -> float:
-        """The best of a few, after one that warms up."""
+        """Return the best of several runs, after a warm-up run."""
         offsets = np.random.default_rng(0).permutation(count).astype(np.int64) * size
         segments = Segments(
             self._device + offsets, self._host + offsets[::-1].copy(), np.full(count, size, dtype=np.int64)
@@ -154,7 +158,7 @@ class DeviceMeasure:
 
 
 def kept_crossover(file: Path, device: str, measure: Callable[[], Crossover]) -> Crossover:
-    """What the file knows of a device, or else what is measured now, which it then knows too."""
+    """Return the saved crossover of a device; measure and save one if there is none."""
     known: dict[str, dict[str, list[list[int]]]] = {}
     try:
         known = json.loads(file.read_text())
@@ -163,15 +167,15 @@ def kept_crossover(file: Path, device: str, measure: Callable[[], Crossover]) ->
         pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if not isinstance(error, KeyError):
-            _log.warning("%s does not say which copies are faster, and is written again: %s", file, error)
+            _log.warning("copy crossover file is unusable and is rewritten: %s: %s", file, error)
     crossover = measure()
     kept = {**(known if isinstance(known, dict) else {}), device: crossover.as_json()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Every rank of a node may be at this, so nobody gets to read half of it.
+        # Every rank of a node may write this file at the same time: the rename makes each write atomic.
         part = file.with_name(f"{file.name}.{os.getpid()}")
         part.write_text(json.dumps(kept, indent=1))
         part.replace(file)
     except OSError as error:
-        _log.warning("which copies are faster will be measured again at the next start: %s", error)
+        _log.warning("copy crossover not saved, it is measured again at the next start: %s", error)
     return crossover

@@ -1,8 +1,8 @@
-"""The CUDA copy engine: a stream each way, on which jobs run one after another beside the compute.
+"""CUDA copy engine: one stream per direction, whose jobs run in order, concurrently with the compute.
 
-A job is submitted by recording an event on the stream that computes; all else happens on two threads a direction. One
-computes what a job copies and queues it behind that event, the other waits for its end. So the engine's thread neither
-plans nor waits, the next job is queued while one runs, and both directions run at once.
+`submit` only records an event on the compute stream. Two threads per direction do the rest: one plans a job and queues
+its copies behind that event, the other waits for its end. The engine thread neither plans nor waits, the next job is
+queued while one runs, and both directions run at once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from kvferry.cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
 _log = logging.getLogger(__name__)
 
 _JOBS_AHEAD = 8
-"""So many of a direction are with the device at a time, each with descriptors of its own in pinned memory; the others
-wait."""
+"""Jobs per direction that are queued on the device, each with descriptors in pinned memory; the others wait."""
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 10.0
 
 
 class CudaCopyEngine:
-    """A `CopyEngine` for device blocks in a CUDA device's memory.
+    """A `CopyEngine` for device blocks in the memory of a CUDA device.
 
-    An error that leaves the device unusable fails every job there is and every later one, and `is_alive` says so; any
-    other fails its job.
+    An error that makes the device unusable fails all open and later jobs, and `is_alive` returns False. Any other error
+    fails its job only.
     """
 
     def __init__(
@@ -55,15 +54,22 @@ class CudaCopyEngine:
         mover: Mover | None = None,
         before: Callable[[TransferJob], None] | None = None,
     ) -> None:
-        """`device` is counted as torch does. `current_stream` gives the handle of the stream that the calling thread
-        computes on; it is asked in `submit` and `poll`. `on_finished` is called on a copy thread after each job; it may
-        only notify. `before` is called on a copy thread before a job's copies are queued; the job fails if it raises.
+        """Create the streams and start the copy threads.
 
-        Raises `ValueError` if a slot of the pool is too small for the layout, and `CudaError`.
+        Args:
+            layout: the device blocks.
+            pool: the host pool. `ValueError` if its slots are too small for the layout.
+            on_finished: called on a copy thread after each job; may only notify.
+            driver: the CUDA driver. Its failures raise `CudaError`.
+            device: index as torch counts devices.
+            current_stream: returns the handle of the calling thread's compute stream; called in `submit` and `poll`.
+            worker: rank reported in results.
+            mover: queues the copies of a job; the DMA engines by default.
+            before: called on a copy thread before a job's copies are queued; the job fails if it raises.
         """
         self._before = before
         self._planner = SegmentPlanner(layout, pool.slot_bytes)
-        # The layout keeps the tensors allocated for as long as this engine may copy.
+        # The reference keeps the tensors allocated while this engine may copy.
         self._layout = layout
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
@@ -94,7 +100,7 @@ class CudaCopyEngine:
             lane.start()
 
     def submit(self, job: TransferJob) -> None:
-        """See `CopyEngine`. A job that comes after `close`, or to a dead engine, fails at once."""
+        """See `CopyEngine`. After `close`, or on an unusable device, the job fails at once."""
         self._ledger.open(job)
         with self._lock:
             error = "the copy engine is closed" if self._closed else self._broken
@@ -102,15 +108,15 @@ class CudaCopyEngine:
                 ready: int | Exception
                 try:
                     ready = self._mark_compute()
-                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
-                    # Whether the device is still usable is found out where that may take time.
+                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
+                    # A copy thread checks whether the device is still usable, because that may block.
                     ready = failure
                 self._lanes[job.direction].put(_Waiting(job, ready))
                 return
         self._ledger.end(job, error)
 
     def submit_ahead(self, job: TransferJob) -> None:
-        """See `CopyEngine`. The job has a stream of its own, for which the compute stream is made to wait.
+        """See `CopyEngine`. The job uses a dedicated stream, which the compute stream is made to wait for.
 
         The caller waits until the copies are queued, not until they have run.
         """
@@ -127,7 +133,7 @@ class CudaCopyEngine:
                         self._ahead.start()
                     gate = _Gate(self._current_stream())
                     self._ahead.put(_Waiting(job, self._mark_compute(), gate))
-                except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                     gate, error = None, _describe(failure)
         if gate is None:
             self._ledger.end(job, error)
@@ -135,15 +141,15 @@ class CudaCopyEngine:
             self._late = gate
 
     def poll(self) -> list[TransferResult]:
-        """See `CopyEngine`. What the current stream is given from now on comes behind the loads that this tells of."""
+        """See `CopyEngine`. Work queued later on the current stream is ordered after the loads returned here."""
         results = self._ledger.take_results()
         with self._lock:
             if self._loaded and not self._closed and self._broken is None:
                 try:
                     self._order_behind_loads()
-                except Exception as error:  # noqa: BLE001 - the results are taken, and must be told
-                    # The host has seen these loads end, and a dead device shows at the next job.
-                    _log.warning("the compute stream could not be ordered behind loads that have ended: %s", error)
+                except Exception as error:  # # noqa: BLE001 - the results were removed from the ledger, and must be returned
+                    # The host has seen these loads end, and an unusable device fails the next job.
+                    _log.warning("compute stream not ordered after finished loads: %s", error)
         return results
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
@@ -155,7 +161,7 @@ class CudaCopyEngine:
         return not self._closed and self._broken is None and all(lane.is_alive() for lane in self._all_lanes())
 
     def close(self) -> None:
-        """See `CopyEngine`. Waits for the copies that the device has, whose memory may not be freed under them."""
+        """See `CopyEngine`. Waits for copies queued on the device, because their memory may be freed afterwards."""
         with self._lock:
             if self._closed:
                 return
@@ -170,15 +176,15 @@ class CudaCopyEngine:
     # ---- on the copy threads -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """What each copy thread does first."""
+        """Set up a copy thread."""
         try:
             with self._driver.current(self._context):
                 self._driver.stand_beside_captures()
-        except Exception as error:  # noqa: BLE001 - jobs are copied all the same
-            _log.warning("capturing a CUDA graph while blocks are copied may fail: %s", error)
+        except Exception as error:  # # noqa: BLE001 - jobs can be copied all the same
+            _log.warning("CUDA graph capture may fail while blocks are copied: %s", error)
 
     def _issue(self, lane: _Lane, waiting: _Waiting) -> _Running | None:
-        """Plan a job and queue its copies; None if the job has ended at that."""
+        """Plan a job and queue its copies; return None if the job has ended already."""
         job = waiting.job
         if self._broken is not None:
             self._ledger.end(job, self._broken)
@@ -198,7 +204,7 @@ class CudaCopyEngine:
                 segments = self._planner.plan(job, table, buffer, coalesce=True)
                 num_bytes = self._planner.num_bytes(job)
                 start, end = self._timing_events.take(), self._timing_events.take()
-        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             if isinstance(failure, CudaError):
                 self._settle(lane)
             if buffer is not None:
@@ -218,11 +224,11 @@ class CudaCopyEngine:
                 self._driver.record_event(end, lane.stream)
                 if gate is not None:
                     self._driver.wait_event(gate.compute_stream, end)
-        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             if gate is not None:
-                # A failed store is not published, whatever is written to its blocks meanwhile.
+                # The failed store is not published, so its blocks may be overwritten now.
                 gate.open()
-            # Some of its copies may be queued, and read the buffer and the pool.
+            # Copies may be queued that read the buffer and the pool.
             self._fail(lane, running, failure)
             return None
         finally:
@@ -230,19 +236,19 @@ class CudaCopyEngine:
         return running
 
     def _take_buffer(self) -> SegmentBuffer:
-        """One that is free, or a new one. Asking first whether one is free would race with the other lane."""
+        """Return a free buffer or a new one. Testing for a free one first would race with the other lane."""
         try:
             return self._buffers.pop()
         except IndexError:
             return SegmentBuffer(allocate=self._pinned.take)
 
     def _finish(self, lane: _Lane, running: _Running) -> None:
-        """Wait for the end of a job's copies."""
+        """Wait until a job's copies have run, and end the job."""
         try:
             with self._driver.current(self._context):
                 self._driver.synchronize_event(running.end)
                 seconds = self._driver.elapsed_s(running.start, running.end)
-        except Exception as failure:  # noqa: BLE001 - whatever went wrong, the job must end
+        except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             self._fail(lane, running, failure)
             return
         self._buffers.append(running.buffer)
@@ -254,7 +260,7 @@ class CudaCopyEngine:
         self._ledger.end(running.job, None, running.num_bytes, seconds)
 
     def _fail(self, lane: _Lane, running: _Running, failure: Exception) -> None:
-        """End a job of which copies may be queued."""
+        """Fail a job whose copies may be queued."""
         self._settle(lane)
         self._buffers.append(running.buffer)
         self._timing_events.give(running.start)
@@ -262,35 +268,37 @@ class CudaCopyEngine:
         self._ledger.end(running.job, _describe(failure))
 
     def _end_lost(self, lane: _Lane, job: TransferJob, failure: BaseException) -> None:
-        """End a job as failed after an unexpected exception, once nothing of it runs; a job that has ended stays so."""
+        """Fail a job after an unexpected exception, once none of its copies runs. A job that has ended is unchanged."""
         self._settle(lane)
         self._ledger.end(job, _describe(failure))
 
     def _settle(self, lane: _Lane) -> None:
-        """After an error: wait until nothing runs on the stream, as long as that takes. A device that is lost runs
-        nothing; one that fails to answer otherwise is asked again, since its copies may be under way."""
+        """Wait without limit, after an error, until nothing runs on the stream.
+
+        A lost device runs nothing. Any other error is retried, because copies may still run.
+        """
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 with self._driver.current(self._context):
                     self._driver.synchronize_stream(lane.stream)
                 return
-            except Exception as error:  # noqa: BLE001 - copies may be under way, whatever it was
+            except Exception as error:  # # noqa: BLE001 - copies may still run, whatever failed
                 if isinstance(error, CudaError) and error.ends_all:
                     self._break(error)
                     return
-                _log.warning("whether copies run cannot be told, and is asked again in %.2f s: %s", pause_s, error)
+                _log.warning("stream state unknown after an error, retried in %.2f s: %s", pause_s, error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    # ---- wherever ----------------------------------------------------------------------------------------------------
+    # ---- any thread --------------------------------------------------------------------------------------------------
 
     def _break(self, error: CudaError) -> None:
         with self._lock:
             if self._broken is not None:
                 return
-            self._broken = f"the CUDA device is unusable: {error}"
-        _log.error("the copy engine is dead, since %s; its jobs fail until the process is started again", error)
+            self._broken = f"CUDA device unusable: {error}"
+        _log.error("copy engine stopped: %s; its jobs fail until the process is restarted", error)
 
     def _all_lanes(self) -> list[_Lane]:
         return [*self._lanes.values(), *([] if self._ahead is None else [self._ahead])]
@@ -300,7 +308,7 @@ class CudaCopyEngine:
             return _Lane(name, self._driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost)
 
     def _mark_compute(self) -> int:
-        """An event that happens when the compute queued so far has ended."""
+        """Record and return an event that completes when the compute queued so far has run."""
         with self._driver.current(self._context):
             stream = self._current_stream()
             ready = self._ready_events.take()
@@ -312,7 +320,7 @@ class CudaCopyEngine:
         return ready
 
     def _order_behind_loads(self) -> None:
-        """Have the compute stream wait for loads; one that it could not be told of stays for the next time."""
+        """Make the compute stream wait for finished loads; those left by an error stay for the next call."""
         with self._driver.current(self._context):
             stream = self._current_stream()
             while self._loaded:
@@ -320,7 +328,7 @@ class CudaCopyEngine:
                 self._timing_events.give(self._loaded.popleft())
 
     def _give_back(self) -> None:
-        """Let go of the device. Nothing runs any more; a device that refuses is dead, and has nothing to give back."""
+        """Release streams, events, memory and the context. Requires: nothing runs. An unusable device may refuse."""
         try:
             with self._driver.current(self._context):
                 for lane in self._all_lanes():
@@ -331,14 +339,15 @@ class CudaCopyEngine:
                 self._timing_events.destroy()
             self._driver.release_context(self._device)
         except CudaError as error:
-            _log.warning("the CUDA device was not given back: %s", error)
+            _log.warning("CUDA device not released: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A job that no copy has been queued for; `ready` happens when the work has that came before it, or is why not.
+    """A job without queued copies.
 
-    A job ahead of a step has a `gate`, at which the caller waits.
+    `ready` is the event that its copies wait for, or the exception that prevented it. A job ahead of a step has a
+    `gate`, at which the caller waits.
     """
 
     job: TransferJob
@@ -347,7 +356,10 @@ class _Waiting:
 
 
 class _Gate:
-    """A caller that waits until a job's copies are queued, and `compute_stream`, which is made to wait for them."""
+    """Synchronization of a caller with a job ahead of its step: the caller waits until the copies are queued.
+
+    `compute_stream` is made to wait for those copies.
+    """
 
     def __init__(self, compute_stream: int) -> None:
         self.compute_stream = compute_stream
@@ -358,32 +370,32 @@ class _Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the job is queued or has failed."""
+        """Return whether the job is queued or has failed."""
         return self._opened.is_set()
 
     def begin(self) -> bool:
-        """Whether the copies may be queued, since the caller still waits. Thread: copy."""
+        """Return whether the copies may be queued, which requires that the caller still waits. Thread: copy."""
         with self._lock:
             self._has_begun = not self._is_late
             return self._has_begun
 
     def open(self) -> None:
-        """Let the caller go on. Thread: copy."""
+        """Release the caller. Thread: copy."""
         self._opened.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the copies are queued or the job has failed; False for one that is late, which will fail."""
+        """Wait until the copies are queued or the job has failed; return False for a late job, which will fail."""
         if self._opened.wait(timeout_s):
             return True
         with self._lock:
             self._is_late = not self._has_begun
-        # Of a job that has begun only calls of the driver are left that queue work.
+        # Once begun, the job only makes driver calls that queue work and do not block.
         return not self._is_late and self._opened.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A job whose copies are queued between two events. `table` keeps the pool mapped."""
+    """A job whose copies are queued between the events `start` and `end`. `table` keeps the pool mapped."""
 
     job: TransferJob
     start: int
@@ -394,8 +406,10 @@ class _Running:
 
 
 class _Lane:
-    """One direction, or the stores ahead of steps: a stream, the jobs that wait, the jobs that the device has, and a
-    thread behind each queue."""
+    """A stream with its queues of waiting and running jobs, and one thread per queue.
+
+    There is one lane per direction, and one for stores ahead of steps.
+    """
 
     def __init__(
         self,
@@ -430,7 +444,7 @@ class _Lane:
             self._changed.notify_all()
 
     def close(self) -> list[_Waiting]:
-        """Take no more; answers what nobody has begun."""
+        """Accept no more jobs; return those not begun."""
         with self._changed:
             self._closing = True
             waiting = list(self._waiting)
@@ -439,7 +453,7 @@ class _Lane:
         return waiting
 
     def join(self) -> None:
-        """Until the device has ended what it was given."""
+        """Wait until the device has finished all queued jobs."""
         self._issuer.join()
         self._finisher.join()
 
@@ -452,7 +466,7 @@ class _Lane:
             running = None
             try:
                 running = self._issue(self, waiting)
-            except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
+            except BaseException as failure:  # # noqa: BLE001 - this job and the next ones must end
                 self._end_surely(waiting.job, failure)
             finally:
                 if waiting.gate is not None:
@@ -463,7 +477,7 @@ class _Lane:
             with self._changed:
                 self._running.append(running)
                 self._changed.notify_all()
-            # A thread that waits keeps no memory mapped that has left the pool.
+            # A waiting thread must not keep memory mapped that was removed from the pool.
             del running
         with self._changed:
             self._all_issued = True
@@ -480,14 +494,14 @@ class _Lane:
             del running
 
     def _end_surely(self, job: TransferJob, failure: BaseException) -> None:
-        """End a job that an exception may have left open: its device blocks would be held for ever."""
-        _log.error("unexpected error on a copy thread; its job fails", exc_info=failure)
+        """End a job that an exception may have left open: an open job would hold its device blocks forever."""
+        _log.error("unexpected error on a copy thread: its job fails", exc_info=failure)
         while True:
             try:
                 self._end_lost(self, job, failure)
                 return
-            except BaseException:  # noqa: BLE001 - repeated
-                _log.exception("a job on a copy thread could not be ended; repeated in %.2f s", _FIRST_PAUSE_S)
+            except BaseException:  # # noqa: BLE001 - retried
+                _log.exception("job on a copy thread not ended, retried in %.2f s", _FIRST_PAUSE_S)
             time.sleep(_FIRST_PAUSE_S)
 
     def _note_end(self) -> None:
@@ -510,7 +524,7 @@ class _Lane:
 
 
 class _Events:
-    """Events of one kind, used again. Any thread, with the context current."""
+    """Pool of reusable events of one kind. Any thread. Requires: context current."""
 
     def __init__(self, driver: CudaDriver, *, timing: bool) -> None:
         self._driver = driver
@@ -535,7 +549,7 @@ class _Events:
 
 
 class _PinnedMemory:
-    """Arrays that the device reads where they are. Any thread, with the context current."""
+    """Allocator of pinned arrays that the device reads in place. Any thread. Requires: context current."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver

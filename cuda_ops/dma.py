@@ -1,4 +1,4 @@
-"""Copies by the device's DMA engines: one driver call a job, or one a segment where the driver is older."""
+"""Copies by the device's DMA engines: one driver call per job, or one per segment with older drivers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ class Mover(Protocol):
     """Queues the copies of a job on a stream."""
 
     def move(self, direction: Direction, segments: Segments, stream: int) -> None:
-        """Queue them all, and return without waiting. `segments`, of which there is at least one, stays as it is until
-        the stream has done them. Raises `CudaError` when some may be queued and others are not."""
+        """Queue all copies of a job and return without waiting.
+
+        Args:
+            direction: store or load.
+            segments: at least one segment; must stay unchanged until the stream has copied them.
+            stream: handle of the stream.
+
+        Raises:
+            CudaError: some copies may be queued and others not.
+        """
 
     def close(self) -> None:
-        """Give back what it took of the device, on which nothing of it runs any more. Raises `CudaError`."""
+        """Release device resources. Requires: none of its copies runs. Raises `CudaError`."""
 
 
 class DmaMover:
-    """A `Mover` of segments of any size. A batch is for host memory that the device has at the host's address, which
-    `is_reachable` tells of; single copies go anywhere."""
+    """A `Mover` for segments of any size.
+
+    Batches need host memory that the device maps at the host's address: `is_reachable` returns whether it does. Single
+    copies work for any memory.
+    """
 
     def __init__(self, driver: CudaDriver, is_reachable: Callable[[], bool] = lambda: True) -> None:
         self._driver = driver
@@ -40,4 +51,4 @@ class DmaMover:
             self._driver.copy(target, source, size, stream)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: no resources are held."""

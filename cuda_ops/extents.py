@@ -1,4 +1,4 @@
-"""How a pool is divided into extents, which it grows and shrinks by, and how far it may grow while it is used."""
+"""Division of a pool into extents, the unit in which it grows and shrinks, and its maximum size."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 DEFAULT_EXTENT_BYTES = 1 << 30
 _LEAST_EXTENTS = 8
-"""So that a small pool can change its size, too."""
+"""Minimum number of extents, so that a small pool can be resized too."""
 _MOST_GROWTH = 64
-"""Whatever is kept for each slot has room for so many times the slots at start, and takes no memory before."""
+"""Maximum growth: arrays per slot are sized for this many times the initial slots, and use no memory before."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A pool of `num_slots`, in whole extents of `extent_slots`, that may come to have `max_slots`."""
+    """A pool of `num_slots`, in whole extents of `extent_slots`, that may grow to `max_slots`."""
 
     num_slots: int
     extent_slots: int
@@ -22,34 +22,40 @@ class PoolPlan:
 
 
 class PoolMemory(Protocol):
-    """A pool's memory, as whoever changes its size sees it: of one process, or of all that map it."""
+    """Memory of a pool that can be resized: in one process, or in all that map it."""
 
     @property
     def num_slots(self) -> int:
-        """Slots that there is memory for."""
+        """Return the number of slots with memory."""
 
     @property
     def num_bytes(self) -> int:
-        """All slots of all ranks together."""
+        """Return the bytes of all slots of all ranks."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a slot, all ranks together."""
+        """Return the bytes of a slot, all ranks together."""
 
     def check_room(self, num_slots: int) -> None:
-        """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
+        """Raise `NotEnoughMemory` if a larger pool of `num_slots` does not fit."""
 
     def add_slots(self, num_slots: int) -> None:
-        """Have memory for so many more, in whole extents; on failure nothing has changed."""
+        """Add memory for `num_slots` more, in whole extents. A failure changes nothing."""
 
     def remove_extents(self, count: int) -> None:
-        """Give the last extents back, whose slots nobody uses any more."""
+        """Free the last extents. Requires: their slots are unused."""
 
 
 def plan_pool(pool_bytes: int, row_bytes: int, largest_bytes: int) -> PoolPlan:
-    """The largest pool of rows of `row_bytes` that fits `pool_bytes`: no slot at all if a row does not fit.
+    """Return the largest pool of rows of `row_bytes` that fits `pool_bytes`; without slots if no row fits.
 
-    The machine holds no pool of more than `largest_bytes`. Fewer slots stay unused than there are extents.
+    Args:
+        pool_bytes: wanted size.
+        row_bytes: bytes of a slot, all ranks together.
+        largest_bytes: the most that the machine can hold.
+
+    Returns:
+        A plan that leaves fewer slots unused than it has extents.
     """
     fitting = pool_bytes // row_bytes
     num_extents = max(-(-fitting * row_bytes // DEFAULT_EXTENT_BYTES), _LEAST_EXTENTS)
@@ -60,5 +66,5 @@ def plan_pool(pool_bytes: int, row_bytes: int, largest_bytes: int) -> PoolPlan:
 
 
 def whole_extents(num_slots: int, extent_slots: int) -> int:
-    """So many slots, rounded down to whole extents."""
+    """Round a number of slots down to whole extents."""
     return num_slots // extent_slots * extent_slots

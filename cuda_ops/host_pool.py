@@ -1,7 +1,7 @@
-"""The host pool: the memory that holds the slots, in extents of bounded size that are mapped and registered one by one.
+"""Host pool: the memory of the slots, in extents of bounded size that are mapped and registered one by one.
 
-A row is one slot of every rank, side by side: rows are slots, columns are ranks, and a copy engine reaches the column
-of its own rank. Extents start on a page; rows do where their size is a multiple of one.
+Rows are slots, columns are ranks: a row is one slot of every rank, and a copy engine accesses its own rank's column.
+Extents start on a page; rows do if their size is a multiple of a page.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from kvferry.cuda_ops.prepare import Preparation, prepare, unregister
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """`memory` is the mapping, whole pages, which starts with `rows`; `offset` is where the backing has it. The mapping
-    goes with the last view of it."""
+    """A mapping of whole pages that starts with `rows`, at `offset` in the backing.
+
+    It is unmapped with its last view.
+    """
 
     memory: NDArray[np.uint8]
     rows: NDArray[np.uint8]
@@ -32,14 +34,14 @@ class _Extent:
 
 
 class PoolTable:
-    """Where the slots lie at one moment, for one rank. Never changes, so that a copy under way can rely on it, and the
-    memory stays mapped for as long as it is referenced, also behind the pool's `close`.
+    """Immutable snapshot of the slots' addresses for one rank.
 
-    `places`, int64 `[2, num_extents]`, has for each extent its first slot and where that slot's bytes start.
+    The memory stays mapped while it is referenced, also after the pool is closed. `places`, int64 `[2, num_extents]`,
+    has each extent's first slot and the address of that slot's bytes.
     """
 
     def __init__(self, extents: tuple[_Extent, ...], offset_bytes: int) -> None:
-        """`offset_bytes` is where the rank's bytes start within a row."""
+        """Create a table; the rank's bytes start `offset_bytes` into a row."""
         self.extents = extents
         self.row_bytes = extents[0].rows.shape[1] if extents else 0
         self.end_offset = extents[-1].offset + extents[-1].memory.nbytes if extents else 0
@@ -50,7 +52,7 @@ class PoolTable:
         self.places = np.array([self._firsts, addresses], dtype=np.int64)
 
     def row(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of all ranks of one slot, not a copy."""
+        """Return a view of one slot's bytes of all ranks."""
         extent = bisect_right(self._firsts, slot) - 1
         row: NDArray[np.uint8] = self.extents[extent].rows[slot - self._firsts[extent]]
         return row
@@ -59,8 +61,8 @@ class PoolTable:
 class HostPool:
     """Memory for `num_slots` slots of `slot_bytes` for each of `num_ranks` ranks.
 
-    What several processes map must be made with equal numbers in each. Slots may be added and removed while others are
-    copied; whoever removes some sees to it that nobody uses them.
+    All processes that map one backing must pass equal sizes. Slots may be added and removed during copies of others;
+    the caller must ensure that removed slots are unused.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class HostPool:
         rank: int = 0,
         preparation: Preparation | None = None,
     ) -> None:
-        """Map the extents and make them ready, after checking that there is room; raises `NotEnoughMemory`."""
+        """Check the limits, then map the extents and prepare them. Raises `NotEnoughMemory`."""
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank {rank} is not one of the {num_ranks} ranks")
+            raise ValueError(f"rank={rank}: must be in 0..{num_ranks - 1}")
         self.slot_bytes = slot_bytes
         self.num_ranks = num_ranks
         self.rank = rank
@@ -94,39 +96,39 @@ class HostPool:
 
     @property
     def num_slots(self) -> int:
-        """Slots there are now."""
+        """Return the number of slots."""
         return self._table.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """All slots of all ranks together."""
+        """Return the bytes of all slots of all ranks."""
         return self.num_slots * self.row_bytes
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the device knows all of it."""
+        """Return whether all memory is registered with the device."""
         return bool(self._table.extents) and all(extent.is_registered for extent in self._table.extents)
 
     @property
     def extent_slots(self) -> list[int]:
-        """How many slots each extent has."""
+        """Return the number of slots of each extent."""
         return [len(extent.rows) for extent in self._table.extents]
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """This rank's bytes of one slot, not a copy."""
+        """Return a view of this rank's bytes of one slot."""
         start = self.rank * self.slot_bytes
         return self._table.row(slot)[start : start + self.slot_bytes]
 
     def row(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of all ranks of one slot, `[num_ranks, slot_bytes]`, not a copy."""
+        """Return a view of one slot's bytes of all ranks, `[num_ranks, slot_bytes]`."""
         return self._table.row(slot).reshape(self.num_ranks, self.slot_bytes)
 
     def hold(self) -> PoolTable:
-        """Where the slots lie now; their memory stays mapped for as long as this is referenced."""
+        """Return the current addresses; their memory stays mapped while the table is referenced."""
         return self._table
 
     def add_slots(self, num_slots: int) -> None:
-        """Map so many more, in extents of their own; on failure nothing has changed. Raises `NotEnoughMemory`."""
+        """Map `num_slots` more in new extents. A failure changes nothing. Raises `NotEnoughMemory`."""
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
         end_offset = self._check_fits(num_slots)
@@ -147,15 +149,15 @@ class HostPool:
         self._table = self._lay_out((*table.extents, *extents))
 
     def check_room(self, num_slots: int) -> None:
-        """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
+        """Raise `NotEnoughMemory` if a larger pool of `num_slots` does not fit."""
         if num_slots > self.num_slots:
             self._check_fits(num_slots - self.num_slots)
 
     def remove_extents(self, count: int, *, free: bool = True) -> None:
-        """Unmap the last extents. `free` gives a shared file's memory back too, and is for the last process to do."""
+        """Unmap the last extents. With `free`, for the last process only, also free a shared file's memory."""
         extents = self._table.extents
         if not 0 <= count <= len(extents):
-            raise ValueError(f"{count} extents cannot be removed from the {len(extents)} there are")
+            raise ValueError(f"count={count}: the pool has {len(extents)} extents")
         keep = len(extents) - count
         self._unregister(extents[keep:])
         self._table = self._lay_out(extents[:keep])
@@ -163,7 +165,7 @@ class HostPool:
             self._backing.free(self._table.end_offset)
 
     def close(self) -> None:
-        """Unmap everything. No copy may be running; an extent of which there still is a view stays mapped for it."""
+        """Unmap everything. Requires: no copy runs. An extent stays mapped while a view of it exists."""
         self._unregister(self._table.extents)
         self._table = self._lay_out(())
         self._backing.close()
@@ -172,7 +174,7 @@ class HostPool:
         return PoolTable(extents, self.rank * self.slot_bytes)
 
     def _check_fits(self, num_slots: int) -> int:
-        """Where the pool would end with so many more slots, for which there is room."""
+        """Return the end offset of the pool after growing by `num_slots`. Raises `NotEnoughMemory`."""
         table = self._table
         full, rest = divmod(num_slots, self.slots_per_extent)
         end_offset = table.end_offset + full * _whole_pages(self.slots_per_extent * self.row_bytes)
@@ -186,7 +188,7 @@ class HostPool:
             return self._backing.reserve(num_bytes)
         except OSError as error:
             raise NotEnoughMemory(
-                f"KVFERRY_POOL_BYTES: taking {num_bytes:,} bytes for the pool failed: {error}"
+                f"KVFERRY_POOL_BYTES: reserving {num_bytes:,} bytes for the pool failed: {error}"
             ) from error
 
     def _map(self, offset: int, count: int) -> _Extent:
@@ -195,7 +197,7 @@ class HostPool:
             memory = self._backing.map(offset, _whole_pages(num_bytes))
         except OSError as error:
             raise NotEnoughMemory(
-                f"KVFERRY_POOL_BYTES: mapping an extent of {num_bytes:,} bytes after {offset:,} failed: {error}"
+                f"KVFERRY_POOL_BYTES: mapping an extent of {num_bytes:,} bytes at offset {offset:,} failed: {error}"
             ) from error
         return _Extent(memory, memory[:num_bytes].reshape(count, self.row_bytes), offset)
 

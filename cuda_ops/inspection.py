@@ -1,6 +1,7 @@
-"""A look at a kept pool's file from outside: read-only, without its lock.
+"""Read-only inspection of a kept pool's file, without its lock.
 
-It is read and never mapped: a service that uses it may cut it at any moment, which kills whoever looks at a mapping.
+The file is read, not mapped: the service that owns it may truncate it at any time, and accessing a truncated mapping
+kills the process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ LOCKS = Path("/proc/locks")
 
 @dataclass(frozen=True, slots=True)
 class InspectedPool:
-    """What a pool's file holds. `kept` is what a restart would bring back, before any byte is verified.
+    """The contents of a pool's file. `kept` is what a restart would recover, before payloads are verified.
 
-    `holders` are the processes that use it, as far as they can be seen from here.
+    `holders` are the processes that use the pool, as far as they are visible to this one.
     """
 
     header: PoolHeader
@@ -35,7 +36,7 @@ class InspectedPool:
     ranks: list[Headers]
 
     def verify(self, slots: Slots) -> Slots:
-        """Those of these kept slots whose bytes are not what the header of some rank says."""
+        """Return those of these kept slots whose bytes do not match the header of some rank."""
         shape = self.header.shape
         starts = (shape.row_offsets(slots) + shape.payload_offset).tolist()
         bad = np.zeros(len(slots), dtype=np.bool_)
@@ -65,7 +66,7 @@ def inspect_pool(path: Path) -> InspectedPool:
         shape = header.shape
         file_bytes = os.fstat(file).st_size
         if file_bytes < shape.payload_offset:
-            raise NotAPool(f"the file has {file_bytes:,} bytes, and its slot headers end at {shape.payload_offset:,}")
+            raise NotAPool(f"file truncated: {file_bytes:,} bytes, slot headers end at {shape.payload_offset:,}")
     finally:
         os.close(file)
     ranks = [_headers(path, shape, rank) for rank in range(shape.num_ranks)]
@@ -74,7 +75,10 @@ def inspect_pool(path: Path) -> InspectedPool:
 
 
 def _holders_of(path: Path) -> list[int]:
-    """Who has the pool's lock, as the kernel lists it: to try for it would keep a service out that starts just now."""
+    """Return the processes that hold the pool's lock, from the kernel's list.
+
+    Trying to acquire it would block a service that is starting.
+    """
     try:
         lock = lock_path(path).stat()
         lines = LOCKS.read_text().splitlines()
@@ -88,5 +92,5 @@ def _headers(path: Path, shape: PoolShape, rank: int) -> Headers:
     start = POOL_HEADER_BYTES + rank * shape.rank_stride
     headers = np.fromfile(path, SLOT_HEADER, shape.num_slots, offset=start)
     if len(headers) < shape.num_slots:
-        raise NotAPool("the file was cut while it was read: a service has begun with it anew")
+        raise NotAPool("file truncated while being read: a service has started a new pool in it")
     return headers

@@ -1,5 +1,7 @@
-"""A copy engine for a kept pool, around any other: it seals slots after a store, and verifies what an earlier process
-left before the first load. Both are done on a thread of its own; slots are marked by the threads that copy.
+"""Copy engine for a kept pool, a wrapper around any other.
+
+It seals slots after a store, and verifies slots of an earlier process before their first load, both on a thread of its
+own. Slots are marked by the copying threads.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _RECHECK_S = 0.1
 
 
 class KeptCopies:
-    """A `CopyEngine`. What it is asked to store into a kept pool has labels."""
+    """A `CopyEngine` whose store jobs have labels."""
 
     def __init__(
         self,
@@ -32,9 +34,15 @@ class KeptCopies:
         worker: int = 0,
         cpus: Collection[int] | None = None,
     ) -> None:
-        """`copies` calls `headers.before_copy` before each job. `on_finished` is called on the hashing thread when
-        there is something to poll; it may only notify. That thread runs on `cpus`, by default on those of the thread
-        that makes the engine."""
+        """Start the hashing thread.
+
+        Args:
+            copies: the wrapped engine, which calls `headers.before_copy` before each job.
+            headers: this rank's slot headers.
+            on_finished: called on the hashing thread when there are results; may only notify.
+            worker: rank reported in results.
+            cpus: processors of the hashing thread; by default those of the calling thread.
+        """
         self._copies = copies
         self._headers = headers
         self._on_finished = on_finished
@@ -53,7 +61,7 @@ class KeptCopies:
 
     @property
     def num_unsealed(self) -> int:
-        """Stores that have ended and whose slots are not sealed yet."""
+        """Return the number of finished stores whose slots are not sealed."""
         return len(self._to_seal)
 
     def submit(self, job: TransferJob) -> None:
@@ -96,7 +104,7 @@ class KeptCopies:
         self._headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `Fillings`: they are sealed like stores. Any thread."""
+        """See `Fillings`. The slots are sealed like those of stores. Any thread."""
         with self._changed:
             if not self._closing:
                 self._to_seal.append(labels)
@@ -120,9 +128,9 @@ class KeptCopies:
                 return False
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that has been stored by now is sealed; whether that came true in time. Any thread.
+        """Wait until all slots stored so far are sealed; return whether that happened in time. Any thread.
 
-        Slots that have left the pool are looked at until then, and their memory must not be freed before.
+        Until then the hashing thread reads slots that may have left the pool: their memory must not be freed.
         """
         with self._changed:
             wanted = self._num_sealed + len(self._to_seal)
@@ -133,7 +141,7 @@ class KeptCopies:
         return self._thread.is_alive() and self._copies.is_alive()
 
     def close(self) -> None:
-        """See `CopyEngine`. What has been stored is sealed, within its time."""
+        """See `CopyEngine`. Seals finished stores, within a time limit."""
         self._copies.close()
         self._early = self.poll()
         with self._changed:
@@ -141,10 +149,10 @@ class KeptCopies:
             self._give_up_s = time.monotonic() + CLOSE_S
             self._changed.notify_all()
         self._thread.join()
-        # Loads that were still to be verified: the copy engine, which is closed, fails them.
+        # The copy engine is closed and fails the loads that were still to be verified.
         self._early = self.poll()
         if self._to_seal:
-            _log.warning("%d stores were not sealed in time: a restart will not find them", len(self._to_seal))
+            _log.warning("stores not sealed in time, a restart will not recover them: %d", len(self._to_seal))
 
     def _start_thread(self) -> threading.Thread:
         thread = threading.Thread(target=self._serve, name="kvferry-seal", daemon=True)
@@ -152,13 +160,13 @@ class KeptCopies:
         return thread
 
     def _replace_dead_thread(self) -> None:
-        """Start a dead thread again. What it had in hand fails: a load is not verified, a store is not sealed."""
+        """Restart a dead thread. Its current job fails: a load is not verified, a store is not sealed."""
         if self._thread.is_alive() or self._closing:
             return
-        _log.error("the thread that seals and verifies slots died; what it had in hand fails and it is started again")
+        _log.error("hashing thread died: its current job fails, and the thread is restarted")
         with self._changed:
             if self._to_verify:
-                self._verified.append((self._to_verify.popleft(), (), "not verified: the thread died"))
+                self._verified.append((self._to_verify.popleft(), (), "not verified: the hashing thread died"))
             elif self._to_seal:
                 self._to_seal.popleft()
                 self._num_sealed += 1
@@ -166,14 +174,14 @@ class KeptCopies:
         self._thread = self._start_thread()
 
     def _go_on(self) -> None:
-        """Start the loads whose slots have been verified, on the engine's thread, and fail those that had bad ones."""
+        """Submit the loads whose slots are verified, and fail those with corrupt slots. Thread: engine."""
         while self._verified:
             job, corrupt, error = self._verified.popleft()
             if error is None:
                 try:
                     self._copies.submit(job)
                     continue
-                except Exception as failure:  # noqa: BLE001 - whatever it was, the job must end
+                except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                     error = f"not submitted: {failure}"
             self._early.append(TransferResult(job.job_id, self._worker, error, corrupt=corrupt))
 
@@ -186,7 +194,7 @@ class KeptCopies:
                 self._changed.wait_for(lambda: self._to_verify or self._to_seal or self._closing)
                 if self._closing and (self._is_over() or not (self._to_verify or self._to_seal)):
                     return
-                # It stays in the queue until it is done, so that whoever waits for it can see it.
+                # The job stays in the queue until it is done, so that `wait` sees it.
                 job = self._to_verify[0] if self._to_verify else None
                 labels = None if job is not None else self._to_seal[0]
             if job is not None:
@@ -204,9 +212,9 @@ class KeptCopies:
             if job.verify is not None:
                 corrupt = tuple(self._headers.verify(job.verify).tolist())
             if corrupt:
-                error = f"{len(corrupt)} of {job.num_blocks} slots of an earlier process failed verification"
-        except Exception as failure:  # noqa: BLE001 - the job must end, and the next ones be looked at
-            _log.exception("slots could not be verified")
+                error = f"{len(corrupt)} of {job.num_blocks} slots of an earlier process are corrupt"
+        except Exception as failure:  # # noqa: BLE001 - the job must end, and the next ones must be processed
+            _log.exception("verifying slots failed")
             error = f"not verified: {type(failure).__name__}: {failure}"
         with self._changed:
             self._to_verify.popleft()
@@ -217,8 +225,8 @@ class KeptCopies:
     def _seal(self, labels: SlotLabels) -> None:
         try:
             self._headers.seal(labels)
-        except Exception:  # noqa: BLE001 - these slots are lost to a restart, the next ones need not be
-            _log.exception("slots could not be sealed")
+        except Exception:  # # noqa: BLE001 - a restart will not recover these slots; the next ones are unaffected
+            _log.exception("sealing slots failed")
         with self._changed:
             self._to_seal.popleft()
             self._num_sealed += 1

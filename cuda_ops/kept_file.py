@@ -1,5 +1,6 @@
-"""The file of a kept pool: held by one process at a time, checked before a byte of it is believed, and made anew when
-it is another one's, an older one's, or damaged. One that is larger or smaller than wanted is kept as far as it goes.
+"""File of a kept pool: locked by one engine, validated before use, and replaced if foreign, outdated or damaged.
+
+If its size differs from the wanted one, as much of it as possible is kept.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _MIN_EPOCH_WORD = np.array([POOL_HEADER.fields["min_epoch"][1] // 8 if POOL_HEAD
 
 
 class NotAPool(ValueError):
-    """A file that has no pool's header, or not one that this version can read; the message says which field it is."""
+    """The file has no pool header that this version can read; the message names the field."""
 
 
 class PoolCut(RuntimeError):
-    """The pool's file is shorter than the memory that is mapped of it: touching the missing part ends the process."""
+    """The pool's file is shorter than its mapping: accessing the missing part would kill the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """A pool's header as it was read."""
+    """A pool's header as read from the file."""
 
     shape: PoolShape
     fingerprint: dict[str, object]
@@ -60,11 +61,11 @@ class PoolHeader:
 
 @dataclass(frozen=True, slots=True)
 class FoundPool:
-    """What there was when the file was opened.
+    """State of the file when it was opened.
 
-    `dropped` says why nothing of it is kept: None for a pool that is kept, and for a new one, which `is_new`.
-    It had `num_slots`, of which the first `num_whole` lie in the file with all their bytes, and in the pool as it is to
-    be from now on. After `other_boot` the file may have lost some silently.
+    `dropped` is the reason why its contents are not kept: None for a kept pool, and for a new one (`is_new`). It had
+    `num_slots`, of which the first `num_whole` are entirely in the file and within the pool's new size. After another
+    boot (`other_boot`) written bytes may be lost.
     """
 
     is_new: bool
@@ -75,71 +76,79 @@ class FoundPool:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its slots may come back."""
+        """Return whether the pool's slots may be recovered."""
         return not self.is_new and self.dropped is None
 
 
 def read_boot_id() -> str:
-    """The kernel's name for the time since the machine was started."""
+    """Return the kernel's identifier of the current boot."""
     return BOOT_ID.read_text().strip()
 
 
 def read_pool_header(file: int) -> PoolHeader:
-    """The header of a pool's open file. Raises `NotAPool`, and `OSError`."""
+    """Read the header of an open pool file. Raises `NotAPool` and `OSError`."""
     raw = os.pread(file, POOL_HEADER_BYTES, 0)
     if len(raw) < POOL_HEADER_BYTES:
-        raise NotAPool(f"the file has {len(raw):,} bytes, and a pool's header takes {POOL_HEADER_BYTES:,}")
+        raise NotAPool(f"file has {len(raw):,} bytes: a pool's header takes {POOL_HEADER_BYTES:,}")
     header = np.frombuffer(raw[: POOL_HEADER.itemsize], dtype=POOL_HEADER)
     field = header[0]
     if bytes(field["magic"]) != MAGIC:
-        raise NotAPool(f"magic is {bytes(field['magic'])!r}, and a pool's is {MAGIC!r}")
+        raise NotAPool(f"magic={bytes(field['magic'])!r}: a pool has {MAGIC!r}")
     if int(field["format_version"]) != FORMAT_VERSION:
-        raise NotAPool(f"format_version is {field['format_version']}, and this version reads {FORMAT_VERSION}")
+        raise NotAPool(f"format_version={field['format_version']}: this version reads {FORMAT_VERSION}")
     length = int(field["fingerprint_bytes"])
     fingerprint = raw[POOL_HEADER.itemsize : POOL_HEADER.itemsize + min(length, POOL_HEADER_BYTES)]
     if pool_header_checksum(header, fingerprint) != int(field["checksum"]):
-        raise NotAPool("checksum of the pool's header does not fit: it is damaged")
+        raise NotAPool("checksum mismatch: the pool's header is damaged")
     num_slots, max_slots, extent_slots = (int(field[name]) for name in ("num_slots", "max_slots", "extent_slots"))
     if num_slots > max_slots or num_slots % extent_slots:
-        raise NotAPool(
-            f"num_slots is {num_slots:,}, which are no whole extents of {extent_slots:,} up to {max_slots:,}"
-        )
+        raise NotAPool(f"num_slots={num_slots:,}: must be whole extents of {extent_slots:,}, at most {max_slots:,}")
     shape = PoolShape(num_slots, int(field["slot_bytes"]), int(field["num_ranks"]), extent_slots, max_slots)
     boot_id = bytes(field["boot_id"]).decode("ascii", "replace")
     return PoolHeader(shape, json.loads(fingerprint), namespace_of(fingerprint), int(field["min_epoch"]), boot_id)
 
 
 class KeptFile:
-    """A `Backing` that outlives its process. Only one engine may have it; the lock of one that dies is free.
+    """A `Backing` that outlives its process. One engine at a time holds its lock, which the kernel releases at its
+    death.
 
-    Of an engine's processes one makes the file ready and has the others `join` it.
+    One of the engine's processes prepares the file, the others `join` it.
     """
 
     def __init__(self, path: Path, shape: PoolShape, fingerprint: Mapping[str, object], *, join: bool = False) -> None:
-        """Take the lock, look at what is there, and start anew where that cannot be kept.
+        """Acquire the lock, validate the file, and start a new pool if its contents cannot be kept.
 
-        A file that is kept has extents and a most of its own: `self.shape` is then as near to `shape` as they allow.
-        To `join` is to take the file as another process of this engine has made it ready and taken all its memory,
-        and to change nothing.
+        The extent size and the maximum size of a kept file cannot change: `self.shape` is as close to `shape` as they
+        allow.
 
-        Raises `PoolRefused` when another engine has it or it is not ours, `NotEnoughMemory`, and `OSError`.
+        Args:
+            path: the file.
+            shape: the wanted sizes.
+            fingerprint: all that determines the meaning of the bytes.
+            join: another process of this engine has prepared the file; change nothing.
+
+        Raises:
+            PoolRefused: another engine holds the lock, the file belongs to another user, or `join` finds no prepared
+                pool.
+            NotEnoughMemory: no space for the headers.
+            OSError: the file cannot be opened or mapped.
         """
         self.path = path
         self.shape = shape
         self.goes_if_new = False
-        """Whether a file that this process has made goes when it is closed: as long as nothing has come to use it."""
+        """Whether `close` removes a file created by this process: true until the pool is used."""
         self.num_cut_off = 0
-        """Blocks that the file lost with its end, once that is shared: those who join never see them."""
+        """Blocks lost because the file was truncated, counted by `share`: joining processes do not see them."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
             raise PoolRefused(
-                f"the fingerprint of {len(text):,} bytes does not fit a pool's header; use KVFERRY_POOL_KIND=pinned"
+                f"KVFERRY_POOL_KIND: the fingerprint of {len(text):,} bytes does not fit a pool's header; use pinned"
             )
         self.namespace = namespace_of(text)
         """Part of every payload checksum."""
         self.cut: str | None = None
-        """Why no byte of the pool may be touched any more, once `check` has found the file cut off."""
+        """The reason why no byte may be accessed any more, set by `check` when the file was truncated."""
         self._lock = PoolLock(path, shared=join)
         try:
             self._shared = SharedFile(path, is_ready=join)
@@ -151,11 +160,11 @@ class KeptFile:
             self.found = self._look(json.loads(text))
             if join and not self.found.is_kept:
                 raise PoolRefused(
-                    f"the pool {path} is not what the first process of this engine has made: "
-                    f"{self.found.dropped or 'it is empty'}; start the engine again"
+                    f"the pool {path} is not the one prepared by the first process of this engine: "
+                    f"{self.found.dropped or 'it is empty'}; restart the engine"
                 )
             if self.found.dropped is not None:
-                _log.warning("the kept pool %s is dropped and starts empty: %s", path, self.found.dropped)
+                _log.warning("kept pool dropped, starting empty: %s: %s", path, self.found.dropped)
             if not self.found.is_kept:
                 self._start_anew(text)
             self._map()
@@ -165,7 +174,7 @@ class KeptFile:
             self.close()
             raise
 
-    # ---- what a host pool asks of its backing ------------------------------------------------------------------------
+    # ---- Backing -----------------------------------------------------------------------------------------------------
 
     @property
     def must_touch(self) -> bool:
@@ -181,13 +190,12 @@ class KeptFile:
         return max(self._size() - self.shape.payload_offset, 0)
 
     def reserve(self, num_bytes: int) -> bool:
-        """See `Backing`. New slots count once their headers are empty and they are there, whenever the process dies."""
+        """See `Backing`. New slots count once their headers are emptied and memory is reserved: a crash is safe."""
         old, new = self.num_slots, self.shape.slots_within(num_bytes)
         if new > self.shape.max_slots:
             raise NotEnoughMemory(
                 f"KVFERRY_POOL_BYTES: {self.path} has room for the headers of {self.shape.max_slots:,} slots, and "
-                f"{new:,} are "
-                "wanted; remove the file to start with a larger one"
+                f"{new:,} are wanted; remove the file to start with a larger one"
             )
         if new > old:
             self._empty_headers(old, new)
@@ -200,20 +208,21 @@ class KeptFile:
         return self._shared.map(self.shape.payload_offset + offset, num_bytes)
 
     def free(self, offset: int) -> None:
-        """See `Backing`. Slots do not count any more before they go. Nothing once it is closed: it may be another's."""
+        """See `Backing`. The slot count is lowered first. Does nothing once closed: another engine may own the file."""
         if self._shared.fileno() < 0:
             return
         self._pool_header["num_slots"] = min(self.num_slots, self.shape.slots_within(offset))
         self._shared.free(self.shape.payload_offset + offset)
 
     def share(self) -> None:
-        """Let the other processes of this engine join, once all memory is taken: they see what is there now.
+        """Downgrade the lock after all memory is reserved, so that the engine's other processes can join.
 
-        Raises `PoolRefused` if another engine has come in between.
+        Raises:
+            PoolRefused: another engine has taken the lock in between.
         """
         num_lost = min(self.found.num_slots, self.num_slots) - self.found.num_whole
         if self.found.is_kept and num_lost > 0:
-            _log.warning("the kept pool %s was cut off: %s slots are lost", self.path, f"{num_lost:,}")
+            _log.warning("kept pool was truncated: %s: slots lost: %s", self.path, f"{num_lost:,}")
             ranks = [self.headers(rank)[: self.num_slots] for rank in range(self.shape.num_ranks)]
             seen = read_slots(ranks, self.shape, self.min_epoch, self.found.num_whole)
             self.num_cut_off = seen.dropped.get(DropReason.TRUNCATED, 0)
@@ -221,7 +230,7 @@ class KeptFile:
         self._lock.share()
 
     def close(self) -> None:
-        """Map no more, and let the next engine have it. What is mapped stays."""
+        """Refuse further mappings and release the lock. Existing mappings stay."""
         if self.goes_if_new and self.found.is_new and self._shared.fileno() >= 0:
             self._shared.unlink()
         self._shared.close()
@@ -230,59 +239,61 @@ class KeptFile:
     # ---- the headers -------------------------------------------------------------------------------------------------
 
     def headers(self, rank: int) -> Headers:
-        """The slot headers of a rank, `[max_slots]`, in place; of slots that do not exist they are void."""
+        """Return a view of a rank's slot headers, `[max_slots]`. Headers of slots that do not exist are not valid."""
         start = POOL_HEADER_BYTES + rank * self.shape.rank_stride
         return np.frombuffer(self._headers, dtype=SLOT_HEADER, count=self.shape.max_slots, offset=start)
 
     def header_words(self, rank: int) -> Words:
-        """The slot headers of a rank as words, `[max_slots, words of a header]`, in place."""
+        """Return a view of a rank's slot headers as int64 words, `[max_slots, words of a header]`."""
         return self.headers(rank).view(np.int64).reshape(self.shape.max_slots, -1)
 
     @property
     def num_slots(self) -> int:
-        """Slots that the pool has now; those behind them do not count, whatever their headers say."""
+        """Return the pool's slots. Headers of later slots do not count, whatever they contain."""
         return int(self._pool_header["num_slots"][0])
 
     @property
     def min_epoch(self) -> int:
-        """Slots of another epoch are void."""
+        """Return the only epoch whose slots are valid."""
         return int(self._pool_header["min_epoch"][0])
 
     def write_min_epoch(self, epoch: int) -> None:
-        """Void the slots of all other epochs. May wait for the disk, without the interpreter's lock."""
+        """Invalidate the slots of all other epochs. May block on the disk; releases the interpreter lock."""
         words = np.frombuffer(self._headers, dtype=np.int64, count=POOL_HEADER.itemsize // 8)
         word_copies().scatter(words, _MIN_EPOCH_WORD, np.array([epoch]))
 
     def take_foreign_keys(self) -> list[Key]:
-        """What a pool that was dropped for its fingerprint or sizes held, as its headers said; to be had once."""
+        """Return the keys in a pool that was dropped for its fingerprint or sizes, as read from its headers. Empties
+        the list.
+        """
         keys, self._foreign_keys = self._foreign_keys, []
         return keys
 
     def note_boot(self) -> None:
-        """All that is there has been verified since this boot."""
+        """Record that all contents were verified since this boot."""
         self._pool_header["boot_id"] = read_boot_id().encode()
 
-    # ---- a file that is changed by others ----------------------------------------------------------------------------
+    # ---- changes by other processes ----------------------------------------------------------------------------------
 
     def check(self, end_offset: Callable[[], int] = lambda: 0) -> None:
-        """Raise `PoolCut` if the headers, or the slots up to `end_offset`, are not all in the file. Any thread."""
-        # A shrink lowers the offset before it cuts the file, so that only a second look tells that from a stranger.
+        """Raise `PoolCut` if the headers, or the slots up to `end_offset`, are not entirely in the file. Any thread."""
+        # Shrinking lowers the offset before it truncates the file: only a second test excludes that race.
         if self.cut is None and self._is_short(end_offset()) and self._is_short(end_offset()):
-            self.cut = f"the pool's file {self.path} was cut to {self._size():,} bytes by another process"
+            self.cut = f"pool file {self.path} was truncated to {self._size():,} bytes by another process"
         if self.cut is not None:
             raise PoolCut(self.cut)
 
     def moved(self) -> str | None:
-        """Why the file at the path is not the one that is mapped; None while it is. Any thread."""
+        """Return why the file at the path is not the mapped one; None while it is. Any thread."""
         try:
             there, ours = os.stat(self.path), os.fstat(self._shared.fileno())
         except FileNotFoundError:
-            return f"the pool's file {self.path} was removed or renamed"
+            return f"pool file {self.path} was removed or renamed"
         except OSError as error:
-            return f"the pool's file {self.path} cannot be looked at: {error.strerror or error}"
+            return f"pool file {self.path} cannot be inspected: {error.strerror or error}"
         if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
             return None
-        return f"the pool's file {self.path} was replaced by another file"
+        return f"pool file {self.path} was replaced by another file"
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -294,7 +305,7 @@ class KeptFile:
         return os.fstat(self._shared.fileno()).st_size
 
     def _refuse_others_file(self) -> None:
-        """In a folder that anybody may write to, another user could have put a file in our way."""
+        """Refuse a file of another user, which may have been planted in a world-writable folder."""
         owner = os.fstat(self._shared.fileno()).st_uid
         if owner != os.geteuid():
             raise PoolRefused(
@@ -313,7 +324,7 @@ class KeptFile:
         was = header.shape
         differs = _differences(header, self.shape, fingerprint)
         if differs is None and size < was.payload_offset:
-            differs = f"the file has {size:,} bytes, and its slot headers end at {was.payload_offset:,}"
+            differs = f"file truncated: {size:,} bytes, slot headers end at {was.payload_offset:,}"
         if differs is not None:
             self._foreign_keys = self._read_keys(header, size)
             return FoundPool(is_new=False, dropped=differs, num_whole=0, other_boot=False)
@@ -325,7 +336,7 @@ class KeptFile:
         return FoundPool(False, None, num_whole, header.boot_id != read_boot_id(), was.num_slots)
 
     def _read_keys(self, header: PoolHeader, size: int) -> list[Key]:
-        """What a pool of another fingerprint or size would bring back."""
+        """Return the keys that a pool of another fingerprint or size would recover."""
         shape = header.shape
         if size < shape.payload_offset:
             return []
@@ -335,15 +346,17 @@ class KeptFile:
         return read_slots(ranks, shape, header.min_epoch, shape.count_whole(size)).keys
 
     def _start_anew(self, fingerprint: bytes) -> None:
-        """Empty the file and give it a header, whose magic comes last: a death in between leaves no pool."""
+        """Empty the file and write a header. The magic is written last, so that a crash in between leaves no pool."""
         file = self._shared.fileno()
         self._shared.free(0)
         try:
-            # The rest of the headers takes nothing before there are slots for them.
+            # The file is sparse: headers take space once their slots exist.
             os.ftruncate(file, self.shape.payload_offset)
             os.posix_fallocate(file, 0, POOL_HEADER_BYTES)
         except OSError as error:
-            raise NotEnoughMemory(f"KVFERRY_POOL_BYTES: taking room for the pool's headers failed: {error}") from error
+            raise NotEnoughMemory(
+                f"KVFERRY_POOL_BYTES: reserving space for the pool's headers failed: {error}"
+            ) from error
         header = pool_header(self.shape, fingerprint)
         header["boot_id"] = read_boot_id().encode()
         raw = header.tobytes()
@@ -355,7 +368,7 @@ class KeptFile:
         self._pool_header = np.frombuffer(self._headers, dtype=POOL_HEADER, count=1)
 
     def _empty_headers(self, start: int, end: int) -> None:
-        """Have headers for slots that are about to exist. Raises `OSError` if there is no room for them."""
+        """Allocate empty headers for slots that are about to exist. Raises `OSError` if there is no space."""
         for rank in range(self.shape.num_ranks):
             offset = POOL_HEADER_BYTES + rank * self.shape.rank_stride
             size = SLOT_HEADER.itemsize
@@ -368,17 +381,20 @@ class KeptFile:
 
 
 def _differences(header: PoolHeader, shape: PoolShape, fingerprint: dict[str, object]) -> str | None:
-    """The fields in which what was kept is not what is wanted: all of a fingerprint, else the first of the sizes."""
+    """Describe how a kept pool differs from the wanted one; None if it does not.
+
+    All differing fields of the fingerprint are listed, else the first differing size.
+    """
     names = sorted(header.fingerprint.keys() | fingerprint.keys())
     pairs = [(name, header.fingerprint.get(name), fingerprint.get(name)) for name in names]
-    differing = [f"{name} was {old!r} when it was written, and is {new!r}" for name, old, new in pairs if old != new]
+    differing = [f"{name} was {old!r}, now {new!r}" for name, old, new in pairs if old != new]
     if differing:
         return "; ".join(differing)
     was = header.shape
     for name in ("slot_bytes", "num_ranks"):
         old, new = getattr(was, name), getattr(shape, name)
         if old != new:
-            return f"{name} was {old:,} when it was written, and is {new:,}"
+            return f"{name} was {old:,}, now {new:,}"
     if not was.extent_slots <= shape.num_slots <= was.max_slots:
-        return f"num_slots is {shape.num_slots:,}, and the file is for {was.extent_slots:,} to {was.max_slots:,}"
+        return f"num_slots={shape.num_slots:,}: the file holds {was.extent_slots:,} to {was.max_slots:,}"
     return None

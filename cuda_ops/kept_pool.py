@@ -1,4 +1,4 @@
-"""A kept pool as core sees it: invalidations are queued by core and written to the headers by a thread of its own."""
+"""Record of a kept pool: queues core's invalidations and writes them to the slot headers on a thread of its own."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 PAUSE_S = 0.002
-"""Between two rounds of writing: evictions of several steps are written together, and wake the thread once."""
+"""Pause between rounds, so that the evictions of several steps are written together and wake the thread once."""
 ROUND_SLOTS = 4096
-"""Slots a round at least, if there are so many: a round takes them under the lock that `void` takes."""
+"""Slots of a round: it collects them under the lock that `void` acquires."""
 _DROPPED_WORD = SLOT_HEADER.fields["dropped_generation"][1] // 8 if SLOT_HEADER.fields else 0
 
 
 class Fillings(Protocol):
-    """Who marks slots before a tier writes to them, and vouches for their bytes afterwards, on a thread of its own."""
+    """Marks slots before a tier writes to them, and seals them afterwards on a thread of its own."""
 
     def begin_filling(self, labels: SlotLabels) -> None: ...
     def end_filling(self, labels: SlotLabels) -> None: ...
     def settle(self, timeout_s: float) -> bool:
-        """Wait until nobody looks at slots that were filled by now; whether that came true in time."""
+        """Wait until no thread reads slots filled so far; return whether that happened in time."""
 
 
 class _Round(NamedTuple):
-    """Invalidations that are being written, which are all up to number `last`; `epoch` is None if none was begun."""
+    """Invalidations being written: all up to number `last`. `epoch` is None unless a reset is among them."""
 
     last: int
     slots: Slots
@@ -47,19 +47,19 @@ class _Round(NamedTuple):
 class KeptRecord:
     """A `kvferry.core.kept.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
 
-    What is not written yet takes one entry a slot, however long the disk hangs.
+    The queue is bounded to one entry per slot, however long the disk blocks.
     """
 
     def __init__(self, file: KeptFile) -> None:
-        """Nothing is written before `start`."""
+        """Prepare the queue. Nothing is written before `start`."""
         self.fillings: Fillings | None = None
-        """Without it, what tiers bring does not outlive this process."""
+        """Without it, blocks promoted from tiers do not outlive this process."""
         self.file = file
         self._dropped = file.header_words(0).reshape(-1)
         self._words_per_slot = SLOT_HEADER.itemsize // 8
         self._lock = threading.Lock()
         self._waiting = np.zeros(file.shape.max_slots, dtype=np.int64)
-        """The generation to invalidate of each slot that is in `_queue`, else 0."""
+        """Per slot the generation to invalidate if the slot is in `_queue`, else 0."""
         self._queue: deque[tuple[int, Slots]] = deque()
         self._epoch: int | None = None
         self._num_queued = 0
@@ -70,7 +70,7 @@ class KeptRecord:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # --- on the engine thread, under the manager's lock: memory of this process only ----------------------------------
+    # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
     def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """See `PoolRecord`."""
@@ -103,7 +103,7 @@ class KeptRecord:
         return self._num_written >= count
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `PoolRecord`. The slots are marked by `before_filling`."""
+        """See `PoolRecord`. `before_filling` marks the slots."""
         if self.fillings is not None:
             parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
@@ -114,10 +114,10 @@ class KeptRecord:
         if self.fillings is not None:
             self.fillings.end_filling(labels)
 
-    # --- any other thread ---------------------------------------------------------------------------------------------
+    # --- other threads ------------------------------------------------------------------------------------------------
 
     def before_filling(self, slot: int) -> None:
-        """Mark a slot that a tier is about to fill, on the tier's thread. Raises `PoolCut`."""
+        """Mark a slot that a tier is about to fill. Thread: tier. Raises `PoolCut`."""
         self.file.check()
         with self._lock:
             labels = self._unmarked.pop(slot, None)
@@ -125,34 +125,37 @@ class KeptRecord:
             self.fillings.begin_filling(labels)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait, under no lock, until nobody looks at slots that have left the pool; whether that came true in time."""
+        """Wait until no thread reads slots that have left the pool; return whether that happened in time.
+
+        Requires: no lock held.
+        """
         return self.fillings is None or self.fillings.settle(timeout_s)
 
     def start(self) -> None:
-        """Start the thread, unless it runs. What a dead one was writing is written again."""
+        """Start the thread unless it runs. After a thread's death its unfinished round is written again."""
         if self._thread is not None:
             if self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
                 return
-            _log.error("the thread that writes invalidations to the pool's headers died and is started again")
+            _log.error("invalidation thread died, restarting it")
         self._thread = threading.Thread(target=self._serve, name="kvferry-void", daemon=True)
         self._thread.start()
 
     def problem(self) -> str | None:
-        """Return why invalidations are not written, None while they are. A file that was cut off is none of that."""
+        """Return why invalidations are not written, or None. A truncated file is reported elsewhere."""
         if self._thread is None or self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
             return None
-        return "the thread that writes invalidations to the pool's headers does not run: its log says why"
+        return "the thread that writes invalidations to the pool's headers has stopped; see its log lines"
 
     def close(self) -> None:
-        """Write what is queued, within its time, and stop. The file is closed after this."""
+        """Write what is queued, within a time limit, and stop. Must be called before the file is closed."""
         self._closing.set()
         self._has_work.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         if not self.are_written(self._num_queued):
-            _log.warning("evictions were not written to the pool's headers: a restart may bring evicted blocks back")
+            _log.warning("evictions not written to the pool's headers, a restart may recover evicted blocks")
 
-    # --- on its thread ------------------------------------------------------------------------------------------------
+    # --- invalidation thread ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
@@ -160,7 +163,7 @@ class KeptRecord:
                 while self._write_round():
                     continue
             except PoolCut as error:
-                _log.error("invalidations are not written any more: %s", error)
+                _log.error("writing invalidations stopped: %s", error)
                 return
             if self._closing.is_set():
                 return
@@ -169,7 +172,7 @@ class KeptRecord:
             self._closing.wait(PAUSE_S)
 
     def _write_round(self) -> bool:
-        """Write some of what is queued; False once there was nothing."""
+        """Write one round; return False if the queue was empty."""
         if self._round is None:
             self._round = self._take_round()
         now = self._round
@@ -187,7 +190,7 @@ class KeptRecord:
     def _take_round(self) -> _Round | None:
         with self._lock:
             if not self._queue:
-                # Calls that named only slots that were waiting already.
+                # Calls whose slots were all queued already.
                 self._num_written = self._num_queued
                 return None
             taken: list[Slots] = []
@@ -208,7 +211,7 @@ class KeptRecord:
 
 
 def recover_slots(file: KeptFile) -> KeptSlots:
-    """What an earlier process left, once the headers of all else have been emptied."""
+    """Return the slots left by an earlier process, after emptying all other headers."""
     num_slots = file.found.num_slots
     ranks = [file.headers(rank)[:num_slots] for rank in range(file.shape.num_ranks)]
     kept = read_slots(ranks, file.shape, file.min_epoch, file.found.num_whole)

@@ -1,4 +1,4 @@
-"""What the slot headers of a kept pool bring back, and why not the rest. They alone decide what exists.
+"""Recovery of slots from the headers of a kept pool, which alone decide what exists.
 
 A slot is recovered only if the headers of all ranks are valid and agree.
 """
@@ -19,11 +19,11 @@ from kvferry.core.transfers import NO_SLOTS, Slots
 from kvferry.cuda_ops.pool_format import Headers, HeaderState, PoolShape, are_sound, keys_of
 
 _PART_SLOTS = 1 << 14
-"""Headers that are looked at together: two megabytes of them, which a processor has at hand."""
+"""Headers processed together: two megabytes, which fit in the processor's cache."""
 
 
 class DropReason(StrEnum):
-    """Why a slot's header does not bring its block back."""
+    """Reasons why a slot is not recovered."""
 
     UNSEALED = "unsealed"
     DAMAGED = "damaged"
@@ -33,12 +33,12 @@ class DropReason(StrEnum):
     RANKS_DIFFER = "ranks_differ"
     DUPLICATE = "duplicate"
     FOREIGN = "foreign"
-    """All of a pool that is another one's: its fingerprint, or a size, differs."""
+    """The whole pool was dropped because its fingerprint or a size differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSlots:
-    """What the headers hold, as columns in the order of slots, and how many slots were dropped by reason.
+    """Recovered slots as columns in the order of slots, and the number of dropped slots by reason.
 
     `sizes` are bytes of all ranks together.
     """
@@ -51,7 +51,7 @@ class KeptSlots:
 
 
 def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole: int) -> KeptSlots:
-    """What the headers of all ranks bring back, of the first `num_whole` slots. Changes nothing."""
+    """Return what the headers of all ranks recover among the first `num_whole` slots. Changes nothing."""
     dropped: Counter[DropReason] = Counter()
     parts = [
         _read_part([headers[at : at + _PART_SLOTS] for headers in ranks], at, shape, min_epoch, num_whole, dropped)
@@ -74,7 +74,7 @@ def read_slots(ranks: list[Headers], shape: PoolShape, min_epoch: int, num_whole
 def _read_part(
     ranks: list[Headers], start: int, shape: PoolShape, min_epoch: int, num_whole: int, dropped: Counter[DropReason]
 ) -> KeptSlots:
-    """What some headers, those of the slots from `start` on, bring back; duplicates are not looked for."""
+    """Return what the headers of the slots from `start` on recover, without removing duplicates."""
     slots: Slots = np.any([headers["state"] != HeaderState.EMPTY for headers in ranks], axis=0).nonzero()[0]
     ranks = [headers[slots] for headers in ranks]
     slots = slots + start
@@ -101,7 +101,7 @@ def _read_part(
 
 
 def _older_of_equals(keys: list[Key], generations: NDArray[np.int64]) -> list[int]:
-    """Where a key stands that stands in a later generation, too."""
+    """Return the indices of keys that also occur with a later generation."""
     marks = marks_of(keys)
     in_order = np.sort(marks)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]

@@ -1,4 +1,4 @@
-"""Copies by a kernel: for segments too small for the DMA engines, which take their time over each."""
+"""Copies by a GPU kernel, for segments too small for the DMA engines, which have a fixed cost per segment."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class LaunchCopy(Protocol):
     """Queues a kernel that copies segments, from arrays of int64 in device memory."""
 
     def __call__(self, targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
-        """Every address and size is a multiple of `word_bytes`."""
+        """Launch the kernel. Every address and size is a multiple of `word_bytes`."""
 
 
 class KernelMover:
-    """A `Mover` between device memory and host memory that is registered: any other host memory breaks the device.
+    """A `Mover` between device memory and registered host memory; other host memory crashes the device.
 
-    Addresses and sizes go to the device first, through a table that a stream has for itself: what is queued next on
-    that stream overwrites it behind the kernel that reads it.
+    Addresses and sizes are copied to the device first, into a table per stream. Later work of the stream may overwrite
+    the table, because it is ordered after the kernel that reads it.
     """
 
     def __init__(self, driver: CudaDriver, launch: LaunchCopy, table_rows: int = TABLE_ROWS) -> None:
@@ -56,7 +56,7 @@ class KernelMover:
 
 
 def word_of(segments: Segments) -> int:
-    """The largest word that divides every address and every size."""
+    """Return the largest word size that divides every address and every size."""
     seen = 0
     for array in segments:
         seen |= int(np.bitwise_or.reduce(array))
@@ -64,7 +64,7 @@ def word_of(segments: Segments) -> int:
 
 
 def triton_launch(device: int) -> LaunchCopy:
-    """The kernel in Triton. Raises `ImportError` where there is no Triton."""
+    """Return a launcher of the Triton kernel. Raises `ImportError` without Triton."""
     from kvferry.cuda_ops import triton_copy
 
     compiled: Callable[..., None] = triton_copy.launch

@@ -1,4 +1,4 @@
-"""Which jobs are open, and how they ended: every job ends exactly once, whoever finds out, and some wait for that."""
+"""Open jobs and their results: every job ends exactly once, whichever thread ends it, and callers can wait for that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class JobLedger:
-    """Any thread may open and end jobs. `on_finished` is told of each end, without the lock, and may only notify."""
+    """Set of open jobs, with the results to be polled. Any thread.
+
+    `on_finished` is called at each end, without the lock, and may only notify.
+    """
 
     def __init__(self, worker: int, on_finished: Callable[[], None]) -> None:
         self._worker = worker
@@ -23,14 +26,14 @@ class JobLedger:
         self._changed = threading.Condition()
 
     def open(self, job: TransferJob) -> None:
-        """A job was submitted. Raises `ValueError` for one whose number is open."""
+        """Add a submitted job. Raises `ValueError` if its number is open."""
         with self._changed:
             if job.job_id in self._open:
-                raise ValueError(f"job {job.job_id} is open and cannot be submitted again")
+                raise ValueError(f"job {job.job_id} is open already")
             self._open.add(job.job_id)
 
     def end(self, job: TransferJob, error: str | None, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        """A job has ended; one that had ended before stays as it was."""
+        """End a job and store its result. A job that has ended is unchanged."""
         with self._changed:
             if job.job_id not in self._open:
                 return
@@ -39,18 +42,18 @@ class JobLedger:
             self._changed.notify_all()
         try:
             self._on_finished()
-        except Exception:  # noqa: BLE001 - the job has ended, and the next ones must
-            _log.exception("the end of a transfer could not be told")
+        except Exception:  # # noqa: BLE001 - the job has ended, and the next ones must
+            _log.exception("on_finished callback raised")
 
     def take_results(self) -> list[TransferResult]:
-        """How jobs ended since the last call. Never waits."""
+        """Return the results since the last call. Never blocks."""
         results: list[TransferResult] = []
         while self._results:
             results.append(self._results.popleft())
         return results
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """Wait until none of these jobs is open; whether that came true in time."""
+        """Wait until none of these jobs is open; return whether that happened in time."""
         wanted = set(job_ids)
         with self._changed:
             return self._changed.wait_for(lambda: wanted.isdisjoint(self._open), timeout_s)

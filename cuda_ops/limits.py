@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, its cgroup's, and what a file system has room for."""
+"""Memory limits of this process: of the machine, its cgroups, and file systems."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from pathlib import Path
 import psutil
 
 _UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes 'no limit' as a number near 2**63."""
+"""cgroup v1 represents "no limit" by a number near 2**63."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit that an allocation has to fit into. `name` is said to users."""
+    """A limit on allocations; `name` is shown to users."""
 
     name: str
     available_bytes: int
 
 
 class NotEnoughMemory(ValueError):
-    """An allocation that cannot fit, found before anything was allocated. The message has both numbers."""
+    """An allocation that exceeds a limit, refused before anything was allocated. The message has both numbers."""
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """The limits on anonymous memory: what the machine has available, and what the cgroups above us leave."""
+    """Return the limits on anonymous memory: available memory of the machine, and what is left in the cgroups."""
     limits = [MemoryLimit("memory available on this machine", psutil.virtual_memory().available)]
     limits += _cgroup_limits(root)
     return limits
 
 
 def shared_memory_limits(folder: Path) -> list[MemoryLimit]:
-    """The limits on shared memory in this folder, which counts as memory and has to fit into its file system, too."""
-    name = f"room left in {folder} (a container gets more by --shm-size, or by the sizeLimit of a volume in memory)"
+    """Return the limits on shared memory in this folder: those of memory, and the space of its file system."""
+    name = f"space left in {folder} (raise it for a container by --shm-size, or by the sizeLimit of a volume in memory)"
     return [MemoryLimit(name, _free_bytes(folder)), *memory_limits()]
 
 
 def file_limits(folder: Path) -> list[MemoryLimit]:
-    """The limits on a mapped file in this folder: the room on its disk, since its pages need not stay in memory."""
-    return [MemoryLimit(f"room left on the disk of {folder}", _free_bytes(folder))]
+    """Return the limit on a mapped file in this folder: the space on its disk, as its pages can be written back."""
+    return [MemoryLimit(f"space left on the disk of {folder}", _free_bytes(folder))]
 
 
 def largest_memory_bytes(root: Path = Path("/")) -> int:
-    """What this process could have if nobody else had anything: the machine's memory, or what its cgroups allow."""
+    """Return the most this process could have if no other memory were in use: the machine's, or its cgroups' limit."""
     allowed = [_read_bytes(maximum) for maximum, _ in _cgroup_files(root)]
     return min([psutil.virtual_memory().total, *(limit for limit in allowed if limit is not None)])
 
 
 def largest_file_bytes(folder: Path) -> int:
-    """What a file in this folder, which may not exist yet, could have if its file system were empty."""
+    """Return the most a file in this folder, which may not exist yet, could have on an empty file system."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     status = os.statvfs(folder)
@@ -58,24 +58,24 @@ def largest_file_bytes(folder: Path) -> int:
 
 
 def locked_memory_bytes() -> int | None:
-    """What this process may lock by `RLIMIT_MEMLOCK`; None for no limit. Not every driver is bound by it."""
+    """Return the limit of `RLIMIT_MEMLOCK`, or None if unlimited. Not every driver is subject to it."""
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft_bytes == resource.RLIM_INFINITY else soft_bytes
 
 
 def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> None:
-    """Raise `NotEnoughMemory` naming the setting if what it asks for exceeds a limit."""
+    """Raise `NotEnoughMemory`, naming the setting, if the wanted bytes exceed a limit."""
     tightest = min(limits, key=lambda limit: limit.available_bytes)
     if wanted_bytes > tightest.available_bytes:
         raise NotEnoughMemory(
             f"{setting} asks for {wanted_bytes:,} bytes ({wanted_bytes / 2**30:.2f} GiB), but {tightest.name} is "
-            f"{tightest.available_bytes:,} bytes ({tightest.available_bytes / 2**30:.2f} GiB): make {setting} smaller "
+            f"{tightest.available_bytes:,} bytes ({tightest.available_bytes / 2**30:.2f} GiB): lower {setting} "
             "or raise that limit"
         )
 
 
 def _cgroup_limits(root: Path) -> list[MemoryLimit]:
-    """What is left in this process's cgroup and in each of its parents, versions 1 and 2."""
+    """Return what is left in this process's cgroup and in each of its parents, versions 1 and 2."""
     found: list[MemoryLimit] = []
     for maximum, usage in _cgroup_files(root):
         limit_bytes, used_bytes = _read_bytes(maximum), _read_bytes(usage)
@@ -85,7 +85,7 @@ def _cgroup_limits(root: Path) -> list[MemoryLimit]:
 
 
 def _cgroup_files(root: Path) -> list[tuple[Path, Path]]:
-    """Pairs of limit and usage files. A container sees its own cgroup as the top one, whatever its path says."""
+    """Return pairs of limit and usage files. A container sees its own cgroup as the root, whatever its path."""
     mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

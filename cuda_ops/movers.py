@@ -1,4 +1,4 @@
-"""The mover for a device: DMA engines alone, or with the kernel beside them where that is there and is faster."""
+"""Selection of the mover for a device: DMA engines alone, or together with the kernel where it works and is faster."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ def choose_mover(
     below_bytes: int | None = None,
     launch: LaunchCopy | None = None,
 ) -> Mover:
-    """For a device as torch counts them. `below_bytes` is where the kernel ends, measured by default and then kept in
-    `file`, 1 is never; `launch` is the kernel, Triton's by default. Raises `CudaError` where the device is not usable
-    at all.
+    """Return a mover for a device.
+
+    Args:
+        driver: the CUDA driver.
+        device: index as torch counts devices.
+        pool: the host pool.
+        file: where measured crossovers are saved.
+        below_bytes: segment size below which the kernel copies; measured by default, 1 for never.
+        launch: the kernel; Triton's by default.
+
+    Raises:
+        CudaError: the device is unusable.
     """
     handle = driver.device(device)
     if not driver.reaches_registered_memory(handle):
-        _log.warning("blocks are copied one by one, since the device has pinned memory at addresses of its own")
+        _log.warning("blocks are copied one by one: the device maps pinned memory at other addresses than the host")
         return DmaMover(driver, lambda: False)
     dma = DmaMover(driver, lambda: pool.is_pinned)
     if below_bytes is not None and below_bytes <= 1:
@@ -45,7 +54,7 @@ def choose_mover(
     try:
         kernel = KernelMover(driver, triton_launch(device) if launch is None else launch)
     except ImportError as error:
-        _log.info("small blocks are copied by the DMA engines too, since there is no Triton (%s)", error)
+        _log.info("copy kernel not used, Triton is missing: %s", error)
         return dma
     context = driver.retain_context(handle)
     try:
@@ -55,8 +64,8 @@ def choose_mover(
                 crossover = kept_crossover(file, driver.describe(handle), lambda: _measure(driver, kernel))
             else:
                 crossover = Crossover.fixed(below_bytes)
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it
-        _log.warning("small blocks are copied by the DMA engines too, since the kernel does not run: %s", error)
+    except Exception as error:  # # noqa: BLE001 - a compiler may fail in any way, and the DMA engines do without it
+        _log.warning("copy kernel not used, it does not run: %s", error)
         return dma
     finally:
         driver.release_context(handle)
@@ -64,8 +73,10 @@ def choose_mover(
 
 
 def _run_once(driver: CudaDriver, kernel: Mover) -> None:
-    """Have the kernel compiled before it is needed, or fail before jobs do: what is known of where it is faster says
-    nothing of whether this machine, too, can compile it."""
+    """Compile and run the kernel once, so that a failure shows before jobs use it.
+
+    A saved crossover does not show whether this machine can compile the kernel.
+    """
     try:
         with DeviceMeasure(driver, COUNTS[0] * SIZES_BYTES[0]) as measure:
             measure(kernel, Direction.STORE, COUNTS[0], SIZES_BYTES[0])
@@ -79,5 +90,5 @@ def _measure(driver: CudaDriver, kernel: Mover) -> Crossover:
             crossover = calibrate(DmaMover(driver), kernel, measure)
     finally:
         kernel.close()
-    _log.info("copies by kernel: %s", crossover.as_json())
+    _log.info("copy crossover measured: %s", crossover.as_json())
     return crossover

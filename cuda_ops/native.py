@@ -1,9 +1,9 @@
-"""Copying a batch of segments of host memory in one native call that runs without the interpreter's lock.
+"""Native copying of segments of host memory, a batch per call, without the interpreter lock.
 
-Compiled once a process, when a copy engine first needs it. Blocks that have to come from and go to main memory anyway
-are written past the caches, as the C library does for large copies only. Several segments are copied at a time, and
-what is next is fetched while they are, across pages and segments: the processor sees neither coming, and small blocks
-would wait for memory that one large copy keeps busy.
+Compiled once per process, when a copy engine first needs it. Blocks are written past the caches (non-temporal stores),
+since they come from main memory and go to it; the C library does this for large copies only. Several segments are
+copied in turns, and the next lines are prefetched across pages and segments, which hardware prefetchers cannot do:
+small blocks would otherwise wait for memory latency.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Addresses = NDArray[np.int64]
 
 LINE_BYTES = 64
 TURN_BYTES = 2 * LINE_BYTES
-"""Of one segment, before the next has its turn."""
+"""Bytes copied of one segment before the next has its turn."""
 LEAST_BYTES = 512
-"""A smaller segment is the C library's, and so is one below a page that is alone."""
+"""Smaller segments, and a single one below a page, are copied by the C library."""
 PAGE_BYTES = 4096
 AT_ONCE = 4
 AHEAD_BYTES = 8 * LINE_BYTES
-"""Between what is fetched and what is copied, where several segments take turns."""
+"""Distance between prefetching and copying while several segments take turns."""
 AHEAD_ALONE_BYTES = 32 * LINE_BYTES
 
 
 @functools.cache
 def segment_copier() -> Callable[[Addresses, Addresses, Addresses], None]:
-    """A function of (targets, sources, sizes): int64 arrays of one length, addresses and bytes. Any thread.
+    """Return a function of (targets, sources, sizes): int64 arrays of equal length, addresses and bytes. Any thread.
 
-    Nothing is checked: wrong addresses end the process. Segments may not overlap.
+    Arguments are not checked: wrong addresses crash the process. Segments must not overlap.
     """
     from numba import njit, types
 
@@ -62,12 +62,12 @@ def segment_copier() -> Callable[[Addresses, Addresses, Addresses], None]:
 
     @njit(nogil=True)  # type: ignore[untyped-decorator]
     def copy_in_turns(to: Addresses, at: Addresses, next_to: Addresses, next_at: Addresses, size: int) -> None:
-        """`size` bytes of each, in whole turns; the next ones are fetched behind their end."""
+        """Copy `size` bytes of each segment, in whole turns, and prefetch the next segments at the end."""
         body = max(size - AHEAD_BYTES, 0)
         for page in range(0, size, PAGE_BYTES):
             end = page + PAGE_BYTES
             for i in range(AT_ONCE):
-                # Where a page is, takes long to find out, also for one that is only written.
+                # Prefetching also resolves the page's address early, which takes long for pages that are only written.
                 fetch(to[i] + end if end < size else next_to[i])
                 fetch(at[i] + end if end < size else next_at[i])
             for turn in range(page, min(end, body), TURN_BYTES):
@@ -110,7 +110,7 @@ def segment_copier() -> Callable[[Addresses, Addresses, Addresses], None]:
 
 
 def _intrinsics() -> tuple[Any, Any, Any]:
-    """Three instructions that NumPy and Numba have no name for."""
+    """Return three instructions that NumPy and Numba lack."""
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
@@ -133,13 +133,13 @@ def _intrinsics() -> tuple[Any, Any, Any]:
 
     @intrinsic  # type: ignore[untyped-decorator]
     def fetch(_typing: Any, _source: Any) -> Any:
-        """Begin to bring a line into the caches. Any address will do, also one where there is nothing."""
+        """Prefetch a line. Any address is allowed, also an unmapped one."""
 
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
             kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
             prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-            # To be read, kept in all caches, as data.
+            # For reading, into all cache levels, as data.
             builder.call(prefetch, [builder.inttoptr(args[0], pointer), number(0), number(3), number(1)])
             return context.get_dummy_value()
 
@@ -147,7 +147,7 @@ def _intrinsics() -> tuple[Any, Any, Any]:
 
     @intrinsic  # type: ignore[untyped-decorator]
     def fence(_typing: Any) -> Any:
-        """Have everything written by now, also past the caches, seen before whatever comes next."""
+        """Make all earlier writes, also those past the caches, visible before any later access."""
 
         def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
             builder.fence("seq_cst")
@@ -159,9 +159,9 @@ def _intrinsics() -> tuple[Any, Any, Any]:
 
 
 class WordCopies(NamedTuple):
-    """Functions over mapped int64 words that run without the interpreter's lock.
+    """Functions over mapped int64 words that run without the interpreter lock.
 
-    A page fault on a file mapping takes milliseconds where the disk is busy, and NumPy would keep the lock meanwhile.
+    A page fault on a file mapping can take milliseconds when the disk is busy; NumPy would hold the lock meanwhile.
     """
 
     scatter: Callable[[Words, Words, Words], None]
@@ -174,7 +174,7 @@ class WordCopies(NamedTuple):
 
 @functools.cache
 def word_copies() -> WordCopies:
-    """Compiled once on a machine."""
+    """Return the functions; compiled once per machine."""
     from numba import types
 
     words, rows = types.int64[::1], types.int64[:, ::1]

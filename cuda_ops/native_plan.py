@@ -1,7 +1,7 @@
-"""Computing the segments of a run of blocks in one native call.
+"""Native computation of the segments of a run of blocks, in one call.
 
-NumPy takes about ten calls for them, which cost more than a small job's copies: each finds its own code and data
-pushed out of the caches by the blocks that were copied just before.
+NumPy needs about ten calls, which cost more than the copies of a small job: each finds its code and data evicted from
+the caches by the blocks copied before.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ Int64s = NDArray[np.int64]
 
 @functools.cache
 def run_planner() -> Callable[..., int]:
-    """A function that writes the segments of one run behind those of others, and says where they end.
+    """Return a function that appends the segments of one run to a buffer.
 
-    Its arguments are a run's three columns; the group's `regions` (rows: address, stride, bytes of a block's piece,
-    where the piece starts within the block), number of blocks, blocks a slot and bytes a block; the pool's `extents`
-    (rows: first slot, address of that slot's bytes), number of slots and bytes a row; `out` (rows: device address,
-    host address, bytes), where to begin in it, and whether to merge adjacent segments where the group has one region
-    only. All arrays are int64. For a run that names a block, slot or part which is not there it returns -1, -2 or -3,
-    and has written nothing.
+    Args of the function, all arrays int64:
+        block_ids, slots, parts: the run's columns.
+        regions: rows: address, stride, bytes of a block's piece, offset of the piece within the block.
+        num_blocks, slot_blocks, block_bytes: blocks of the group, blocks per slot, bytes per block.
+        extents: rows: first slot, address of that slot's bytes.
+        num_slots, row_bytes: slots of the pool, bytes per row.
+        out: rows: device address, host address, bytes.
+        start: index of the first segment in `out`.
+        merge: whether to merge adjacent segments, if the group has one region.
+
+    Returns of the function:
+        Index behind the last segment; -1, -2 or -3 for a block, slot or part out of range, with nothing written.
     """
     from numba import types
 
@@ -34,7 +40,7 @@ def run_planner() -> Callable[..., int]:
     table = types.int64[:, ::1]
     number = types.int64
 
-    # The interpreter's lock is kept: to get it back takes longer than all of this where an engine computes.
+    # The interpreter lock is held: reacquiring it in a computing engine takes longer than this function.
     arguments = [column] * 3 + [table] + [number] * 3 + [table] + [number] * 2 + [table, number, types.bool_]
 
     @compiled(number(*arguments))
@@ -55,7 +61,7 @@ def run_planner() -> Callable[..., int]:
     ) -> int:
         wrong_blocks = wrong_slots = wrong_parts = 0
         for i in range(len(block_ids)):
-            # Without a branch, several at a time.
+            # Without branches, so that the loop is vectorized.
             wrong_blocks += (block_ids[i] < 0) | (block_ids[i] >= num_blocks)
             wrong_slots += (slots[i] < 0) | (slots[i] >= num_slots)
             wrong_parts += (parts[i] < 0) | (parts[i] >= slot_blocks)
@@ -68,7 +74,7 @@ def run_planner() -> Callable[..., int]:
         device_at, host_at, sizes = out[0], out[1], out[2]
         firsts, addresses = extents[0], extents[1]
         bases, strides, lengths, offsets = regions[0], regions[1], regions[2], regions[3]
-        # All extents have as many slots as the first, but for some that were added later.
+        # All extents have as many slots as the first, except some added later.
         extent_slots = firsts[1] if len(firsts) > 1 else num_slots
         last_extent, end = -1, start
         for i in range(len(block_ids)):

@@ -1,4 +1,4 @@
-"""Which processors are near which memory, and which memory is near a GPU, as the kernel tells it."""
+"""NUMA topology as reported by the kernel: processors of a node, and the node of a PCI device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cpus_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """The processors of a NUMA node; empty where the kernel does not know it."""
+    """Return the processors of a NUMA node; empty if the kernel does not report it."""
     try:
         text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
     except OSError:
@@ -19,8 +19,7 @@ def cpus_of_node(node: int, root: Path = Path("/")) -> frozenset[int]:
 
 
 def node_of_pci_device(address: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node of a device by its PCI address, such as `0000:3b:00.0`; None where there is but one, or none is
-    known."""
+    """Return the NUMA node of a PCI device, such as `0000:3b:00.0`; None if there is one node or it is unknown."""
     try:
         node = int((root / f"sys/bus/pci/devices/{address.lower()}/numa_node").read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Mappings of files, and advice to the kernel about pages.
+"""File mappings and page advice through the C library.
 
-Python's own mapping keeps the file open once more for as long as it lasts, and a pool of a thousand extents would meet
-the limit of open files; its own advice is given only while holding the interpreter's lock.
+Python's `mmap` duplicates the file descriptor for the life of the mapping, so that a pool of a thousand extents would
+exceed the limit of open files; its `madvise` holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 _POPULATE_WRITE = 23
-"""`MADV_POPULATE_WRITE`, from Linux 5.14 on; Python has no name for it."""
+"""`MADV_POPULATE_WRITE`, from Linux 5.14 on; Python has no constant for it."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-    """A stretch of an open file, which may be closed then, in this process's memory, until its last view is gone.
+    """Map a part of an open file, shared, until its last view is gone. The file may be closed afterwards.
 
-    Whatever is written is there for others that map it. Raises `OSError`, also where the file is shorter.
+    Raises:
+        OSError: mapping failed, or the file is shorter.
     """
     size = os.fstat(file).st_size
     if size < offset + num_bytes:
-        raise OSError(errno.EINVAL, f"the file has {size:,} bytes, and {offset + num_bytes:,} are to be mapped")
+        raise OSError(errno.EINVAL, f"file has {size:,} bytes: cannot map up to {offset + num_bytes:,}")
     address = _mmap()(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_ubyte * num_bytes).from_address(address)
-    # Not at exit, when a thread may still be inside a copy: the process's end unmaps it.
+    # Not at exit, when a thread may still be copying: the process's end unmaps it.
     weakref.finalize(memory, _munmap(), address, num_bytes).atexit = False
     return np.ctypeslib.as_array(memory)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:
-    """`madvise` on all pages that hold a byte of this range. Raises `OSError`."""
+    """Call `madvise` on all pages that hold a byte of this range. Raises `OSError`."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _madvise()(start, address + num_bytes - start, advice) != 0:
         number = ctypes.get_errno()
@@ -48,14 +49,17 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Have a page behind every byte, without changing one. Raises `OSError`: `EFAULT` where using the memory would
-    have been a bus error, for a file system is full."""
+    """Allocate the page behind every byte, without changing any.
+
+    Raises:
+        OSError: with `EFAULT` where accessing the memory would be a bus error, as on a full file system.
+    """
     advise(address, num_bytes, _POPULATE_WRITE)
 
 
 @functools.cache
 def can_populate() -> bool:
-    """Whether this kernel has `populate`."""
+    """Return whether this kernel supports `populate`."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         view = (ctypes.c_char * mmap.PAGESIZE).from_buffer(page)
         try:

@@ -1,6 +1,6 @@
-"""Shared memory of several processes that does not outlive them: its name goes once all of them have mapped it.
+"""Shared memory of several processes that does not outlive them: its name is removed once all have mapped it.
 
-A name is left behind if they all die before that. Whoever begins sweeps such away: nobody has their lock any more.
+If all of them die before that, the name stays; the next engine to start removes names whose lock is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ class PassingFile(SharedFile):
     """A `Backing` in `/dev/shm`."""
 
     def __init__(self, name: str, *, is_ready: bool = False) -> None:
-        """Open or create it; what `is_ready` another process has made and touched. Raises `OSError`."""
+        """Open or create the file. Raises `OSError`.
+
+        Args:
+            name: unique name of the engine.
+            is_ready: another process has created, extended and touched the file.
+        """
         path = SHARED_MEMORY / f"kvferry-{name}{_SUFFIX}"
         self._lock = PoolLock(path, shared=True)
         try:
@@ -36,14 +41,14 @@ class PassingFile(SharedFile):
         lock_path(self.path).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """See `Backing`. The name is of no use to an engine that ends."""
+        """See `Backing`. Also removes the name, which no later process needs."""
         self.unlink()
         super().close()
         self._lock.close()
 
 
 def sweep_names(folder: Path = SHARED_MEMORY) -> None:
-    """Remove the names that engines left which died as they started, with the memory behind them."""
+    """Remove names, and their memory, left by engines that died while starting."""
     for path in folder.glob(f"kvferry-*{_SUFFIX}"):
         try:
             lock = PoolLock(path)
@@ -52,4 +57,4 @@ def sweep_names(folder: Path = SHARED_MEMORY) -> None:
         path.unlink(missing_ok=True)
         lock_path(path).unlink(missing_ok=True)
         lock.close()
-        _log.info("%s was left by an engine that died as it started, and is removed", path)
+        _log.info("removed shared memory of an engine that died while starting: %s", path)

@@ -1,8 +1,8 @@
-"""What the file of a kept pool looks like, byte by byte; docs/pool-format.md says the same in words.
+"""Binary format of a kept pool's file; docs/pool-format.md describes the same in words.
 
-The pool's header comes first, then for each rank an array with one header a slot, then the slots' bytes in extents.
-Every part starts on a page. Numbers are little-endian. The arrays have room for the headers of `max_slots`, and only
-those of slots that exist take memory: so the pool grows and shrinks at its end, and no part ever moves.
+The file holds the pool header, then for each rank an array with one header per slot, then the slots' bytes in extents.
+Every part starts on a page. Numbers are little-endian. The arrays have space for `max_slots` headers, of which only
+those of existing slots take disk space or memory: the pool grows and shrinks at its end, and no part ever moves.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ POOL_HEADER = np.dtype(
         ("unused", "V104"),
     ]
 )
-"""The first 256 bytes; the fingerprint's JSON follows.
+"""The first 256 bytes, followed by the fingerprint as JSON.
 
-`checksum` covers all before it, and the fingerprint. What comes after it changes while the pool is in use, by words
-each of which is right by itself: only slots of `min_epoch` count, and all are verified unless `boot_id` is this boot's.
-The pool ends at `num_slots`, which is raised once an extent is there and lowered before it goes.
+`checksum` covers everything before it, and the fingerprint. The fields after it change while the pool is in use, each
+by an atomic write of one word: only slots of `min_epoch` are valid, and all are verified unless `boot_id` is the
+current boot's. `num_slots` is raised after an extent is added and lowered before one is removed.
 """
 
 SLOT_HEADER = np.dtype(
@@ -69,8 +69,10 @@ SLOT_HEADER = np.dtype(
         ("dropped_generation", "<i8"),
     ]
 )
-"""128 bytes a slot. `checksum` covers all before it. `dropped_generation` is the scheduler's own word, in the array of
-rank 0 only: a generation up to it has left the pool."""
+"""128 bytes per slot. `checksum` covers everything before it.
+
+`dropped_generation` is written by the scheduler only, in the array of rank 0: generations up to it have left the pool.
+"""
 
 _CHECKED_BYTES = SLOT_HEADER.fields["checksum"][1] if SLOT_HEADER.fields else 0
 _HEADER_CHECKED_BYTES = POOL_HEADER.fields["checksum"][1] if POOL_HEADER.fields else 0
@@ -80,7 +82,7 @@ Headers = NDArray[Any]
 
 
 class HeaderState(IntEnum):
-    """The byte that is written first and last: whether the rest of a slot's header means anything."""
+    """State byte of a slot header, written first and last."""
 
     EMPTY = 0
     WRITING = 1
@@ -89,9 +91,9 @@ class HeaderState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Sizes that settle where everything lies. `slot_bytes` is one rank's part of a slot.
+    """Sizes that determine the offset of every part. `slot_bytes` is one rank's part of a slot.
 
-    `num_slots` make whole extents, and there is room for the headers of `max_slots` (0: of no more).
+    `num_slots` make whole extents; there is space for the headers of `max_slots` (0: as many as `num_slots`).
     """
 
     num_slots: int
@@ -103,57 +105,57 @@ class PoolShape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_slots", max(self.max_slots, self.num_slots))
         if self.num_slots % self.extent_slots:
-            raise ValueError(f"{self.num_slots} slots are no whole extents of {self.extent_slots}")
+            raise ValueError(f"num_slots={self.num_slots}: must be a multiple of extent_slots={self.extent_slots}")
 
     @property
     def plan(self) -> PoolPlan:
-        """How such a pool is divided, and how far it may grow."""
+        """Return the pool's division into extents and its maximum size."""
         return PoolPlan(self.num_slots, self.extent_slots, self.max_slots)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a slot, all ranks side by side."""
+        """Return the bytes of a slot, all ranks together."""
         return self.num_ranks * self.slot_bytes
 
     @property
     def rank_stride(self) -> int:
-        """From one rank's slot headers to the next one's."""
+        """Return the bytes from one rank's slot headers to the next rank's."""
         return whole_pages(self.max_slots * SLOT_HEADER.itemsize)
 
     @property
     def payload_offset(self) -> int:
-        """Where the first extent starts."""
+        """Return the offset of the first extent."""
         return POOL_HEADER_BYTES + self.num_ranks * self.rank_stride
 
     @property
     def extent_stride(self) -> int:
-        """From one extent to the next one."""
+        """Return the bytes from one extent to the next."""
         return whole_pages(self.extent_slots * self.row_bytes)
 
     @property
     def payload_bytes(self) -> int:
-        """All extents; each starts on a page."""
+        """Return the bytes of all extents, each of which starts on a page."""
         return self.num_slots // self.extent_slots * self.extent_stride
 
     def slots_within(self, payload_bytes: int) -> int:
-        """How many slots the whole extents in so many bytes have."""
+        """Return the number of slots of the whole extents in `payload_bytes`."""
         return payload_bytes // self.extent_stride * self.extent_slots
 
     def row_offsets(self, slots: Slots) -> NDArray[np.int64]:
-        """Where the rows of slots start, counted from `payload_offset`."""
+        """Return the offsets of the slots' rows, relative to `payload_offset`."""
         extents, within = np.divmod(slots, self.extent_slots)
         offsets: NDArray[np.int64] = extents * self.extent_stride
         offsets += within * self.row_bytes
         return offsets
 
     def count_whole(self, file_bytes: int) -> int:
-        """How many of the first slots lie in a file of so many bytes with all their bytes."""
+        """Return how many of the first slots are entirely in a file of `file_bytes`."""
         ends = self.row_offsets(np.arange(self.num_slots)) + self.row_bytes + self.payload_offset
         return int(np.searchsorted(ends, file_bytes, side="right"))
 
 
 def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:
-    """The header of a new pool, which has no slots yet: one `POOL_HEADER`, without boot id."""
+    """Return the header of a new pool, which has no slots yet: one `POOL_HEADER`, without boot id."""
     header = np.zeros(1, dtype=POOL_HEADER)
     for name, value in {
         "magic": MAGIC,
@@ -174,19 +176,19 @@ def pool_header(shape: PoolShape, fingerprint: bytes) -> Headers:
 
 
 def pool_header_checksum(header: Headers, fingerprint: bytes) -> int:
-    """XXH3 of the fixed part of a pool's header, followed by the fingerprint."""
+    """Return the XXH3 hash of the fixed part of a pool's header, followed by the fingerprint."""
     return xxh3_64_intdigest(header.tobytes()[:_HEADER_CHECKED_BYTES] + fingerprint)
 
 
 def header_checksums(headers: Headers) -> NDArray[np.uint64]:
-    """XXH3 of each of these slot headers, up to its `checksum`."""
+    """Return the XXH3 hash of each of these slot headers, up to its `checksum`."""
     rows = np.ascontiguousarray(headers).view(np.uint8).reshape(len(headers), SLOT_HEADER.itemsize)
     texts = np.ascontiguousarray(rows[:, :_CHECKED_BYTES]).view(f"V{_CHECKED_BYTES}").ravel().tolist()
     return np.fromiter(map(xxh3_64_intdigest, texts), dtype=np.uint64, count=len(texts))
 
 
 def are_sound(headers: Headers, slot_bytes: int) -> NDArray[np.bool_]:
-    """Which of these slot headers are valid and undamaged."""
+    """Return which of these slot headers are valid and undamaged."""
     sound: NDArray[np.bool_] = (
         (headers["state"] == HeaderState.VALID)
         & (headers["key_length"] > 0)
@@ -198,18 +200,18 @@ def are_sound(headers: Headers, slot_bytes: int) -> NDArray[np.bool_]:
 
 
 def namespace_of(fingerprint: bytes) -> bytes:
-    """The 16 bytes of a pool's fingerprint, as its header has it, that every payload checksum covers."""
+    """Return the 16 bytes of a pool's fingerprint that every payload checksum covers."""
     return xxh3_128_digest(fingerprint)
 
 
 def payload_checksum(namespace: bytes, key: Key, epoch: int, payload: NDArray[np.uint8]) -> int:
-    """XXH3 of a slot's bytes, seeded with that of its namespace, key, epoch (8 bytes) and length (8 bytes)."""
+    """Return the XXH3 hash of a slot's bytes, seeded with that of namespace, key, epoch and length (8 bytes each)."""
     about = namespace + key + epoch.to_bytes(8, "little", signed=True) + len(payload).to_bytes(8, "little")
     return xxh3_64_intdigest(payload.data, seed=xxh3_64_intdigest(about))
 
 
 def keys_of(headers: Headers) -> list[Key]:
-    """The key of each header; their lengths have to be right."""
+    """Return the key of each header. Requires: valid key lengths."""
     lengths = headers["key_length"]
     if not len(headers):
         return []
@@ -222,10 +224,10 @@ def keys_of(headers: Headers) -> list[Key]:
 
 
 def padded_keys(keys: Sequence[Key]) -> NDArray[Any]:
-    """Keys as headers have them, filled up with zeros."""
+    """Return keys as headers store them, padded with zeros."""
     return np.array(keys, dtype=f"S{MAX_KEY_BYTES}").view(f"V{MAX_KEY_BYTES}")
 
 
 def whole_pages(num_bytes: int) -> int:
-    """So many bytes rounded up to pages."""
+    """Round bytes up to whole pages."""
     return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -1,7 +1,7 @@
-"""The lock beside a pool's file: one engine at a time has the pool, with all of its processes.
+"""Lock file of a pool: one engine at a time uses the pool, with all of its processes.
 
-The process that makes the pool ready takes the lock for itself, then shares it with the others of its engine. Whoever
-else wants it is refused until the last of them is gone; the lock of a process that dies is gone with it.
+The process that prepares the pool takes the lock exclusively, then shares it with the engine's other processes. Other
+engines are refused until the last of them has ended. The kernel releases the lock of a process that dies.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from pathlib import Path
 
 
 class PoolRefused(ValueError):
-    """A pool that this process may not use; the message says why, and what to do."""
+    """A pool that this process may not use. The message says why, and what to do."""
 
 
 class PoolLock:
-    """One process's hold of a lock."""
+    """A lock held by one process."""
 
     def __init__(self, pool: Path, *, shared: bool = False) -> None:
-        """Take the lock of the pool at this path alone, or `shared`. Raises `PoolRefused` when others have it, and
-        `OSError`.
+        """Acquire the lock of the pool at this path, exclusively or `shared`.
+
+        Raises:
+            PoolRefused: another engine holds it.
+            OSError: the lock file cannot be opened.
         """
         self._pool = pool
         self._file = -1
@@ -37,11 +40,11 @@ class PoolLock:
             raise
 
     def share(self) -> None:
-        """Let other processes share it. Raises `PoolRefused` if another engine has come in between."""
+        """Downgrade the lock to shared. Raises `PoolRefused` if another engine has taken it in between."""
         self._flock(fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Let go of it; may be called again."""
+        """Release the lock; may be called again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -53,11 +56,10 @@ class PoolLock:
             owner = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise PoolRefused(
                 f"KVFERRY_ENGINE_NAME: the pool {self._pool} is in use by another process (pid {owner}); stop it, or "
-                "give this "
-                "one another KVFERRY_ENGINE_NAME"
+                "set another KVFERRY_ENGINE_NAME here"
             ) from None
 
 
 def lock_path(pool: Path) -> Path:
-    """Where the lock of the pool at this path is."""
+    """Return the path of the lock file of the pool at this path."""
     return pool.with_name(pool.name + ".lock")

@@ -1,6 +1,6 @@
-"""Making memory ready before it is served from: touched, near the right processors, and registered with a device.
+"""Preparation of a pool's memory: touched on the right NUMA node, and registered with a device.
 
-Both take long for large pools, so several threads do them, and say how far they are.
+Both take long for large pools, so several threads do them and report progress.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from kvferry.cuda_ops.pages import advise, can_populate, populate
 _log = logging.getLogger(__name__)
 
 _TOUCH_BYTES = 64 << 20
-"""What a thread takes on at once, and progress is told by."""
+"""Bytes that a thread touches at once, and the unit of progress."""
 _POPULATE_BYTES = 1 << 20
-"""While the kernel is asked for pages, nobody else in the process can map memory, as an engine does that computes while
-its pool grows: at a megabyte a call others wait a third of a millisecond, at 64 it was 22."""
+"""Bytes per call of `populate`, during which no other thread of the process can map memory: other threads wait up to a
+third of a millisecond at 1 MiB, 22 ms at 64 MiB.
+"""
 
 
 class PoolPhase(StrEnum):
-    """What is being done to a pool's memory."""
+    """Phases of the preparation."""
 
     TOUCH = "touch"
     REGISTER = "register"
@@ -41,7 +42,7 @@ class PoolPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolProgress:
-    """How far a phase is."""
+    """Progress of a phase."""
 
     phase: PoolPhase
     done_bytes: int
@@ -49,19 +50,21 @@ class PoolProgress:
 
 
 class HostRegistrar(Protocol):
-    """A device that copies faster from and to memory that it knows."""
+    """A device that copies faster from and to registered memory."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Lock memory in place and make it known to the device. Any thread. Raises `OSError`."""
+        """Pin memory and register it with the device. Any thread. Raises `OSError`."""
 
     def unregister(self, address: int) -> None:
-        """Undo it. Raises `OSError`."""
+        """Undo `register`. Raises `OSError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """How a pool's memory is made ready. `touch` takes it at once instead of when it is first used; a registered pool
-    is touched in any case. `progress` is called from several threads, one at a time.
+    """How a pool's memory is prepared.
+
+    With `touch` it is allocated now instead of on first use; a registered pool is always touched. `progress` is called
+    from several threads, one at a time.
     """
 
     touch: bool = False
@@ -73,10 +76,10 @@ class Preparation:
 
 
 def prepare(parts: Sequence[NDArray[np.uint8]], how: Preparation) -> bool:
-    """Make mapped memory ready; whether all of it is registered.
+    """Prepare mapped memory; return whether all of it is registered.
 
-    Memory that cannot be registered works, slower: then none of `parts` is, and it is logged once. Raises
-    `NotEnoughMemory` when there is less than was promised.
+    If a part cannot be registered, none is, and copies are slower; this is logged once. Raises `NotEnoughMemory` if
+    there is less memory than the limits allowed.
     """
     if how.huge_pages:
         _ask_for_huge_pages(parts)
@@ -90,16 +93,16 @@ def prepare(parts: Sequence[NDArray[np.uint8]], how: Preparation) -> bool:
 
 
 def unregister(parts: Sequence[NDArray[np.uint8]], registrar: HostRegistrar) -> None:
-    """Undo the registration of memory that is about to go. What the device refuses is logged: it goes in any case."""
+    """Unregister memory that is about to be unmapped. Failures are logged and ignored."""
     for part in parts:
         try:
             registrar.unregister(part.ctypes.data)
         except OSError as error:
-            _log.warning("an extent of %s bytes could not be unregistered: %s", f"{part.nbytes:,}", error)
+            _log.warning("unregistering an extent failed: %s bytes: %s", f"{part.nbytes:,}", error)
 
 
 def default_threads() -> int:
-    """As many as there are processors, up to what saturates a machine's memory."""
+    """Return the number of processors, limited to the number that saturates memory bandwidth."""
     return min(len(os.sched_getaffinity(0)), 16)
 
 
@@ -118,8 +121,8 @@ class _Progress:
                 return
             try:
                 self._tell(PoolProgress(self._phase, self._done_bytes, self._total_bytes))
-            except Exception:  # noqa: BLE001 - whoever watches must not stop what is watched
-                _log.exception("progress of the host pool could not be told, and is not told again")
+            except Exception:  # # noqa: BLE001 - a callback must not stop the preparation
+                _log.exception("progress callback of the host pool raised, and is not called again")
                 self._tell = None
 
 
@@ -132,13 +135,12 @@ def _touch(parts: Sequence[NDArray[np.uint8]], how: Preparation, threads: Thread
                 for at in range(0, piece.nbytes, _POPULATE_BYTES):
                     populate(piece.ctypes.data + at, min(_POPULATE_BYTES, piece.nbytes - at))
             except OSError as error:
-                why = "there is no room left" if error.errno == errno.EFAULT else str(error)
+                why = "no space left" if error.errno == errno.EFAULT else str(error)
                 raise NotEnoughMemory(
-                    f"KVFERRY_POOL_BYTES: taking {piece.nbytes:,} bytes of the pool failed, although the limits had "
-                    f"room: {why}"
+                    f"KVFERRY_POOL_BYTES: allocating {piece.nbytes:,} bytes of the pool failed within all limits: {why}"
                 ) from error
         else:
-            # An older kernel: only writing takes a page, and what is there stays.
+            # Kernels without `populate`: only writing allocates a page, and the write must not change its contents.
             piece[:: mmap.PAGESIZE] |= 0
         progress.add(piece.nbytes)
 
@@ -168,7 +170,7 @@ def _register(
     available = min(limit.available_bytes for limit in memory_limits())
     locked_bytes = locked_memory_bytes()
     _log.warning(
-        "KVFERRY_POOL_KIND: the host pool is not pinned, and copies will be slower: registering extent %d of %d, %s "
+        "KVFERRY_POOL_KIND: the host pool is not pinned, copies are slower: registering extent %d of %d, %s "
         "bytes, "
         "failed: %s (all extents together have %s bytes, memory available is %s bytes, RLIMIT_MEMLOCK is %s)",
         first + 1,
@@ -187,15 +189,15 @@ def _ask_for_huge_pages(parts: Sequence[NDArray[np.uint8]]) -> None:
         for part in parts:
             advise(part.ctypes.data, part.nbytes, mmap.MADV_HUGEPAGE)
     except OSError as error:
-        _log.info("the kernel gives no huge pages for the host pool: %s", error)
+        _log.info("no huge pages for the host pool: %s", error)
 
 
 def _move_to_node(node: int | None) -> None:
-    """Memory is taken near the processor that touches it first, so the calling thread moves to that node."""
+    """Bind the calling thread to a NUMA node: memory is allocated on the node of the thread that touches it first."""
     if node is None:
         return
     cpus = cpus_of_node(node) & os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)
     else:
-        _log.warning("no processor of NUMA node %d may be used: the host pool is taken wherever there is room", node)
+        _log.warning("host pool not bound to NUMA node %d, none of its processors may be used", node)

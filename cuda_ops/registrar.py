@@ -1,4 +1,4 @@
-"""Making host memory known to a CUDA device, so that its copy engines reach it without the processor's help."""
+"""Registration of host memory with a CUDA device, so that its copy engines access it directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ class CudaRegistrar:
     """A `HostRegistrar`."""
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
-        """For a device as torch counts them. Raises `CudaError`."""
+        """Retain the device's context. Raises `CudaError`.
+
+        Args:
+            driver: the CUDA driver.
+            device: index as torch counts devices.
+        """
         self._driver = driver
         self._device = driver.device(device)
         self._context = driver.retain_context(self._device)
@@ -35,8 +40,8 @@ class CudaRegistrar:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the device; one that refuses is dead."""
+        """Release the device's context. An unusable device may refuse, which is logged."""
         try:
             self._driver.release_context(self._device)
         except CudaError as error:
-            _log.warning("the CUDA device was not given back: %s", error)
+            _log.warning("CUDA device not released: %s", error)

@@ -1,8 +1,8 @@
-"""From a job to what has to be copied: three arrays of device address, host address and length, for all of it at once.
+"""Conversion of a job to segments: arrays of device address, host address and length, computed for the whole job.
 
-Everything is checked before an address is given out, so that a job which names what is not there fails untouched.
-Neighbors that are adjacent on both sides become one segment, within one region and one extent only: memory that was
-allocated or registered in two parts may not be copied in one.
+All ids are checked first, so that a job with an invalid one fails before any copy. Neighbors that are adjacent on both
+sides become one segment, within one region and one extent only: memory allocated or registered in two parts cannot be
+copied in one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Int64s = NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """What to copy between device and host: int64 addresses and lengths in bytes, views of a `SegmentBuffer`."""
+    """Segments to copy: int64 addresses and lengths in bytes, views of a `SegmentBuffer`."""
 
     device: Int64s
     host: Int64s
@@ -31,7 +31,7 @@ class Segments(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Return the bytes of all segments."""
         return int(self.sizes.sum())
 
 
@@ -40,15 +40,20 @@ def _ordinary_memory(count: int) -> Int64s:
 
 
 class SegmentBuffer:
-    """Room for the segments of one job, used again by the next. Grows, and never shrinks."""
+    """Growing buffer for the segments of one job at a time."""
 
     def __init__(self, capacity: int = 1024, allocate: Callable[[int], Int64s] = _ordinary_memory) -> None:
-        """`allocate` gives an array of so many numbers, in memory that a device knows where that matters."""
+        """Allocate the buffer.
+
+        Args:
+            capacity: segments at first.
+            allocate: returns an int64 array of a length, in pinned memory if a device reads it.
+        """
         self._allocate = allocate
         self._rows = allocate(3 * capacity).reshape(3, capacity)
 
     def take(self, count: int) -> Int64s:
-        """Room for at least so many segments, `[3, n]` as `Segments` has them; what was handed out before is void."""
+        """Return `[3, n]` rows as in `Segments`, for at least `count` segments. Invalidates earlier results."""
         if count > self._rows.shape[1]:
             capacity = max(count, 2 * self._rows.shape[1])
             self._rows = self._allocate(3 * capacity).reshape(3, capacity)
@@ -56,7 +61,7 @@ class SegmentBuffer:
 
 
 class _GroupTable:
-    """A group's regions as the native planner takes them."""
+    """A group's regions in the form of the native planner."""
 
     def __init__(self, group: GroupRegions) -> None:
         self.num_blocks = group.num_blocks
@@ -71,23 +76,30 @@ class _GroupTable:
 
 
 class SegmentPlanner:
-    """Knows a layout. One at a time may plan into one buffer."""
+    """Plans jobs for one layout. Any thread, each with a buffer of its own."""
 
     def __init__(self, layout: DeviceLayout, slot_bytes: int) -> None:
-        """Raises `ValueError`, with both sizes, if a slot is too small for the layout."""
+        """Check the layout. Raises `ValueError`, with both sizes, if a slot is too small for it."""
         layout.check_fits(slot_bytes)
         self._groups = [_GroupTable(group) for group in layout.groups]
         self._plan_run = run_planner()
 
     def num_bytes(self, job: TransferJob) -> int:
-        """What the job's blocks have together."""
+        """Return the bytes of the job's blocks."""
         return sum(len(run) * self._groups[run.group].block_bytes for run in job.runs)
 
     def plan(self, job: TransferJob, table: PoolTable, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
-        """The segments of a job, in the order of its runs and blocks; neighbors are merged where that is wanted.
+        """Compute the segments of a job, in the order of its runs and blocks.
 
-        Raises `IndexError` for a group, block, slot or part that is not there, and `ValueError` for a run whose
-        arrays differ in length.
+        Args:
+            job: the job.
+            table: addresses of the slots.
+            buffer: receives the segments.
+            coalesce: whether to merge neighbors.
+
+        Raises:
+            IndexError: a group, block, slot or part is out of range.
+            ValueError: the arrays of a run differ in length.
         """
         count = 0
         for run in job.runs:
@@ -119,11 +131,14 @@ class SegmentPlanner:
                     (f"parts of a slot of group {run.group}", run.parts, group.slot_blocks),
                 )[-1 - end]
                 named = f"{what} {indexes.min()} to {indexes.max()}"
-                raise IndexError(f"{named} are not all among the {there_are} there are")
+                raise IndexError(f"{named}: must be in 0..{there_are - 1}")
         return Segments(*out[:, :end])
 
     def _check(self, run: BlockRun) -> None:
         if not 0 <= run.group < len(self._groups):
-            raise IndexError(f"group {run.group} is not one of the {len(self._groups)} of the device layout")
+            raise IndexError(f"group {run.group}: the device layout has {len(self._groups)} groups")
         if not len(run.block_ids) == len(run.slots) == len(run.parts):
-            raise ValueError(f"{len(run.block_ids)} blocks for {len(run.slots)} slots and {len(run.parts)} parts")
+            raise ValueError(
+                f"columns of a run differ in length: {len(run.block_ids)} blocks, {len(run.slots)} slots, "
+                f"{len(run.parts)} parts"
+            )

@@ -1,10 +1,11 @@
-"""One rank's slot headers while the pool is in use: written around each store, so that any moment may be the last.
+"""One rank's slot headers, updated around each store so that a crash at any moment is safe.
 
-A slot is marked as *writing* before the first byte of a store. Once its bytes are there it is *sealed*: the checksum,
-then *valid*. A slot that is given out in between is marked again, with another generation, and the seal is abandoned.
+A slot is marked as *writing* before the first byte of a store. After the last byte it is *sealed*: the checksum is
+written, then *valid*. A slot that is reused in between is marked again with another generation, and the pending seal is
+abandoned.
 
-Headers lie in a file mapping, where each access may wait for the disk: no method belongs on the engine thread, and none
-accesses headers under the interpreter's lock.
+Headers are in a file mapping, where each access may block on the disk: no method may be called on the engine thread,
+and headers are accessed without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvferry.cuda_ops.pool_format import (
 )
 
 SEAL_SLOTS = 32
-"""Slots that are made valid together, and for which a store that begins may have to wait."""
+"""Slots sealed together; a new store may have to wait for one such batch."""
 
 _WORDS = SLOT_HEADER.itemsize // 8
 
@@ -48,10 +49,10 @@ _STATE_LAST = np.array(
 
 
 class SlotHeaders:
-    """Thread: any but the engine's."""
+    """Slot headers of one rank. Thread: any but the engine's."""
 
     def __init__(self, file: KeptFile, pool: HostPool, rank: int | None = None) -> None:
-        """The headers of `rank`, by default the pool's own."""
+        """Map the headers of `rank`, by default the pool's own rank."""
         self._file = file
         self._pool = pool
         self._rank = pool.rank if rank is None else rank
@@ -60,13 +61,13 @@ class SlotHeaders:
         self._lock = threading.Lock()
 
     def before_copy(self, job: TransferJob) -> None:
-        """Mark the slots of a store, on the thread that copies, before it does. Raises `PoolCut` for any job."""
+        """Mark the slots of a store before its copy. Thread: copy. Raises `PoolCut` for any job."""
         self._check()
         if job.direction is Direction.STORE and job.labels is not None:
             self.begin(job.labels)
 
     def begin(self, labels: SlotLabels) -> None:
-        """Mark these slots as *writing*: their bytes are about to be overwritten. Raises `PoolCut`."""
+        """Mark slots as *writing* before their bytes are overwritten. Raises `PoolCut`."""
         self._check()
         marks = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         marks["state"], marks["generation"] = HeaderState.WRITING, labels.generations
@@ -74,11 +75,11 @@ class SlotHeaders:
             self._copies.scatter_columns(self._words, labels.slots, _MARKED, _as_words(marks))
 
     def seal(self, labels: SlotLabels) -> int:
-        """Vouch for the bytes of slots whose store has ended; how many are valid now. Raises `PoolCut`."""
+        """Seal slots whose store has ended; return how many are valid now. Raises `PoolCut`."""
         return sum(self._seal(labels.part(at, at + SEAL_SLOTS)) for at in range(0, len(labels.slots), SEAL_SLOTS))
 
     def verify(self, slots: Slots) -> Slots:
-        """Those of these valid slots whose bytes are not what their headers say. Raises `PoolCut`."""
+        """Return those of these valid slots whose bytes do not match their headers. Raises `PoolCut`."""
         self._check()
         headers = self._read(slots)
         good = are_sound(headers, self._pool.slot_bytes)
@@ -103,7 +104,7 @@ class SlotHeaders:
             return 0
         written = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         written["generation"], written["epoch"] = labels.generations, labels.epochs
-        # A block has a part of equal size on every rank.
+        # A block has parts of equal size on all ranks.
         written["length"] = np.minimum(labels.sizes // self._pool.num_ranks, self._pool.slot_bytes)
         written["key"] = padded_keys(labels.keys)
         written["key_length"] = [len(key) for key in labels.keys]
@@ -123,7 +124,7 @@ class SlotHeaders:
         self._file.check(lambda: self._pool.hold().end_offset)
 
     def _checksum(self, key: bytes, epoch: int, slot: int, length: int) -> int:
-        """Of the rank's first bytes of a slot."""
+        """Return the checksum of the first `length` bytes of the rank's part of a slot."""
         payload: NDArray[np.uint8] = self._pool.row(slot)[self._rank, :length]
         return payload_checksum(self._file.namespace, key, epoch, payload)
 
@@ -133,7 +134,7 @@ class SlotHeaders:
         return found.view(SLOT_HEADER).ravel()
 
     def _are_ours(self, labels: SlotLabels) -> NDArray[np.bool_]:
-        """Which of these slots have not been given to another store since."""
+        """Return which of these slots have not been reused by another store."""
         headers = self._read(labels.slots)
         fits = np.array([len(key) <= MAX_KEY_BYTES for key in labels.keys], dtype=np.bool_)
         same = headers["generation"] == labels.generations

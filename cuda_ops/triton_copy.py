@@ -1,4 +1,4 @@
-"""The copy kernel, in Triton: a few programs that share a job's segments among themselves. Imported when it is used."""
+"""Copy kernel in Triton: a few programs that share a job's segments. Imported on first use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 16
-"""Each keeps one multiprocessor busy, of more than a hundred: the rest computes."""
+"""Each occupies one multiprocessor, of more than a hundred; the rest computes."""
 CHUNK_BYTES = 8192
-"""What a program has under way at a time: all of them together as much as a bus holds in the time of a round trip."""
+"""Bytes in flight per program: for all programs together, bus bandwidth times round-trip time."""
 WARPS = 8
 
 
-# One binary a word, whatever the numbers: to compile another in the middle of the day would hold a job up.
+# One binary per word size: specialization on arguments would compile another while jobs wait.
 @triton.jit(do_not_specialize=["targets", "sources", "sizes", "count"])  # type: ignore[untyped-decorator]
 def copy_segments(targets, sources, sizes, count, WORD_BYTES: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Copy segment i, of `sizes[i]` bytes, from `sources[i]` to `targets[i]`. The arrays are int64, given by address;
-    every address and size is a multiple of the word."""
+    """Copy segment i, of `sizes[i]` bytes, from `sources[i]` to `targets[i]`.
+
+    The arrays are int64, given by address; every address and size is a multiple of the word.
+    """
     if WORD_BYTES >= 8:
         word = tl.int64
     elif WORD_BYTES == 4:
@@ -31,7 +33,7 @@ def copy_segments(targets, sources, sizes, count, WORD_BYTES: tl.constexpr, CHUN
         source = tl.load(sources.to(table) + i).to(pointer)
         words = tl.load(sizes.to(table) + i) // min(WORD_BYTES, 8)
         if WORD_BYTES == 16:
-            # Two words an instruction, which takes to know that no pair straddles.
+            # Two words per instruction, which requires that no pair straddles.
             target, source, words = tl.multiple_of(target, 16), tl.multiple_of(source, 16), tl.multiple_of(words, 2)
         for start in range(0, words, CHUNK):
             at = start + tl.arange(0, CHUNK)
@@ -40,7 +42,7 @@ def copy_segments(targets, sources, sizes, count, WORD_BYTES: tl.constexpr, CHUN
 
 
 def launch(targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int, device: int) -> None:
-    """Queue the kernel on a stream. `targets`, `sources` and `sizes` are where the device finds the three arrays."""
+    """Queue the kernel on a stream. `targets`, `sources` and `sizes` are device addresses of the arrays."""
     other = torch.cuda.ExternalStream(stream, device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(other):
         run(targets, sources, sizes, count, word_bytes)

@@ -109,7 +109,7 @@ def _open_within(entry: TierSettings, context: TierContext) -> Tier:
 
 
 class PoolSlots:
-    """The host pool as a `kvferry.core.tiers.SlotBytes`. A block has a part of equal size on each rank, in their order."""
+    """The host pool as a `SlotBytes`. A block has a part of equal size on each rank, in their order."""
 
     def __init__(self, pool: HostPool, before_access: Callable[[int], None] | None = None) -> None:
         """`before_access` is called with each slot before its bytes are returned, on the tier's thread."""
@@ -117,7 +117,7 @@ class PoolSlots:
         self._before_access = before_access
 
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
-        """See `kvferry.core.tiers.SlotBytes`. Raises `ValueError` for a length that is no block's."""
+        """See `SlotBytes`. Raises `ValueError` for a length that is no block's."""
         part_bytes, rest = divmod(num_bytes, self._pool.num_ranks)
         if rest or not 0 <= part_bytes <= self._pool.slot_bytes:
             raise ValueError(

@@ -58,7 +58,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedTier:
-    """A `kvferry.core.tiers.Tier` of a `BlockStore`, which it owns."""
+    """A `Tier` of a `BlockStore`, which it owns."""
 
     nonblocking: ClassVar[bool] = True
     """The engine thread calls it directly. A subclass whose own methods may block sets this to False."""
@@ -80,26 +80,26 @@ class ThreadedTier:
 
     @property
     def timeout_s(self) -> float:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         return self._settings.timeout_s
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: TierRequest) -> Level:
-        """See `kvferry.core.tiers.Tier`: the level of the settings, for every request."""
+        """See `Tier`: the level of the settings, for every request."""
         return self._settings.level
 
     def on_request_finished(self, request_id: str) -> None:
         """Do nothing: the tier has no state of requests."""
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         found = [False] * len(keys) if self._is_shut() else self._store.glance(keys)
         ok = np.array([False] * len(keys) if found is None else found, dtype=np.bool_)
         self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
 
     def store(self, job: TierJob) -> None:
-        """See `kvferry.core.tiers.Tier`. Drops blocks while all threads hang or the store is not writable."""
+        """See `Tier`. Drops blocks while all threads hang or the store is not writable."""
         found = None if self._is_shut() else self._store.glance(job.keys)
         ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
         wanted = np.flatnonzero(~ok).tolist()
@@ -109,30 +109,30 @@ class ThreadedTier:
         self._count(Outcome.DROPPED, len(wanted) - len(todo) + num_dropped)
 
     def load(self, job: TierJob) -> None:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         todo = [] if self._is_shut() else list(range(len(job)))
         ok = np.zeros(len(job), dtype=np.bool_)
         num_refused = self._queue.submit(OpenJob(JobKind.LOAD, job.number, job.keys, ok, job), todo)
         self._count(Outcome.FAILED, len(job) - len(todo) + num_refused)
 
     def cancel(self, number: int) -> None:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         if self._queue.cancel(number):
             self._wait_for_copies()
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         self._store.drop(keys)
 
     def reset(self, number: int, match: OriginMatch | None) -> None:
-        """See `kvferry.core.tiers.Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
+        """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
         jobs = self._queue.begin_reset(number, match)
         self._wait_for_copies()
         self._queue.fail(jobs)
         self._reset_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         if not self._queue.is_closed:
             self._start_threads(again=True)
         return self._queue.results()
@@ -140,7 +140,7 @@ class ThreadedTier:
     # --- what operators see -------------------------------------------------------------------------------------
 
     def health(self) -> Sequence[str]:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         reasons: list[str] = []
         num_dead = sum(not worker.is_alive() for worker in (*self._workers, self._housekeeper))
         if num_dead:
@@ -157,7 +157,7 @@ class ThreadedTier:
         return reasons + list(self._store.health())
 
     def counts(self) -> TierCounts:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `Tier`."""
         size = self._store.size()
         with self._counting:
             return TierCounts(
@@ -171,7 +171,7 @@ class ThreadedTier:
             )
 
     def close(self, timeout_s: float) -> None:
-        """See `kvferry.core.tiers.Tier`. A thread that hangs is left behind, and the store is not closed then."""
+        """See `Tier`. A thread that hangs is left behind, and the store is not closed then."""
         self._queue.close()
         self._wait_for_copies()
         self._reset_asked.set()

@@ -94,6 +94,6 @@ def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.Capt
     other = tmp_path / "other"
     other.write_bytes(b"x" * 100_000)
     assert main(["pool", "inspect", str(other)]) == 1
-    assert "is no pool: magic is" in capsys.readouterr().err.replace("\n", " ")
+    assert "is no pool: magic=" in capsys.readouterr().err.replace("\n", " ")
     assert main(["pool", "inspect", str(tmp_path / "missing")]) == 1
     assert "No such file" in capsys.readouterr().err

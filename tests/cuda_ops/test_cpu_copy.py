@@ -109,7 +109,7 @@ def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written() -> 
             job(4, Direction.STORE, [3], [3]),
         ],
     )
-    assert "blocks of group 0 0 to 9 are not all among the 4" in str(results[1].error)
+    assert "blocks of group 0 0 to 9: must be in 0..3" in str(results[1].error)
     assert [results[number].error is None for number in (1, 2, 3, 4)] == [False, False, False, True]
     assert [results[number].num_bytes for number in (1, 2, 3, 4)] == [0, 0, 0, 64]
     assert contents(pool).sum(axis=(1, 2)).tolist() == [0, 0, 0, 64]

@@ -345,7 +345,7 @@ def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written(rig: 
     results = rig.results_of(
         job(1, Direction.STORE, [0, 9], [0, 1]), job(2, Direction.LOAD, [0, -1], [1, 1]), store(3, 3)
     )
-    assert "blocks of group 0 0 to 9 are not all among the 8" in str(results[1].error)
+    assert "blocks of group 0 0 to 9: must be in 0..7" in str(results[1].error)
     assert results[2].error is not None
     assert results[3].error is None
     assert contents(rig.pool).sum(axis=(1, 2)).tolist() == [0, 0, 0, 256, 0, 0, 0, 0]
@@ -424,7 +424,7 @@ def test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs(
     assert all("CUDA_ERROR_ILLEGAL_ADDRESS" in str(result.error) for result in late.values())
     assert rig.copies.poll() == []
     rig.copies.close()
-    assert caplog.text.count("the copy engine is dead") == 1
+    assert caplog.text.count("copy engine stopped") == 1
 
 
 def test_a_device_that_broke_while_nothing_ran_is_found_out_by_the_next_job(rig: Rig) -> None:
@@ -526,7 +526,7 @@ def test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run(
     assert call in str(rig.ends([1])[1].error)
     assert rig.cuda.num_queued_copies() == 0
     assert rig.copies.is_alive()
-    assert "asked again" in caplog.text
+    assert "stream state unknown" in caplog.text
     assert rig.results_of(store(2, 5))[2].error is None
 
 
@@ -798,7 +798,7 @@ def test_a_machine_without_a_driver_is_refused_with_what_to_do() -> None:
 
 def test_a_driver_too_old_is_refused() -> None:
     cuda = FakeCuda()
-    with pytest.raises(CudaUnavailable, match="no cuStreamWaitEvent: it is older than CUDA 12"):
+    with pytest.raises(CudaUnavailable, match="lacks cuStreamWaitEvent: it is older than CUDA 12"):
         CudaDriver(lambda name, version: 0 if name == "cuStreamWaitEvent" else cuda.resolve(name, version))
 
 

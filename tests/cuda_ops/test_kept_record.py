@@ -200,7 +200,7 @@ def test_a_dead_thread_is_a_problem_until_it_is_started_again(
         assert kept.record.problem() is None
         assert kept.file.min_epoch == 7
         assert kept.file.headers(0)["dropped_generation"][3] == 1
-        assert "died and is started again" in caplog.text
+        assert "invalidation thread died" in caplog.text
 
 
 def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -
         assert copies.wait([0, 1], 30)
         errors = [result.error for result in copies.poll()]
         assert len(errors) == 2
-        assert all("was cut to 75,000 bytes" in str(error) for error in errors)
+        assert all("was truncated to 75,000 bytes" in str(error) for error in errors)
         kept.record.void(np.array([0]), np.array([1]))
         copies.close()
         kept.record.close()

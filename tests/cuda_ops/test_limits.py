@@ -43,7 +43,7 @@ def test_limits_of_the_cgroup_and_of_its_parents_count(tmp_path: Path, version: 
 
 def test_the_room_of_a_file_system_counts_for_what_lies_in_it(tmp_path: Path) -> None:
     (disk,) = file_limits(tmp_path)
-    assert disk.name == f"room left on the disk of {tmp_path}"
+    assert disk.name == f"space left on the disk of {tmp_path}"
     assert disk.available_bytes > 0
     shared, *memory = shared_memory_limits(Path("/dev/shm"))
     assert "--shm-size" in shared.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 from collections.abc import Iterator
@@ -262,7 +263,7 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         (tmp_path / "elsewhere").rename(pool)
         wait_until(lambda: not degraded(), "it is back")
         os.truncate(pool, 100_000)
-        wait_until(lambda: "kept.pool was cut to 100,000 bytes" in degraded(), "it is named")
+        wait_until(lambda: "kept.pool was truncated to 100,000 bytes" in degraded(), "it is named")
         assert "remove the file and start the engine again" in degraded()
         assert served.stats()["pool"]["ready"] == 0
         assert warm_up(served) == expected
@@ -275,7 +276,7 @@ def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) ->
         kill(served)
     with kept(tmp_path, block_size=32) as served:
         assert served.stats()["pool"]["ready"] == 0
-        assert "is dropped and starts empty: block_bytes was" in served.log()
+        assert re.search(r"kept pool dropped, starting empty: \S+: block_bytes was", served.log())
 
 
 def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_it(tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_i
     with kept(tmp_path, dtype="float32") as served:
         recovery = served.stats()["recovery"]
         assert (recovery["recovered"], recovery["dropped"]) == (0, {"foreign": ready})
-        assert "dtype was 'float64' when it was written, and is 'float32'" in recovery["foreign"]
+        assert "dtype was 'float64', now 'float32'" in recovery["foreign"]
         served.complete(PROMPTS[0], "missed", max_tokens=1)
         causes = missed(served, "missed")["causes"]
         assert (causes["other_fingerprint"], causes["new"]) == (BLOCKS * 16, 0)

@@ -180,7 +180,7 @@ def test_other_weights_drop_the_pool_and_the_field_is_named(
         assert told["dropped"] == {"foreign": stored}
         assert told["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err
-    assert re.search(r"WARNING .*is dropped and starts empty: revision was 'files-\w+' .* and is 'files-\w+'", said)
+    assert re.search(r"WARNING .*pool dropped, starting empty: .*: revision was 'files-\w+', now 'files-\w+'", said)
 
 
 def test_what_a_pool_has_lost_with_the_end_of_its_file_is_told(
@@ -210,7 +210,7 @@ def test_a_pool_is_one_engines_at_a_time(llama: Path, tmp_path: Path, capfd: pyt
             PoolLock(pool)
     lock = PoolLock(pool)
     try:
-        words = rf"the pool {pool} is in use by another process \(pid {os.getpid()}\); stop it, or give this one "
+        words = rf"the pool {pool} is in use by another process \(pid {os.getpid()}\); stop it, or set another "
         start_in_vain(llama, words, **kept_config(tmp_path)["kv_connector_extra_config"])
     finally:
         lock.close()
@@ -234,7 +234,7 @@ def test_random_hash_seeds_are_warned_of_and_a_set_one_brings_blocks_back(
         engine.generate(FEW)
         stored = engine.settle().store.stored
     said = capfd.readouterr().err
-    assert re.search(r"is dropped and starts empty: hash_seed was 'random-\w+'", said)
+    assert re.search(r"kept pool dropped, starting empty: .*: hash_seed was 'random-\w+'", said)
     assert not re.search(warning, said)
     with in_process(llama, kept_config(tmp_path), prefix_caching_hash_algo="xxhash") as engine:
         assert recovered(engine) == stored > 0
