@@ -38,9 +38,9 @@ from kvferry.core.rates import LoadOrCompute
 from kvferry.core.resize import PoolResize
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.tiers import HOST, Tier
-from kvferry.cuda_ops.extents import PoolMemory, PoolPlan
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
 

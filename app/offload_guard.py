@@ -19,7 +19,7 @@ from kvferry.core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent
 from kvferry.core.keys import Key
 from kvferry.core.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
-from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from kvferry.app.settings.problems import BadSettings, Problem
 from kvferry.core.resize import PoolResize, Todo
-from kvferry.cuda_ops.extents import PoolMemory, PoolPlan, whole_extents
-from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 

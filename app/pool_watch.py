@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import PoolCut
-from kvferry.cuda_ops.kept_pool import KeptRecord
+from kvferry.cuda_ops.persistent.pool_file import PoolCut
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 _log = logging.getLogger(__name__)
 

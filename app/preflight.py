@@ -15,8 +15,8 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import Engine, PoolKind
 from kvferry.app.store import StoreError, check_database, check_name
 from kvferry.app.tiers.opening import check_tiers
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
 
 
 def start_problems(settings: Settings) -> list[str]:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.app.api.problems import Problem
 from kvferry.app.server_config import server_config
-from kvferry.cuda_ops.prepare import PoolPhase, PoolProgress
+from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress
 
 _log = logging.getLogger(__name__)
 

@@ -24,16 +24,16 @@ from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.transfers import Slots
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.extents import PoolPlan
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import recover_slots
-from kvferry.cuda_ops.kept_slots import DropReason, KeptSlots
-from kvferry.cuda_ops.limits import largest_file_bytes, largest_memory_bytes
-from kvferry.cuda_ops.pool_format import PoolShape
-from kvferry.cuda_ops.pool_lock import PoolRefused
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.lock import PoolRefused
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import recover_slots
+from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.extents import PoolPlan
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import largest_file_bytes, largest_memory_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from kvferry.app.store import StoreError, claim_name
 from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
 from kvferry.core.engine import DeviceView
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.cuda_ops.copy_engine import CopyEngine
-from kvferry.cuda_ops.extents import PoolPlan, plan_pool
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.limits import NotEnoughMemory
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.prepare import Preparation
 
 if TYPE_CHECKING:
     from kvferry.app.engines.cuda import CudaSide
@@ -245,8 +245,8 @@ class Process:
 
     def _attach(self, engine: EmbeddedEngine, layout: GroupLayout, pool: HostPool, undo: ExitStack) -> None:
         """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
-        from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-        from kvferry.cuda_ops.layout import DeviceLayout
+        from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+        from kvferry.cuda_ops.copy.layout import DeviceLayout
 
         settings = self._settings
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]], layout.blocks_per_slot)

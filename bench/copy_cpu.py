@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from bench.report import environment, median_interval, spread, verdict
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.prepare import Preparation
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.prepare import Preparation
 
 TABLE_BYTES = 512 << 20
 MIB = 1 << 20

@@ -27,9 +27,9 @@ from bench.manager import BATCH, KEY_BYTES, QueueingSink, batches
 from bench.report import environment
 from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
 
 SLOT_BYTES = 4096
 SETTLE_S = 3.0

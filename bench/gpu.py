@@ -38,16 +38,15 @@ from numpy.typing import NDArray
 from bench.parts import DeviceLost, Parts
 from bench.report import environment, spread, verdict
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
-from kvferry.cuda_ops.dma import DmaMover, Mover
-from kvferry.cuda_ops.driver import CudaDriver, CudaError, load_driver
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kernel import KernelMover, LaunchCopy, triton_launch
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from kvferry.cuda_ops.movers import choose_mover
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.registrar import CudaRegistrar
-from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.cuda.crossover import choose_mover
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError, load_driver
+from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, LaunchCopy, Mover, triton_launch
+from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.prepare import Preparation
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = 4096

@@ -33,16 +33,16 @@ from kvferry.core.manager import OffloadManager
 from kvferry.core.policy import PolicyBook, RequestPolicy
 from kvferry.core.rates import LoadDecision, LoadOrCompute
 from kvferry.core.scheduler import OffloadScheduler
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.copy_engine import CopyEngine
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.pool_format import PoolShape
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.waiting import wait_until
 
 GOAL = 1.01

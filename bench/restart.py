@@ -32,14 +32,14 @@ from kvferry.app.warm_start import warm_start
 from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.pool_format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.persistent.format import MAX_KEY_BYTES, HeaderState, PoolShape, header_checksums
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 FINGERPRINT: dict[str, object] = {"model": "bench"}
 SLOT_BYTES = 64

@@ -31,10 +31,10 @@ def inspect(
     Exits with 1 if the file is no pool or is damaged: it ends too early, or a slot's header or bytes are not what their
     checksums say. While a service uses the pool, slots that it is just writing may count as bad.
     """
-    from kvferry.cuda_ops.inspection import inspect_pool
-    from kvferry.cuda_ops.kept_file import NotAPool
-    from kvferry.cuda_ops.kept_slots import DropReason
-    from kvferry.cuda_ops.pool_format import FORMAT_VERSION
+    from kvferry.cuda_ops.persistent.format import FORMAT_VERSION
+    from kvferry.cuda_ops.persistent.inspection import inspect_pool
+    from kvferry.cuda_ops.persistent.pool_file import NotAPool
+    from kvferry.cuda_ops.persistent.recovery import DropReason
 
     try:
         pool = inspect_pool(path)

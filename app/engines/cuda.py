@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from kvferry.core.transfers import TransferJob
-from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
-from kvferry.cuda_ops.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.movers import choose_mover
-from kvferry.cuda_ops.numa import node_of_pci_device
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.registrar import CudaRegistrar
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.cuda.crossover import choose_mover
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError, CudaUnavailable, load_driver
+from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.prepare import Preparation
+from kvferry.cuda_ops.pool.processors import node_of_pci_device
 
 CROSSOVER_FILE = "copy-crossover.json"
 

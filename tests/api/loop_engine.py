@@ -19,9 +19,9 @@ from kvferry.core.manager import OffloadManager
 from kvferry.core.policy import PolicyBook, RequestPolicy
 from kvferry.core.scheduler import Hit, Later, OffloadScheduler
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096

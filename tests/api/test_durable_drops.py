@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from kvferry.core.keys import make_keys
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.pool_format import PoolShape
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service, start_service

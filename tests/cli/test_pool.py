@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvferry.app.cli import main
-from kvferry.cuda_ops.inspection import inspect_pool
-from kvferry.cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
+from kvferry.cuda_ops.persistent.format import POOL_HEADER_BYTES, SLOT_HEADER
+from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from tests.cuda_ops.kept import SHAPE, attached
 
 

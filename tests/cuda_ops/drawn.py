@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 PIECE_BYTES = [1, 3, 16, 64, 100, 4096]
 

@@ -17,7 +17,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cuda_ops.driver import MemcpyAttributes
+from kvferry.cuda_ops.cuda.driver import MemcpyAttributes
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.core.transfers import SlotLabels, Slots
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord, recover_slots
-from kvferry.cuda_ops.kept_slots import KeptSlots
-from kvferry.cuda_ops.pool_format import PoolShape
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
+from kvferry.cuda_ops.persistent.recovery import KeptSlots
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.waiting import wait_until
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=4, max_slots=40)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine, default_threads
-from kvferry.cuda_ops.host_pool import HostPool, PoolTable
-from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine, default_threads
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.waiting import wait_until
 
@@ -139,7 +139,7 @@ def test_a_store_ahead_has_been_copied_when_the_call_returns() -> None:
 
 
 def test_a_store_ahead_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cuda_ops.cpu_copy.AHEAD_S", 0.01)
+    monkeypatch.setattr("kvferry.cuda_ops.copy.cpu_copy.AHEAD_S", 0.01)
     blocks, pool, go_on = np.ones((2, 64), dtype=np.uint8), HostPool(2, 64), threading.Event()
     layout = DeviceLayout.of_arrays([blocks])
     copies = CpuCopyEngine(layout, pool, lambda: None, before=lambda one: (go_on.wait(PATIENCE_S), None)[1])

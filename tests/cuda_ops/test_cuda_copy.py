@@ -21,15 +21,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
-from kvferry.cuda_ops.dma import DmaMover
-from kvferry.cuda_ops.driver import FUNCTIONS, CudaDriver, CudaError, CudaUnavailable, MemcpyAttributes, load_driver
-from kvferry.cuda_ops.host_pool import HostPool, PoolTable
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.ledger import JobLedger
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.registrar import CudaRegistrar
-from kvferry.cuda_ops.segments import SegmentPlanner
+from kvferry.cuda_ops.copy.engine import JobLedger
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.copy.segments import SegmentPlanner
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.driver import (
+    FUNCTIONS,
+    CudaDriver,
+    CudaError,
+    CudaUnavailable,
+    MemcpyAttributes,
+    load_driver,
+)
+from kvferry.cuda_ops.cuda.movers import DmaMover
+from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
+from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
+from kvferry.cuda_ops.pool.prepare import Preparation
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import (
     ALREADY_REGISTERED,
@@ -254,7 +261,7 @@ def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batche
 
 
 def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cuda_ops.cuda_copy.AHEAD_S", 0.01)
+    monkeypatch.setattr("kvferry.cuda_ops.cuda.cuda_copy.AHEAD_S", 0.01)
     cuda, blocks, pool = FakeCuda(), np.ones((8, 64), dtype=np.uint8), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
     copies.submit_ahead(store(1, 0))
@@ -775,8 +782,8 @@ def test_nothing_here_imports_cuda_before_it_is_used() -> None:
     code = (
         "import sys, pkgutil, importlib\n"
         "from kvferry import cuda_ops\n"
-        "modules = {module.name for module in pkgutil.iter_modules(cuda_ops.__path__)} - {'triton_copy'}\n"
-        "for name in modules: importlib.import_module('kvferry.cuda_ops.' + name)\n"
+        "modules = {module.name for module in pkgutil.walk_packages(cuda_ops.__path__, 'kvferry.cuda_ops.')}\n"
+        "for name in modules - {'kvferry.cuda_ops.cuda.triton_copy'}: importlib.import_module(name)\n"
         "print([name for name in ('cuda', 'cuda.bindings', 'triton', 'torch') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

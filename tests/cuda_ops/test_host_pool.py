@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cuda_ops.backing import SHARED_MEMORY, SharedFile
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.limits import NotEnoughMemory
-from kvferry.cuda_ops.prepare import PoolPhase, PoolProgress, Preparation, prepare
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress, Preparation, prepare
 from tests.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
@@ -276,8 +276,8 @@ def test_touched_memory_is_there_at_once_and_unchanged(
     new_kernel: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not new_kernel:
-        monkeypatch.setattr("kvferry.cuda_ops.prepare.can_populate", lambda: False)
-        monkeypatch.setattr("kvferry.cuda_ops.backing.can_populate", lambda: False)
+        monkeypatch.setattr("kvferry.cuda_ops.pool.prepare.can_populate", lambda: False)
+        monkeypatch.setattr("kvferry.cuda_ops.pool.backing.can_populate", lambda: False)
     lazy = HostPool(256, PAGE)
     assert resident_bytes(lazy, 0) == 0
     eager = HostPool(256, PAGE, preparation=Preparation(touch=True))

@@ -14,16 +14,10 @@ import numpy as np
 import pytest
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops import kept_file
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import recover_slots
-from kvferry.cuda_ops.kept_slots import DropReason
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.limits import NotEnoughMemory
-from kvferry.cuda_ops.pool_format import (
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.persistent import pool_file as kept_file
+from kvferry.cuda_ops.persistent.format import (
     MAX_KEY_BYTES,
     POOL_HEADER,
     POOL_HEADER_BYTES,
@@ -31,7 +25,13 @@ from kvferry.cuda_ops.pool_format import (
     PoolShape,
     header_checksums,
 )
-from kvferry.cuda_ops.pool_lock import PoolRefused
+from kvferry.cuda_ops.persistent.lock import PoolRefused
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import recover_slots
+from kvferry.cuda_ops.persistent.recovery import DropReason
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from tests.cuda_ops.kept import FINGERPRINT, SHAPE, attached, bytes_of, key_of
 from tests.waiting import wait_until
 

@@ -17,12 +17,12 @@ import pytest
 from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_pool import ROUND_SLOTS, KeptRecord
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.pages import advise
-from kvferry.cuda_ops.pool_format import SLOT_HEADER, HeaderState, PoolShape
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolShape
+from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.pages import advise
 from tests.cuda_ops.kept import Kept, attached, bytes_of, key_of
 from tests.waiting import wait_until
 

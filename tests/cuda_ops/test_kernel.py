@@ -17,17 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.transfers import Direction
-from kvferry.cuda_ops.crossover import COUNTS, SIZES_BYTES, Crossover, CrossoverMover, calibrate, kept_crossover
-from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
-from kvferry.cuda_ops.dma import DmaMover, Mover
-from kvferry.cuda_ops.driver import CudaDriver
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kernel import KernelMover, word_of
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.movers import choose_mover
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.registrar import CudaRegistrar
-from kvferry.cuda_ops.segments import Segments
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.copy.segments import Segments
+from kvferry.cuda_ops.cuda.crossover import (
+    COUNTS,
+    SIZES_BYTES,
+    Crossover,
+    CrossoverMover,
+    calibrate,
+    choose_mover,
+    kept_crossover,
+)
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.driver import CudaDriver
+from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
+from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.prepare import Preparation
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.cuda_ops.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.cuda_ops.test_cuda_copy import job
@@ -105,7 +111,7 @@ def test_the_kernel_copies_what_it_is_told_and_nothing_else() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     code = """
 import numpy as np
-from kvferry.cuda_ops import triton_copy
+from kvferry.cuda_ops.cuda import triton_copy
 rng = np.random.default_rng(7)
 for word in (16, 8, 4, 1):
     for count in (1, 5, 40):
@@ -140,7 +146,7 @@ def test_the_kernel_compiles_for_a_device(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvferry.cuda_ops import triton_copy
+    from kvferry.cuda_ops.cuda import triton_copy
 
     source = ASTSource(
         triton_copy.copy_segments,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
 
 
 def test_a_region_is_what_an_array_says_of_itself() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cuda_ops.limits import (
+from kvferry.cuda_ops.pool.limits import (
     MemoryLimit,
     NotEnoughMemory,
     check_fits,
@@ -14,7 +14,7 @@ from kvferry.cuda_ops.limits import (
     memory_limits,
     shared_memory_limits,
 )
-from kvferry.cuda_ops.numa import cpus_of_node, node_of_pci_device
+from kvferry.cuda_ops.pool.processors import cpus_of_node, node_of_pci_device
 
 
 def test_the_tightest_limit_is_the_one_that_is_named() -> None:

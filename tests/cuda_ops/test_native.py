@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cuda_ops.native import segment_copier
+from kvferry.cuda_ops.copy.native import segment_copier
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 8192, 16384, 20_000, 65_535, 65_536, 70_001]
 

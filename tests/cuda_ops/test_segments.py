@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops.backing import AnonymousMemory
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.pool.backing import AnonymousMemory
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.drawn import Device, devices, jobs, pieces, pools
 
 

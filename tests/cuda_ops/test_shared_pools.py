@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from kvferry.core.transfers import SlotLabels
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.inspection import inspect_pool
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import recover_slots
-from kvferry.cuda_ops.kept_slots import DropReason, KeptSlots
-from kvferry.cuda_ops.passing_file import PassingFile, sweep_names
-from kvferry.cuda_ops.pool_format import PoolShape
-from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused, lock_path
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.inspection import inspect_pool
+from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused, lock_path
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import recover_slots
+from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
+from kvferry.cuda_ops.persistent.transient_file import PassingFile, sweep_names
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.kept import FINGERPRINT, bytes_of, key_of
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)

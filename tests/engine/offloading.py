@@ -16,12 +16,12 @@ from kvferry.core.rates import LoadDecision, LoadOrCompute
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.copy_engine import CopyEngine
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.cuda_copy import CudaCopyEngine
-from kvferry.cuda_ops.driver import CudaDriver
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
+from kvferry.cuda_ops.cuda.driver import CudaDriver
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.fake_cuda import FakeCuda
 
 

@@ -16,9 +16,9 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.settings import Settings
 from kvferry.app.starting import StartRefused
 from kvferry.app.wiring import Process
-from kvferry.cuda_ops.driver import CudaDriver, CudaUnavailable
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.layout import DeviceLayout
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.engine.offloading import MakeOffloaded
 from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model

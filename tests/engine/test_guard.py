@@ -14,7 +14,7 @@ from kvferry.app.engines.embedded.request import Request
 from kvferry.app.offload_guard import MAX_ERRORS
 from kvferry.core.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
 from tests.engine.serving import (
     Answer,

@@ -23,15 +23,15 @@ from kvferry.core.engine import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.loads import Hit, Later
 from kvferry.core.origins import OriginMatch
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.kept_slots import DropReason
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.pool_format import PoolShape
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.persistent.format import PoolShape
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.recovery import DropReason
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.kill.device import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

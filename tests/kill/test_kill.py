@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from kvferry.cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER
+from kvferry.cuda_ops.persistent.format import POOL_HEADER_BYTES, SLOT_HEADER
 from tests.kill.driver import Driver
 from tests.kill.small import NUM_SLOTS, SHAPE, Note
 

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from kvferry.core.manager import OffloadManager
-from kvferry.cuda_ops.native import segment_copier
+from kvferry.cuda_ops.copy.native import segment_copier
 from tests.kill.small import Small
 
 

@@ -29,7 +29,7 @@ from kvferry.core.grants import Pin
 from kvferry.core.jobs import OpenJob
 from kvferry.core.requests import RequestState
 from kvferry.core.tier_links import OpenTierJob
-from kvferry.cuda_ops.ledger import JobLedger
+from kvferry.cuda_ops.copy.engine import JobLedger
 from tests.faults import Faults
 from tests.service.process import check_identities
 from tests.waiting import wait_until
@@ -51,7 +51,7 @@ NUM_SLOTS = 64
 KEEP_OUT = {"load": False, "store": False}
 
 PATCHED = {
-    "core": (
+    "kvferry.core": (
         "admission", "arc", "arc_ghosts", "cascades", "eviction", "expiry", "ghosts", "hits", "index", "inventory",
         "jobs", "lazy", "leaders", "leaving", "loads", "lru", "manager", "mark_table", "misses", "missing", "occupied",
         "operator_pins", "patience", "pins", "policy", "pool_index", "prefills", "prefixes", "promotions", "rates",
@@ -62,8 +62,11 @@ PATCHED = {
     "kvferry.app.store": (
         "database", "history", "intents", "journal", "name_claim", "projection", "queries", "queue", "sums", "trim",
     ),
-    "cuda_ops": ("cpu_copy", "host_pool", "kept_copies", "kept_file", "kept_pool", "segments", "slot_headers"),
-    "app": ("event_feed", "pool_size", "pool_watch", "upkeep"),
+    "kvferry.cuda_ops": (
+        "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.record",
+        "persistent.sealing", "pool.host_pool",
+    ),
+    "kvferry.app": ("event_feed", "pool_size", "pool_watch", "upkeep"),
 }  # fmt: skip
 """Every method of the classes of these modules raises.
 

@@ -17,8 +17,8 @@ from kvferry.app.settings import Settings
 from kvferry.app.upkeep import Upkeep
 from kvferry.app.wiring import NoDevice
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.cuda_ops.extents import PoolPlan
-from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.pool.extents import PoolPlan
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.waiting import wait_until
 
 SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4

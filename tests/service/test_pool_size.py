@@ -14,9 +14,9 @@ from kvferry.app.settings import BadSettings
 from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin
 from kvferry.core.resize import PoolResize
-from kvferry.cuda_ops.extents import plan_pool
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.extents import plan_pool
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from tests.service.process import wait_until
 
 SLOT_BYTES = 4096

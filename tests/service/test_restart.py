@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.service.process import Served, check_identities, serving, wait_until
 
 POOL_BYTES = 4 << 20

@@ -22,10 +22,10 @@ from kvferry.app.settings import Settings
 from kvferry.app.starting import StartProgress, StartRefused
 from kvferry.app.store import upgrade
 from kvferry.app.wiring import Process
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.pool_lock import lock_path
-from kvferry.cuda_ops.prepare import PoolProgress, Preparation
+from kvferry.cuda_ops.persistent.lock import lock_path
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.prepare import PoolProgress, Preparation
 from tests.service.process import environment, serving, wait_until
 
 

@@ -16,11 +16,11 @@ from kvferry.app.warm_start import BootVerification, warm_start
 from kvferry.core.manager import OffloadManager
 from kvferry.core.origins import Origin, OriginMatch
 from kvferry.core.policy import PRIORITY_CLASS, Priority
-from kvferry.cuda_ops import kept_file
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent import pool_file as kept_file
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.kept import FINGERPRINT, SHAPE, bytes_of, key_of
 from tests.store.helpers import DEADLINE_S, shell
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.app.tiers.opening import PoolSlots
-from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -25,8 +25,8 @@ from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
-from kvferry.cuda_ops.driver import CudaDriver
-from kvferry.cuda_ops.host_pool import HostPool
+from kvferry.cuda_ops.cuda.driver import CudaDriver
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config

@@ -48,8 +48,8 @@ from kvferry.core.policy import PolicyBook, RequestPolicy
 from kvferry.core.rates import LoadOrCompute
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.transfers import TransferJob, TransferResult
-from kvferry.cuda_ops.extents import PoolPlan
-from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.extents import PoolPlan
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of

@@ -17,7 +17,7 @@ from kvferry.app.offload_guard import MAX_ERRORS
 from kvferry.core.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stores import StoreSide
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.faults import Faults
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left

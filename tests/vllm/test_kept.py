@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from kvferry.core.misses import MissCause
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.inspection import inspect_pool
-from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.persistent.inspection import inspect_pool
+from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_parallel import BIND, RANKS

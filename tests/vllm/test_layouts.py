@@ -35,8 +35,8 @@ from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
 from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.passing_file import PassingFile
+from kvferry.cuda_ops.persistent.transient_file import PassingFile
+from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from httpx_sse import connect_sse
 
-from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, tokens_of

@@ -26,7 +26,7 @@ from kvferry.app.engines.vllm.copies import Copies
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from kvferry.app.engines.vllm.layout import read_layout
 from kvferry.app.engines.vllm.options import ConnectorRefused
-from kvferry.cuda_ops.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.resident import resident_bytes
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of

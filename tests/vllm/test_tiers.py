@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cuda_ops.inspection import inspect_pool
+from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import serving
 from tests.vllm.test_in_process import assert_nothing_left

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.core.reasons import SkipReason
 from kvferry.core.transfers import Direction, TransferJob
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes

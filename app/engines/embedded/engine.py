@@ -28,7 +28,7 @@ from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
 from kvferry.app.engines.embedded.stream import RequestStream
 from kvferry.core.policy import bounded_repr
-from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvferry.app.engines.embedded.config import EngineStartError
-from kvferry.cuda_ops.limits import MemoryLimit, memory_limits
+from kvferry.cuda_ops.pool.limits import MemoryLimit, memory_limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
 from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
-from kvferry.cuda_ops.copy_engine import CopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source, hash_block_size
 from kvferry.app.engines.vllm.worker import ConnectorWorker, orders_of
 from kvferry.app.settings import Settings
-from kvferry.cuda_ops.limits import NotEnoughMemory
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 

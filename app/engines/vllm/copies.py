@@ -20,13 +20,13 @@ from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.settings import Settings
 from kvferry.app.starting import StartProgress
 from kvferry.core.transfers import TransferJob, TransferResult
-from kvferry.cuda_ops.copy_engine import CopyEngine
-from kvferry.cuda_ops.cpu_copy import CpuCopyEngine
-from kvferry.cuda_ops.driver import CudaUnavailable
-from kvferry.cuda_ops.kept_copies import KeptCopies
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions, Region
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
+from kvferry.cuda_ops.cuda.driver import CudaUnavailable
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.sealing import KeptCopies
+from kvferry.cuda_ops.pool.prepare import Preparation
 
 if TYPE_CHECKING:
     from torch import Tensor

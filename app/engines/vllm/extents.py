@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport
-from kvferry.cuda_ops.affinity import run_on
-from kvferry.cuda_ops.backing import SHARED_MEMORY
-from kvferry.cuda_ops.extents import PoolPlan
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.limits import NotEnoughMemory, check_fits, memory_limits, shared_memory_limits
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from kvferry.cuda_ops.pool.extents import PoolPlan
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory, check_fits, memory_limits, shared_memory_limits
+from kvferry.cuda_ops.pool.processors import run_on
 
 _log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from kvferry.app.starting import StartRefused
 from kvferry.app.store import StoreError, claim_name
 from kvferry.core.events import EventSink
 from kvferry.core.keys import Key
-from kvferry.cuda_ops.kept_pool import KeptRecord
-from kvferry.cuda_ops.kept_slots import DropReason
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.recovery import DropReason
 
 _log = logging.getLogger(__name__)
 

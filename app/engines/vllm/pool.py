@@ -25,14 +25,14 @@ from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
 from kvferry.core.engine import StoreMode
 from kvferry.core.groups import GroupLayout
 from kvferry.core.transfers import SlotLabels
-from kvferry.cuda_ops.affinity import allowed_processors
-from kvferry.cuda_ops.extents import PoolPlan, plan_pool
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import KeptFile, read_boot_id
-from kvferry.cuda_ops.limits import check_fits, memory_limits
-from kvferry.cuda_ops.passing_file import PassingFile, sweep_names
-from kvferry.cuda_ops.prepare import Preparation
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, read_boot_id
+from kvferry.cuda_ops.persistent.transient_file import PassingFile, sweep_names
+from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from kvferry.cuda_ops.pool.limits import check_fits, memory_limits
+from kvferry.cuda_ops.pool.prepare import Preparation
+from kvferry.cuda_ops.pool.processors import allowed_processors
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ CLOSE_S = 10.0
 
 
 class EngineFillings:
-    """A `kvferry.cuda_ops.kept_pool.Fillings`. Any thread, but for `close`."""
+    """A `kvferry.cuda_ops.persistent.record.Fillings`. Any thread, but for `close`."""
 
     def __init__(self, headers: Sequence[SlotHeaders]) -> None:
         """`headers` are those of each rank."""
@@ -147,12 +147,12 @@ class EngineFillings:
         self._last: Future[None] | None = None
 
     def begin_filling(self, labels: SlotLabels) -> None:
-        """See `kvferry.cuda_ops.kept_pool.Fillings`. Thread: any but the engine's."""
+        """See `kvferry.cuda_ops.persistent.record.Fillings`. Thread: any but the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
     def end_filling(self, labels: SlotLabels) -> None:
-        """See `kvferry.cuda_ops.kept_pool.Fillings`."""
+        """See `kvferry.cuda_ops.persistent.record.Fillings`."""
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:

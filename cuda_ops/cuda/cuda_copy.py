@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
-from kvferry.cuda_ops.dma import DmaMover, Mover
-from kvferry.cuda_ops.driver import CudaDriver, CudaError
-from kvferry.cuda_ops.host_pool import HostPool, PoolTable
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.ledger import JobLedger
-from kvferry.cuda_ops.segments import Int64s, SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.copy.engine import AHEAD_S, OVERTAKEN, JobLedger
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.copy.segments import Int64s, SegmentBuffer, SegmentPlanner
+from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError
+from kvferry.cuda_ops.cuda.movers import DmaMover, Mover
+from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 
 _log = logging.getLogger(__name__)
 

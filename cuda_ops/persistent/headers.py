@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import NO_SLOTS, Direction, SlotLabels, Slots, TransferJob
-from kvferry.cuda_ops.host_pool import HostPool
-from kvferry.cuda_ops.kept_file import KeptFile
-from kvferry.cuda_ops.native import word_copies
-from kvferry.cuda_ops.pool_format import (
+from kvferry.cuda_ops.copy.native import word_copies
+from kvferry.cuda_ops.persistent.format import (
     MAX_KEY_BYTES,
     SLOT_HEADER,
     Headers,
@@ -30,6 +28,8 @@ from kvferry.cuda_ops.pool_format import (
     padded_keys,
     payload_checksum,
 )
+from kvferry.cuda_ops.persistent.pool_file import KeptFile
+from kvferry.cuda_ops.pool.host_pool import HostPool
 
 SEAL_SLOTS = 32
 """Slots sealed together; a new store may have to wait for one such batch."""

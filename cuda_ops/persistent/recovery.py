@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvferry.core.keys import Key
 from kvferry.core.marks import marks_of
 from kvferry.core.transfers import NO_SLOTS, Slots
-from kvferry.cuda_ops.pool_format import Headers, HeaderState, PoolShape, are_sound, keys_of
+from kvferry.cuda_ops.persistent.format import Headers, HeaderState, PoolShape, are_sound, keys_of
 
 _PART_SLOTS = 1 << 14
 """Headers processed together: two megabytes, which fit in the processor's cache."""

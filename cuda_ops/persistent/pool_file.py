@@ -16,11 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
-from kvferry.cuda_ops.backing import SharedFile
-from kvferry.cuda_ops.kept_slots import DropReason, read_slots
-from kvferry.cuda_ops.limits import MemoryLimit, NotEnoughMemory
-from kvferry.cuda_ops.native import Words, word_copies
-from kvferry.cuda_ops.pool_format import (
+from kvferry.cuda_ops.copy.native import Words, word_copies
+from kvferry.cuda_ops.persistent.format import (
     FORMAT_VERSION,
     MAGIC,
     POOL_HEADER,
@@ -32,7 +29,10 @@ from kvferry.cuda_ops.pool_format import (
     pool_header,
     pool_header_checksum,
 )
-from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
+from kvferry.cuda_ops.pool.backing import SharedFile
+from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 

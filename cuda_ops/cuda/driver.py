@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from kvferry.cuda_ops.segments import Int64s
+from kvferry.cuda_ops.copy.segments import Int64s
 
 Resolve = Callable[[str, int], int]
 """Returns a function's address, or 0 if the driver lacks it.

@@ -13,10 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.core.transfers import Slots
-from kvferry.cuda_ops.kept_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
-from kvferry.cuda_ops.kept_slots import KeptSlots, read_slots
-from kvferry.cuda_ops.pool_format import POOL_HEADER_BYTES, SLOT_HEADER, Headers, PoolShape, keys_of, payload_checksum
-from kvferry.cuda_ops.pool_lock import lock_path
+from kvferry.cuda_ops.persistent.format import (
+    POOL_HEADER_BYTES,
+    SLOT_HEADER,
+    Headers,
+    PoolShape,
+    keys_of,
+    payload_checksum,
+)
+from kvferry.cuda_ops.persistent.lock import lock_path
+from kvferry.cuda_ops.persistent.pool_file import NotAPool, PoolHeader, read_boot_id, read_pool_header
+from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
 
 LOCKS = Path("/proc/locks")
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvferry.core.keys import Key
 from kvferry.core.transfers import Slots
-from kvferry.cuda_ops.extents import PoolPlan
+from kvferry.cuda_ops.pool.extents import PoolPlan
 
 MAGIC = b"kvferry\n"
 FORMAT_VERSION = 3

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from kvferry.core.transfers import Direction, SlotLabels, TransferJob, TransferResult
-from kvferry.cuda_ops.affinity import run_on
-from kvferry.cuda_ops.copy_engine import CopyEngine
-from kvferry.cuda_ops.slot_headers import SlotHeaders
+from kvferry.cuda_ops.copy.engine import CopyEngine
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.pool.processors import run_on
 
 _log = logging.getLogger(__name__)
 

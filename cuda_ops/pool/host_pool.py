@@ -14,10 +14,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cuda_ops.backing import AnonymousMemory, Backing
-from kvferry.cuda_ops.extents import DEFAULT_EXTENT_BYTES
-from kvferry.cuda_ops.limits import NotEnoughMemory, check_fits
-from kvferry.cuda_ops.prepare import Preparation, prepare, unregister
+from kvferry.cuda_ops.pool.backing import AnonymousMemory, Backing
+from kvferry.cuda_ops.pool.extents import DEFAULT_EXTENT_BYTES
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory, check_fits
+from kvferry.cuda_ops.pool.prepare import Preparation, prepare, unregister
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvferry.cuda_ops.backing import SHARED_MEMORY, SharedFile
-from kvferry.cuda_ops.pool_lock import PoolLock, PoolRefused, lock_path
+from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused, lock_path
+from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
 
 _log = logging.getLogger(__name__)
 

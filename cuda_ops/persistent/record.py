@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
-from kvferry.cuda_ops.kept_file import KeptFile, PoolCut
-from kvferry.cuda_ops.kept_slots import KeptSlots, read_slots
-from kvferry.cuda_ops.native import word_copies
-from kvferry.cuda_ops.pool_format import SLOT_HEADER, HeaderState
+from kvferry.cuda_ops.copy.native import word_copies
+from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, PoolCut
+from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
 
 _log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cuda_ops.limits import NotEnoughMemory, locked_memory_bytes, memory_limits
-from kvferry.cuda_ops.numa import cpus_of_node
-from kvferry.cuda_ops.pages import advise, can_populate, populate
+from kvferry.cuda_ops.pool.limits import NotEnoughMemory, locked_memory_bytes, memory_limits
+from kvferry.cuda_ops.pool.pages import advise, can_populate, populate
+from kvferry.cuda_ops.pool.processors import cpus_of_node
 
 _log = logging.getLogger(__name__)
 

@@ -18,13 +18,12 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.affinity import run_on
-from kvferry.cuda_ops.copy_engine import AHEAD_S, OVERTAKEN
-from kvferry.cuda_ops.host_pool import HostPool, PoolTable
-from kvferry.cuda_ops.layout import DeviceLayout
-from kvferry.cuda_ops.ledger import JobLedger
-from kvferry.cuda_ops.native import Addresses, segment_copier
-from kvferry.cuda_ops.segments import SegmentBuffer, SegmentPlanner, Segments
+from kvferry.cuda_ops.copy.engine import AHEAD_S, OVERTAKEN, JobLedger
+from kvferry.cuda_ops.copy.layout import DeviceLayout
+from kvferry.cuda_ops.copy.native import Addresses, segment_copier
+from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner, Segments
+from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
+from kvferry.cuda_ops.pool.processors import run_on
 
 _log = logging.getLogger(__name__)
 

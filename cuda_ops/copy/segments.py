@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.transfers import BlockRun, TransferJob
-from kvferry.cuda_ops.host_pool import PoolTable
-from kvferry.cuda_ops.layout import DeviceLayout, GroupRegions
-from kvferry.cuda_ops.native_plan import run_planner
+from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions
+from kvferry.cuda_ops.copy.native import run_planner
+from kvferry.cuda_ops.pool.host_pool import PoolTable
 
 Int64s = NDArray[np.int64]
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.cuda_ops.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
-from kvferry.cuda_ops.pages import can_populate, map_file
+from kvferry.cuda_ops.pool.limits import MemoryLimit, file_limits, memory_limits, shared_memory_limits
+from kvferry.cuda_ops.pool.pages import can_populate, map_file
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.cuda_ops.driver import CudaDriver, CudaError
+from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaError
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The copy engine for CUDA devices, and what it needs of the driver."""

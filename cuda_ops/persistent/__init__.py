@@ -1,0 +1,1 @@
+"""Pools that outlive their process: file format, slot headers, sealing, recovery and inspection."""

@@ -1,0 +1,1 @@
+"""Host memory of the pool: extents, backing, preparation, limits, and the processors near it."""
