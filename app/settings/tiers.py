@@ -101,7 +101,7 @@ def load_type(name: str) -> TierType:
     settings = getattr(found, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TierSettings)):
         raise ValueError(
-            f"the type {name} ({where}) has no Settings made from app.settings.tiers.TierSettings: "
+            f"the type {name} ({where}) has no Settings made from kvferry.app.settings.tiers.TierSettings: "
             "install a version of it that has, or take it out of KVFERRY_TIERS"
         )
     kind: TierType = found

@@ -114,7 +114,7 @@ def test_ranks_of_one_engine_are_found_together_and_in_order(state: Path, monkey
 
 def test_what_a_killed_process_left_behind_does_not_count(state: Path) -> None:
     code = (
-        f"from pathlib import Path; from app.discovery import announce_service; "
+        f"from pathlib import Path; from kvferry.app.discovery import announce_service; "
         f"announce_service(Path({str(state)!r}), 'gone', 'http://127.0.0.1:1')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -19,7 +19,7 @@ from .conftest import ROOT, Run, command_environment
 
 def test_help_is_quick_since_it_imports_little(clean_world: Path) -> None:
     code = (
-        "import sys\nfrom app.cli import main\nassert main(['--help']) == 0\n"
+        "import sys\nfrom kvferry.app.cli import main\nassert main(['--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'sqlalchemy', 'numpy', 'httpx', 'uvicorn', 'pydantic'}\n"
         "sys.exit(f'imported {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
     )

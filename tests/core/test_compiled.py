@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-SCRIPT = "from core.marks import marks_of; print(marks_of([b'k' * 33])[0])"
+SCRIPT = "from kvferry.core.marks import marks_of; print(marks_of([b'k' * 33])[0])"
 
 
 def run(cache: Path) -> str:

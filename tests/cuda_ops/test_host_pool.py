@@ -120,7 +120,7 @@ def test_memory_that_cannot_be_had_after_all_leaves_the_file_as_it_was(
     path = shared_path if kind == "shm" else tmp_path / "pool"
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from cuda_ops.backing import SharedFile; from cuda_ops.host_pool import HostPool\n"
+        "from kvferry.cuda_ops.pool.backing import SharedFile; from kvferry.cuda_ops.pool.host_pool import HostPool\n"
         "pool = HostPool(4, 65536, backing=SharedFile(Path(sys.argv[1])))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "try:\n    pool.add_slots(64)\n"
@@ -149,7 +149,7 @@ def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Pa
     path = shared_path if kind == "shm" else tmp_path / "pool"
     program = (
         "import sys; from pathlib import Path\n"
-        "from cuda_ops.backing import SharedFile; from cuda_ops.host_pool import HostPool\n"
+        "from kvferry.cuda_ops.pool.backing import SharedFile; from kvferry.cuda_ops.pool.host_pool import HostPool\n"
         "rank = int(sys.argv[2])\n"
         "pool = HostPool(10, 4096, 5 * 3 * 4096, backing=SharedFile(Path(sys.argv[1])), num_ranks=3, rank=rank)\n"
         "for slot in range(10):\n    pool.slot(slot)[:] = 10 * slot + rank\n"

@@ -379,7 +379,7 @@ def test_after_another_boot_the_pool_says_so_until_it_was_noted(
 
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from cuda_ops.kept_file import KeptFile\n"
+        "import os, sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
         "from tests.cuda_ops.kept import *\n"
         f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); sys.stdin.read()"
     )

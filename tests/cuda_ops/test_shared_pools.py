@@ -170,7 +170,8 @@ def test_nobody_joins_while_the_pool_is_not_ready_nor_another_pool(path: Path) -
 def test_names_that_an_engine_left_as_it_died_are_swept_away_and_those_in_use_stay() -> None:
     name = f"test-{secrets.token_hex(6)}"
     script = (
-        "import os, sys\nfrom cuda_ops.host_pool import HostPool\nfrom cuda_ops.passing_file import PassingFile\n"
+        "import os, sys\nfrom kvferry.cuda_ops.pool.host_pool import HostPool\n"
+        "from kvferry.cuda_ops.persistent.transient_file import PassingFile\n"
         f"pool = HostPool(4, 4096, backing=PassingFile({name!r}))\nprint('mapped', flush=True)\nsys.stdin.read()"
     )
     process = subprocess.Popen(

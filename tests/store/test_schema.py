@@ -92,7 +92,7 @@ def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> No
     (elsewhere / "migrations").mkdir(parents=True)
     (elsewhere / "migrations" / "env.py").write_text("raise RuntimeError('not ours')")
     path = tmp_path / "new %41 folder" / "deep" / "kvferry.db"
-    code = f"from app.store import upgrade; print(upgrade({url_of(path)!r}).after)"
+    code = f"from kvferry.app.store import upgrade; print(upgrade({url_of(path)!r}).after)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True, check=True
@@ -104,7 +104,7 @@ def test_upgrade_depends_on_no_folder_and_keeps_others_out(tmp_path: Path) -> No
 
 
 def test_two_processes_may_upgrade_at_once(where: Where) -> None:
-    code = f"from app.store import upgrade; print(upgrade({url_of(where)!r}).after)"
+    code = f"from kvferry.app.store import upgrade; print(upgrade({url_of(where)!r}).after)"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
