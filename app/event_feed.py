@@ -17,8 +17,8 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any, NamedTuple
 
-from kvferry.core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.keys import Key
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_EVENTS = 4096
 MAX_KEYS = 65_536

@@ -29,13 +29,14 @@ from kvferry.app.store import NameClaim, Store, StoreUnavailable, claim_name
 from kvferry.app.tiers.opening import PoolSlots, TierNews, close_tiers, open_tiers
 from kvferry.app.upkeep import Upkeep, history_limits
 from kvferry.app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
-from kvferry.core.engine import DeviceView
-from kvferry.core.events import EventSink
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import GroupLayout
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook
-from kvferry.core.rates import LoadOrCompute
-from kvferry.core.resize import PoolResize
+from kvferry.core.policy import PolicyResolver
+from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.resize import PoolResize
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.tiers import HOST, Tier
 from kvferry.cuda_ops.persistent.record import KeptRecord
@@ -157,7 +158,7 @@ class Ferry:
             self.warm_start, self._verification = begin_warm(
                 pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._note
             )
-        self.store.start(self.manager.inventory)
+        self.store.start(Inventory(self.manager))
         self._upkeep.start()
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
@@ -245,15 +246,15 @@ class Ferry:
             engine.layout.slot_bytes,
             settings.eviction_policy,
             sink=GuardedSink(engine.listen(self.feed), errors),
-            max_pinned_fraction=settings.max_pinned_fraction,
             store_threshold=settings.store_threshold,
             record=kept,
             epoch=0 if kept is None else kept.file.min_epoch,
             max_slots=plan.max_slots,
         )
+        self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
         self.scheduler = OffloadScheduler(
             self.manager,
-            PolicyBook(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
+            PolicyResolver(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
             engine.device,
             engine.layout,
             choice=LoadOrCompute(settings.load_decision),
@@ -306,7 +307,7 @@ class Ferry:
             settings.tiers,
             engine.fingerprint,
             engine.layout.slot_bytes,
-            PoolSlots(mapped, None if self._pool.kept is None else self._pool.kept.before_filling),
+            PoolSlots(mapped, None if self._pool.kept is None else self._pool.kept.before_tier_write),
             self._news.telling(engine.wake),
             engine=engine.name,
         )

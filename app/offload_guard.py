@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvferry.core.engine import BlockTables, EngineRequest, StepProgress
-from kvferry.core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.keys import Key
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.app.settings.problems import BadSettings, Problem
-from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 
@@ -135,7 +135,7 @@ class PoolSize:
         size, self._checked = self._checked, None
         if size is not None:
             self._wanted = size
-            self._resize.want(size.num_slots)
+            self._resize.request(size.num_slots)
             self._asked.set()
 
     def reasons(self) -> list[str]:

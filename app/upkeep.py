@@ -17,7 +17,8 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import HistoryLimits, Store
-from kvferry.core.manager import OffloadManager
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 
 _log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Upkeep:
             try:
                 if not self._store.journal.is_alive():
                     _log.error("the journal's thread died and is started again")
-                    self._store.start(self._manager.inventory)
+                    self._store.start(Inventory(self._manager))
                 self._pool_size.start()
                 if self._pool_watch is not None:
                     self._pool_watch.check()

@@ -19,10 +19,11 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import PoolKind
 from kvferry.app.store import Store, StoreUnavailable
 from kvferry.app.store.kept_rows import KeptRows
-from kvferry.core.kept import KeptBlocks
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
@@ -37,7 +38,7 @@ from kvferry.cuda_ops.pool.limits import largest_file_bytes, largest_memory_byte
 
 _log = logging.getLogger(__name__)
 
-_NOBODY = Origin("")
+_NOBODY = RequestIdentity("")
 
 
 def nobody_is_told(stage: str) -> None:
@@ -159,11 +160,11 @@ def warm_start(
         rows = reading.result()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
     note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
-    manager.recovered.adopt(blocks, stale)
+    import_blocks(manager, blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
     if foreign_keys:
-        manager.missing.note_foreign(foreign_keys)
+        manager.history.record_foreign(foreign_keys)
         dropped[DropReason.FOREIGN.value] = len(foreign_keys)
     return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
 
@@ -233,14 +234,14 @@ class BootVerification:
         self._file = file
         self._headers = headers
         self._manager = manager
-        self._total = manager.inventory.counts().unverified
+        self._total = manager.counts().unverified
         self._done = not file.found.other_boot
 
     def reason(self) -> str | None:
         """Why this process is not ready yet, as far as it is this."""
         if self._done:
             return None
-        left = self._manager.inventory.counts().unverified
+        left = self._manager.counts().unverified
         return f"verifying the pool after the machine was started anew: {self._total - left:,} of {self._total:,} slots"
 
     def run(self, stopping: threading.Event) -> None:
@@ -248,7 +249,7 @@ class BootVerification:
         start = 0
         num_bad = 0
         while not self._done and not stopping.is_set():
-            pin = self._manager.recovered.begin_verification(start)
+            pin = begin_verification(self._manager, start)
             if not len(pin):
                 self._file.note_boot()
                 self._done = True
@@ -259,6 +260,6 @@ class BootVerification:
             except Exception:  # noqa: BLE001 - what cannot be looked at goes, and the rest is looked at
                 _log.exception("%d slots cannot be verified, and are dropped", len(pin))
                 bad = pin.slots
-            self._manager.recovered.end_verification(pin, bad, time.time())
+            end_verification(self._manager, pin, bad, time.time())
             num_bad += len(bad)
             start = int(pin.slots[-1]) + 1

@@ -24,7 +24,7 @@ from kvferry.app.settings.kinds import Engine
 from kvferry.app.starting import StartProgress, StartRefused
 from kvferry.app.store import StoreError, claim_name
 from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
-from kvferry.core.engine import DeviceView
+from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.persistent.headers import SlotHeaders

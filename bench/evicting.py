@@ -25,8 +25,8 @@ import numpy as np
 
 from bench.manager import BATCH, KEY_BYTES, QueueingSink, batches
 from bench.report import environment
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord
@@ -63,26 +63,26 @@ def full_manager(num_slots: int, record: KeptRecord | None, rng: random.Random) 
     """A full pool whose slots leave in no order of their numbers."""
     manager = OffloadManager(num_slots, SLOT_BYTES, sink=QueueingSink(), record=record)
     keys = [rng.randbytes(KEY_BYTES) for _ in range(num_slots)]
-    origin, positions = Origin("bench"), np.arange(BATCH)
+    origin, positions = RequestIdentity("bench"), np.arange(BATCH)
     for batch in batches(keys):
-        answer = manager.offer(batch, origin, positions[: len(batch)], 1, 0.0)
-        manager.publish(answer.slots, 0.0)
+        answer = manager.prepare_store(batch, origin, positions[: len(batch)], 1, 0.0)
+        manager.complete_store(answer.slots, 0.0)
     rng.shuffle(keys)
     for batch in batches(keys):
-        manager.offer(batch, origin, positions[: len(batch)], 1, 1.0)
+        manager.prepare_store(batch, origin, positions[: len(batch)], 1, 1.0)
     return manager
 
 
 def times_of_offers(manager: OffloadManager, num_offers: int, rng: random.Random) -> list[float]:
     """Microseconds of each offer; what is offered is published beside the clock."""
-    origin, positions = Origin("bench"), np.arange(BATCH)
+    origin, positions = RequestIdentity("bench"), np.arange(BATCH)
     times: list[float] = []
     for now_s in map(float, count(2)):
         keys = [rng.randbytes(KEY_BYTES) for _ in range(BATCH)]
         started_s = time.perf_counter()
-        answer = manager.offer(keys, origin, positions, 1, now_s)
+        answer = manager.prepare_store(keys, origin, positions, 1, now_s)
         times.append((time.perf_counter() - started_s) * 1e6)
-        manager.publish(answer.slots, now_s)
+        manager.complete_store(answer.slots, now_s)
         # Copies take longer than this, so that a thread beside the engine has its turn.
         time.sleep(0.001)
         if len(times) == num_offers:

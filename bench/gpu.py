@@ -50,7 +50,7 @@ from kvferry.cuda_ops.pool.prepare import Preparation
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = 4096
-PATIENCE_S = 60.0
+PINNED_WAIT_S = 60.0
 SANITIZER_S = 60.0
 GOALS = ((64 * KIB, 0.95), (16 * KIB, 0.70))
 DUPLEX_GOAL = 0.90
@@ -353,8 +353,8 @@ class Bench:
         started_s = time.perf_counter()
         for job in jobs:
             copies.submit(job)
-        if not copies.wait([job.job_id for job in jobs], PATIENCE_S):
-            raise RuntimeError(f"the copy engine did not end its jobs within {PATIENCE_S:.0f} s")
+        if not copies.wait([job.job_id for job in jobs], PINNED_WAIT_S):
+            raise RuntimeError(f"the copy engine did not end its jobs within {PINNED_WAIT_S:.0f} s")
         wall_s = time.perf_counter() - started_s
         return wall_s, self.poll(copies)
 
@@ -456,8 +456,8 @@ class Bench:
                     copies.submit(job)
                 beside_s = multiply()
                 outlasted = copies.wait([job.job_id for job in jobs], 0.0)
-                if not copies.wait([job.job_id for job in jobs], PATIENCE_S):
-                    raise RuntimeError(f"the copy engine did not end its jobs within {PATIENCE_S:.0f} s")
+                if not copies.wait([job.job_id for job in jobs], PINNED_WAIT_S):
+                    raise RuntimeError(f"the copy engine did not end its jobs within {PINNED_WAIT_S:.0f} s")
                 wall_s = time.perf_counter() - started_s
                 self.poll(copies)
                 if outlasted and self.scale.is_judged:

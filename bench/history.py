@@ -29,10 +29,10 @@ from kvferry.app.store.history import HistoryWriter
 from kvferry.app.store.queries import StoreReader
 from kvferry.app.store.queue import HistoryQueue, Regrets
 from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
-from kvferry.core.events import EvictionBatch, SlotRows
-from kvferry.core.origins import Origin
-from kvferry.core.reasons import EvictionReason
-from kvferry.core.records import SLOT_RECORD, lines_of
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.events import EvictionBatch
+from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
+from kvferry.core.stats import EvictionReason
 
 ENGINE = "bench"
 START_S = 1_700_000_000.0
@@ -89,7 +89,7 @@ def batch(first: int, time_s: float) -> EvictionBatch:
         slots=np.zeros(BATCH, dtype=np.int64),
         keys=keys_of(numbers),
         live=np.ones(BATCH, dtype=np.bool_),
-        origins=[Origin("request-new")] * BATCH,
+        origins=[RequestIdentity("request-new")] * BATCH,
         lines=lines_of(records),
     )
     return EvictionBatch(time_s, EvictionReason.CAPACITY, "lru", rows, None)

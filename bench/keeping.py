@@ -28,10 +28,11 @@ from bench.report import median_interval, spread, verdict
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
 from kvferry.app.engines.embedded.model import TINY
 from kvferry.app.store import Store
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook, RequestPolicy
-from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -103,7 +104,7 @@ class Arm:
         )
         self.scheduler = OffloadScheduler(
             self.manager,
-            PolicyBook(RequestPolicy(), {}, self.manager.lock),
+            PolicyResolver(RequestPolicy(), {}, self.manager.lock),
             engine.pool,
             GroupLayout([GroupSpec(BLOCK_TOKENS, block_bytes)]),
             choice=LoadOrCompute(LoadDecision.ALWAYS),
@@ -131,7 +132,7 @@ class Arm:
     def timed(self, prompts: Sequence[Sequence[int]]) -> Taken:
         """Answer all, so many at a time, until everything about them is stored and written."""
         if self.store is not None:
-            self.store.start(self.manager.inventory)
+            self.store.start(Inventory(self.manager))
         process_s, engine_s, started_s = time.process_time(), self.engine.thread_cpu_s, time.perf_counter()
         asyncio.run(self._answer(prompts))
         wall_s = time.perf_counter() - started_s

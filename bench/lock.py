@@ -23,12 +23,12 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.report import environment
-from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.keys import Key
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
-from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import Hit, OffloadScheduler
 from kvferry.core.transfers import StepPlan, TransferResult
 
@@ -109,10 +109,10 @@ class Bench:
     """A scheduler on a pool of so many slots, without an engine or bytes."""
 
     def __init__(self, num_slots: int, mode: StoreMode) -> None:
-        with patch("kvferry.core.manager.threading", SimpleNamespace(RLock=TimedLock)):
+        with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=TimedLock)):
             self.manager = OffloadManager(num_slots, 4096)
         self.lock: Any = self.manager.lock
-        policies = PolicyBook(RequestPolicy(), {}, self.manager.lock)
+        policies = PolicyResolver(RequestPolicy(), {}, self.manager.lock)
         self.device = Device()
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, 4096)])
         self.scheduler = OffloadScheduler(
@@ -123,7 +123,7 @@ class Bench:
 
     def fill(self) -> None:
         """Run requests until the pool evicts."""
-        while not self.manager.leaving.counts.total:
+        while not self.manager.evictions.total:
             self.run()
         self.lock.holds_ms.clear()
 
@@ -150,7 +150,7 @@ class Bench:
 
     def operate(self) -> None:
         """Do what operators and the history do beside the engine."""
-        scheduler, inventory = self.scheduler, self.manager.inventory
+        scheduler, inventory = self.scheduler, Inventory(self.manager)
         for _ in range(5):
             scheduler.requests.page(None, 1000, self._now_s)
             scheduler.requests.find("unknown", self._now_s)
@@ -162,7 +162,7 @@ class Bench:
         for name in ("arc", "lru"):
             while self.manager.switch_policy(name):
                 pass
-        scheduler.resets.reset(self._now_s, OriginMatch(request="r1*"))
+        scheduler.resets.reset(self._now_s, RequestFilter(request="r1*"))
         scheduler.resets.reset(self._now_s)
         scheduler.abandon_all(self._now_s)
 

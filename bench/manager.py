@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bench.report import environment, spread
-from kvferry.core.events import EvictionBatch, NullSink
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.manager import OffloadManager
 
 BATCH = 64
 KEY_BYTES = 33
@@ -74,18 +74,18 @@ def measure(run: Callable[[list[bytes]], object], work: list[list[bytes]]) -> fl
 
 
 def bench(num_slots: int, rounds: int, rng: random.Random) -> None:
-    origin, positions = Origin("bench"), np.arange(BATCH)
+    origin, positions = RequestIdentity("bench"), np.arange(BATCH)
     manager = OffloadManager(num_slots, 4096, sink=QueueingSink())
     bare = BareManager(num_slots)
 
     def store(keys: list[bytes]) -> None:
-        answer = manager.offer(keys, origin, positions[: len(keys)], 1, 1.0)
-        manager.publish(answer.slots, 2.0)
+        answer = manager.prepare_store(keys, origin, positions[: len(keys)], 1, 1.0)
+        manager.complete_store(answer.slots, 2.0)
 
     def load(keys: list[bytes]) -> None:
-        pin = manager.pins.pin(manager.find_prefix(keys))
-        manager.pins.begin_load(pin, 3.0)
-        manager.pins.end_load(pin)
+        pin = manager.pin(manager.lookup(keys))
+        manager.prepare_load(pin, 3.0)
+        manager.complete_load(pin)
 
     for _ in range(0, num_slots, KEYS_THROUGH):
         fill = batches([rng.randbytes(KEY_BYTES - 1) + b"\0" for _ in range(min(KEYS_THROUGH, num_slots))])

@@ -15,9 +15,9 @@ import random
 from dataclasses import dataclass, field
 
 from bench.report import environment, spread
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupSpec
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.rates import LoadDecision, LoadOrCompute
 from kvferry.core.stats import Snapshot
 from tests.core.toy_engine import Habits, ToyEngine, ToyRequest
 

@@ -21,9 +21,9 @@ import numpy as np
 from bench.manager import KEY_BYTES, QueueingSink
 from bench.report import environment
 from kvferry.app.pool_size import BETWEEN_STEPS_S
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
-from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.resize import PoolResize, Todo
 
 BATCH = 64
 EXTENT_SLOTS = 1000
@@ -37,13 +37,13 @@ class Traffic:
     def __init__(self, manager: OffloadManager, rng: random.Random) -> None:
         self._manager = manager
         self._rng = rng
-        self._origin, self._positions = Origin("bench"), np.arange(BATCH)
+        self._origin, self._positions = RequestIdentity("bench"), np.arange(BATCH)
 
     def store(self) -> float:
         keys = [self._rng.randbytes(KEY_BYTES - 1) + b"\0" for _ in range(BATCH)]
         started_s = time.perf_counter()
-        answer = self._manager.offer(keys, self._origin, self._positions, 1, 1.0)
-        self._manager.publish(answer.slots, 2.0)
+        answer = self._manager.prepare_store(keys, self._origin, self._positions, 1, 1.0)
+        self._manager.complete_store(answer.slots, 2.0)
         return time.perf_counter() - started_s
 
     def run(self, stop: threading.Event, seconds: list[float]) -> None:
@@ -54,7 +54,7 @@ class Traffic:
 def drive(manager: OffloadManager, target: int) -> list[float]:
     """Have the pool come to a size; how long each step took."""
     resize, steps = PoolResize(manager, EXTENT_SLOTS), list[float]()
-    resize.want(target)
+    resize.request(target)
     while True:
         started_s = time.perf_counter()
         todo = resize.step(time.time())

@@ -29,8 +29,8 @@ from bench.report import environment, spread
 from kvferry.app.store import Store
 from kvferry.app.store.models import SlotRow
 from kvferry.app.warm_start import warm_start
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
@@ -183,7 +183,7 @@ def measure_deciding(num_slots: int, rounds: int) -> None:
             "bare": OffloadManager(num_slots, SLOT_BYTES),
             "kept": OffloadManager(num_slots, SLOT_BYTES, record=record),
         }
-        random, origin, positions = np.random.default_rng(2), Origin("r"), np.arange(COPIED_SLOTS)
+        random, origin, positions = np.random.default_rng(2), RequestIdentity("r"), np.arange(COPIED_SLOTS)
         for manager in managers.values():
             for _ in range(num_slots // COPIED_SLOTS + 1):
                 fresh = random.bytes(KEY_BYTES * COPIED_SLOTS)
@@ -204,11 +204,11 @@ def measure_deciding(num_slots: int, rounds: int) -> None:
         file.close()
 
 
-def store_through(manager: OffloadManager, fresh: bytes, origin: Origin, positions: np.ndarray) -> None:
+def store_through(manager: OffloadManager, fresh: bytes, origin: RequestIdentity, positions: np.ndarray) -> None:
     keys = [fresh[at : at + KEY_BYTES] for at in range(0, len(fresh), KEY_BYTES)]
-    slots = manager.offer(keys, origin, positions, 1, 1.0).slots
+    slots = manager.prepare_store(keys, origin, positions, 1, 1.0).slots
     manager.labels(slots)
-    manager.publish(slots, 1.0)
+    manager.complete_store(slots, 1.0)
 
 
 def measure_all_recoveries(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from tests.vllm.conftest import ENVIRONMENT
 os.environ.update(ENVIRONMENT)
 
 from bench.report import environment
-from kvferry.core.engine import StoreMode
+from kvferry.core.engine_api import StoreMode
 from tests.vllm.engines import in_process, transfer_config
 from tests.vllm.models import write_gemma, write_llama
 from tests.vllm.workload import Answer, Prompt, count_different, random_tokens

@@ -36,12 +36,11 @@ os.environ.update({**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"})
 
 from bench.report import environment
 from bench.vllm_cases import MODELS, Case, Turn, draw_case, write_model
-from kvferry.core.events import EventSink, StoreBatch
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import Key
-from kvferry.core.misses import MissCause, Misses, MissReason
-from kvferry.core.reasons import EvictionReason, NotStored
+from kvferry.core.pool.events import EventSink, StoreBatch
 from kvferry.core.requests import RequestView
+from kvferry.core.stats import EvictionReason, MissCause, Misses, MissReason, NotStored
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import EXCUSED_GAP, Answer, Prompt
 
@@ -161,7 +160,7 @@ class Oracle:
         if self._full is not None:
             state.extend_keys()
             look_up.keys = tuple(state.groups[self._full.index].keys)
-            slots = self._manager.find_each(look_up.keys)
+            slots = self._manager.lookup_each(look_up.keys)
             look_up.present = frozenset(key for key, slot in zip(look_up.keys, slots, strict=True) if slot >= 0)
             look_up.stored = frozenset(self._sink.keys.intersection(look_up.keys))
         return self._match(request, num_computed_tokens)

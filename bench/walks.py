@@ -30,10 +30,10 @@ from typing import Any
 import httpx
 
 from kvferry.app.api.app import create_app
-from kvferry.core.engine import StepProgress
+from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import Hit, Miss, OffloadScheduler
 from kvferry.core.transfers import StepPlan, TransferResult
 from tests.api.service import start_service
@@ -203,7 +203,7 @@ class CoreWalks:
     def __init__(self) -> None:
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
         manager = OffloadManager(NUM_SLOTS, BLOCK_BYTES)
-        policies = PolicyBook(RequestPolicy(), {}, manager.lock)
+        policies = PolicyResolver(RequestPolicy(), {}, manager.lock)
         self.scheduler = OffloadScheduler(manager, policies, Device(), layout)
         self.now_s = 1000.0
         self.walks: list[Walk] = []

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.core.grants import Pin
-from kvferry.core.keys import Key
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pin
 from kvferry.core.requests import RequestState
 from kvferry.core.tier_links import OpenTierJob, TierLink, allowed_links
 from kvferry.core.tiers import TierJob, TierResult
@@ -24,7 +23,7 @@ class CascadeSide:
     """Called under the manager's lock, on the engine's thread but for the end of jobs."""
 
     def __init__(self, manager: OffloadManager, links: Sequence[TierLink], new_number: Callable[[], int]) -> None:
-        self.resets: list[OriginMatch] = []
+        self.resets: list[RequestFilter] = []
         """Resets by match that are on their way through the pool: what they mean does not get away to a tier."""
         self.num_held = 0
         """Slots that cascades hold, each once."""
@@ -45,7 +44,7 @@ class CascadeSide:
         links = _first_for_each(states, self.wishers)
         if not links or not keys:
             return
-        slots = self._manager.find_each(list(dict.fromkeys(keys)))
+        slots = self._manager.lookup_each(list(dict.fromkeys(keys)))
         slots = slots[slots >= 0]
         if len(slots):
             for link, state in links:
@@ -85,7 +84,7 @@ class CascadeSide:
         for pin in self._open.values():
             self._holds[pin.slots] += 1
         self.num_held = int(np.count_nonzero(self._holds))
-        self._manager.pins.keep_readings((*self._open.values(), *self._manager.recovered.verifying))
+        self._manager.pins.keep_reads(self._open.values())
 
     def _send(self, link: TierLink, state: RequestState, slots: Slots, now_s: float) -> None:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""
@@ -99,7 +98,7 @@ class CascadeSide:
             doomed = [any(match.matches(origin) for match in self.resets) for origin in origins]
             slots = slots[~np.array(doomed, dtype=np.bool_)]
         # What an earlier process left may be damaged, and a tier would vouch for it.
-        unverified = self._manager.recovered.unverified(slots)
+        unverified = self._manager.unverified(slots)
         if len(unverified):
             slots = slots[~np.isin(slots, unverified)]
         most_held = max(self._manager.num_slots // _SLOTS_SHARE, 1)
@@ -114,11 +113,11 @@ class CascadeSide:
             if pin is not None:
                 self._holds[slots] -= 1
                 self.num_held -= int(np.count_nonzero(self._holds[slots] == 0))
-                self._manager.pins.end_reading(pin)
+                self._manager.end_read(pin)
 
         job = OpenTierJob(number, len(slots), now_s, end, slots)
-        pin = self._manager.pins.pin(slots)
-        self._manager.pins.begin_reading(pin)
+        pin = self._manager.pin(slots)
+        self._manager.begin_read(pin)
         self._open[number] = pin
         self.num_held += int(np.count_nonzero(self._holds[slots] == 0))
         self._holds[slots] += 1

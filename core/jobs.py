@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.engine import DeviceView
-from kvferry.core.grants import Pin
+from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group
 from kvferry.core.hits import PrefixHit
 from kvferry.core.keys import Key
+from kvferry.core.pool.pins import Pin
 from kvferry.core.requests import GroupProgress, RequestState
 from kvferry.core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
 

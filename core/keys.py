@@ -1,60 +1,62 @@
-"""Keys: the content address of a block, `block hash + group index`, as bytes.
+"""Keys of blocks, and the identity of the request that stored a block.
 
-Equal keys mean equal bytes. The hash comes from the engine and is chained over the prefix; the group index keeps the
-groups of one model apart. The digest of a tenant lives here too, since a cache salt must never be shown or stored.
+A key is a block hash and a group index, as bytes. Equal keys mean equal bytes. The hash comes from the engine and is
+chained over the prefix; the group index separates the groups of one model.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 Key = bytes
 
 GROUP_BYTES = 1
-MAX_GROUPS = 256
 MIN_HASH_BYTES = 8
 TENANT_HEX_DIGITS = 16
 
 
 def make_keys(block_hashes: Iterable[bytes], group: int) -> list[Key]:
-    """Keys of one group's blocks, in the order of their hashes."""
+    """Return the keys of one group's blocks, in the order of their hashes."""
     suffix = group.to_bytes(GROUP_BYTES, "little")
     return [block_hash + suffix for block_hash in block_hashes]
 
 
 def hash_of(key: Key) -> bytes:
-    """The block hash in a key."""
+    """Return the block hash of a key."""
     return key[:-GROUP_BYTES]
 
 
 def group_of(key: Key) -> int:
-    """Index of the group that a key belongs to."""
+    """Return the group index of a key."""
     return key[-1]
 
 
 def tenant_digest(cache_salt: str | None) -> str | None:
-    """The name a tenant goes by everywhere outside the engine: 16 hex digits of the SHA-256 of its cache salt."""
+    """Return the public name of a tenant: 16 hex digits of the SHA-256 of its cache salt, which is a secret."""
     if cache_salt is None:
         return None
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]
 
 
 class Prefix:
-    """Keys of a request's first slots in each group, checked by position, so that no key is looked up in the pool."""
+    """The keys of a request's first slots in each group, compared by position, without a lookup in the pool."""
 
     def __init__(self, groups: Mapping[int, tuple[Sequence[Key], int]], others: Collection[Key] = ()) -> None:
-        """`groups` has the keys of each group by its index, and how many of them belong; `others` are keys besides.
+        """Make a prefix of sequences that are not copied.
 
-        The sequences are not copied.
+        Args:
+            groups: By group index, the keys of the request's slots, and how many of them are part of the prefix.
+            others: Further keys that are part of it, at any position.
         """
         self._groups = groups
         self._others = others
-        self._count = sum(count for _, count in groups.values()) + len(others)
-
-    def __len__(self) -> int:
-        return self._count
+        self.num_keys = sum(count for _, count in groups.values()) + len(others)
 
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
-        """Which of these keys, at these positions within their request's group, belong to it."""
+        """Return which of these keys, at these positions within their request's group, are part of the prefix."""
         found = []
         for key, position in zip(keys, positions, strict=True):
             known, count = self._groups.get(group_of(key), ((), 0))
@@ -63,3 +65,40 @@ class Prefix:
 
 
 NO_PREFIX = Prefix({})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIdentity:
+    """Identity of the request that stored a block, shared by all its blocks. `tenant` is a digest.
+
+    `request_id` is empty for a recovered block whose request is unknown.
+    """
+
+    request_id: str
+    tenant: str | None = None
+    lora: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFilter:
+    """Globs that must all match, None matching everything. A request matches by its id or by any alias.
+
+    A block whose request is unknown matches, as it may be one of those that the operator means.
+    """
+
+    request: str | None = None
+    tenant: str | None = None
+    lora: str | None = None
+
+    def matches(self, origin: RequestIdentity) -> bool:
+        """Return whether blocks of this request match."""
+        return not origin.request_id or (
+            _any_matches(self.request, (origin.request_id, *origin.aliases))
+            and _any_matches(self.tenant, (origin.tenant or "",))
+            and _any_matches(self.lora, (origin.lora or "",))
+        )
+
+
+def _any_matches(glob: str | None, names: Sequence[str]) -> bool:
+    return glob is None or any(fnmatchcase(name, glob) for name in names)

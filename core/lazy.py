@@ -15,13 +15,13 @@ from itertools import islice
 import numpy as np
 
 from kvferry.core.cascades import CascadeSide
-from kvferry.core.engine import DeviceView
+from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, make_keys
-from kvferry.core.manager import OffloadManager
 from kvferry.core.policy import PRIORITY_CLASS
-from kvferry.core.reasons import NotStored
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.requests import GroupProgress, RequestState
+from kvferry.core.stats import NotStored
 from kvferry.core.stores import Offering, StoreSide
 
 _AHEAD_SLOTS = 1000
@@ -160,7 +160,7 @@ class LazySide:
         self._ahead = max(self._ahead + self._stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         self._stores.num_returned = 0
-        if not self._verdicts or self._refused_at == self._manager.room.version:
+        if not self._verdicts or self._refused_at == self._manager.evictor.version:
             return
         blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
         if blocks is None:
@@ -203,7 +203,7 @@ class LazySide:
 
         `ahead` of the step only a bounded number is offered, beginnings of prompts first.
         """
-        found = self._manager.find_each([verdict.key for verdict in standing])
+        found = self._manager.lookup_each([verdict.key for verdict in standing])
         missing = [standing[i] for i in np.flatnonzero(found < 0).tolist()]
         # Copies of what is leaving too are worth as much: evicting them would have an idle engine store for ever.
         present = list(dict.fromkeys(standing[i].key for i in np.flatnonzero(found >= 0).tolist()))
@@ -270,7 +270,7 @@ class LazySide:
 
     def _offer_batch(self, verdicts: Sequence[Verdict], spared: frozenset[Key], now_s: float, ahead: bool) -> bool:
         first = verdicts[0]
-        version = self._manager.room.version
+        version = self._manager.evictor.version
         answered = self._stores.offer_slots(
             Offering(
                 request=first.request,
@@ -318,7 +318,7 @@ class LazySide:
         if not unanswered:
             return
         keys = [verdict.key for verdict in unanswered]
-        found, resident = self._manager.find_each(keys).tolist(), self._device.resident(keys)
+        found, resident = self._manager.lookup_each(keys).tolist(), self._device.resident(keys)
         for verdict, slot, is_resident in zip(unanswered, found, resident, strict=True):
             if slot < 0 and not is_resident:
                 verdict.answered = True

@@ -7,19 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.grants import Pin
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
 from kvferry.core.hits import PrefixHit
 from kvferry.core.jobs import DeviceHolds, JobTable, OpenJob
 from kvferry.core.leaders import Leaders
-from kvferry.core.manager import OffloadManager
-from kvferry.core.misses import MissCause, Misses
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pin
 from kvferry.core.prefixes import PrefixFinder
 from kvferry.core.promotions import PromotionSide
-from kvferry.core.rates import LoadOrCompute
-from kvferry.core.reasons import EvictionReason, NotStored
 from kvferry.core.requests import RequestPhase, RequestState
-from kvferry.core.stats import LoadCounts
+from kvferry.core.stats import EvictionReason, LoadCounts, MissCause, Misses, NotStored
 from kvferry.core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
 
 _EXAMINED_SLOTS = 1000
@@ -152,7 +150,7 @@ class LoadSide:
             return
         state.phase = RequestPhase.RUNNING
         if pin is not None:
-            self._manager.pins.release(pin)
+            self._manager.unpin(pin)
 
     def take_jobs(self) -> list[TransferJob]:
         """The loads that were committed since the last step."""
@@ -176,7 +174,7 @@ class LoadSide:
         """Let go of what a load touched, and queue its outcome if its request still waits for it."""
         job, hit, state = ended.job, ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
-        intact = self._manager.pins.end_load(pin)
+        intact = self._manager.complete_load(pin)
         self._holds.release(ended)
         self.counts.in_flight -= job.num_blocks
         self.counts.seconds += ended.seconds
@@ -184,7 +182,7 @@ class LoadSide:
             self._drop_failed(ended, pin.slots, now_s)
         ok = intact and not ended.errors and not ended.is_abandoned
         if ok:
-            self._manager.recovered.note_verified(pin)
+            self._manager.record_verified(pin)
             self.counts.blocks += job.num_blocks
             self.counts.bytes += ended.num_bytes
             self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
@@ -268,9 +266,9 @@ class LoadSide:
         # A hit may end within a slot, but only a whole slot has a key.
         first, end = end_token // size, min(-(-limit // size), num_tokens // size)
         keys = self._finder.keys(state, group, first, min(end, first + _EXAMINED_SLOTS))
-        found, misses.evicted_between_s = self._manager.missing.explain(keys, state.now_s)
+        found, misses.evicted_between_s = self._manager.history.explain(keys, state.now_s)
         # In lazy mode the device may have what the pool has not, and windows alone are never stored from end to end.
-        has_all = self._layout.full_groups and self._manager.room.residency is None
+        has_all = self._layout.full_groups and self._manager.evictor.residency is None
         num_known = 0 if has_all else state.boundary_tokens // size - first
         causes = [
             state.in_pool if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause
@@ -282,7 +280,7 @@ class LoadSide:
             # Of prompts that part within a slot, or end there, the first blocks of that slot may be known.
             start, block_size = max((first + num_old) * size, end_token), group.spec.block_size
             parts = state.keys_of_parts(group, start // block_size, (first + num_old + 1) * group.slot_blocks)
-            num_parts = self._manager.missing.count_parts(parts)
+            num_parts = self._manager.history.count_parts(parts)
             misses.extend([NotStored.PART_OF_SLOT] * num_parts, start, block_size)
         misses.extend(causes[num_old:], (first + num_old) * size, size)
         rest = max((first + len(causes)) * size, misses.end_token)
@@ -300,18 +298,18 @@ class LoadSide:
         if wanted is not None and runs is not None:
             if wanted is not hit:
                 kept = wanted.slots
-                self._manager.pins.release(Pin(np.setdiff1d(pin.slots, kept), pin.epoch))
+                self._manager.unpin(Pin(np.setdiff1d(pin.slots, kept), pin.epoch))
                 pin = Pin(kept, pin.epoch)
-            if self._manager.pins.begin_load(pin, now_s):
+            if self._manager.prepare_load(pin, now_s):
                 self._open(state, wanted, pin, runs, now_s)
                 return
-        self._manager.pins.release(pin)
+        self._manager.unpin(pin)
         self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
         state.load_failed = True
         self._lost.append((state, state.lost_load))
 
     def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
-        verify = self._manager.recovered.unverified(pin.slots)
+        verify = self._manager.unverified(pin.slots)
         job = TransferJob(
             self._jobs.new_id(),
             Direction.LOAD,
@@ -331,9 +329,9 @@ class LoadSide:
     def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
         """Drop the slots that failed: those that did not verify, and all where something else went wrong."""
         corrupt = np.intersect1d(slots, np.fromiter(ended.corrupt, dtype=np.int64))
-        self.counts.corrupt += self._manager.leaving.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        self.counts.corrupt += self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
         if not ended.only_corrupt:
-            self._manager.leaving.drop(slots, EvictionReason.LOAD_FAILED, now_s)
+            self._manager.drop(slots, EvictionReason.LOAD_FAILED, now_s)
 
     def _stop_waiting(self, state: RequestState) -> None:
         state.phase = RequestPhase.WAITING
@@ -344,7 +342,7 @@ class LoadSide:
     def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
         """Pin what a waiting request has found, instead of what it had."""
         old, state.hit = state.pin, hit
-        state.pin = None if hit is None else self._manager.pins.pin(hit.slots)
+        state.pin = None if hit is None else self._manager.pin(hit.slots)
         self._num_pinned += len(state.pin or ()) - len(old or ())
         if old is not None and release:
-            self._manager.pins.release(old)
+            self._manager.unpin(old)

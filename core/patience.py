@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.core.rates import LoadOrCompute
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.requests import RequestState
 
 UNKNOWN_S = 1.0

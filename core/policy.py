@@ -1,7 +1,7 @@
-"""Request policy: what may be stored and loaded for one request, and which source settled each field.
+"""Request policy: what may be stored and loaded for one request, and the source of each field.
 
 A field is settled by the highest source that names it: override > the request's own `kv_transfer_params` > the first
-matching rule > runtime default > settings. `PolicyBook` holds those sources and answers for a request.
+matching rule > runtime default > settings. `PolicyResolver` holds those sources and answers for a request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from threading import RLock
 from typing import Any
 
 from kvferry.core.expiry import Expiries
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.rules import Rule, RuleSubject
 
 MAX_OVERRIDES = 100_000
@@ -25,7 +25,7 @@ MAX_REQUEST_TIERS = 64
 MAX_TIER_NAME_CHARS = 256
 
 UNLIMITED = "unlimited"
-"""How a lifted cap is written outside `core`; inside, it is None."""
+"""Spelling of an unlimited cap outside `core`, where it is None."""
 
 
 class Level(StrEnum):
@@ -36,7 +36,7 @@ class Level(StrEnum):
 
 
 class Priority(StrEnum):
-    """Eviction class of the blocks that a request stores; `low` goes first."""
+    """Eviction class of the blocks that a request stores; `low` is evicted first."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -48,7 +48,7 @@ PRIORITY_CLASS = {Priority.LOW: 0, Priority.NORMAL: 1, Priority.HIGH: 2}
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """The effective policy of a request. Caps and `tiers` are None where nothing is held back."""
+    """The effective policy of a request. Caps and `tiers` are None where unlimited."""
 
     offload_prompt_only: bool = True
     max_offload_tokens: int | None = None
@@ -62,7 +62,7 @@ class RequestPolicy:
 
 POLICY_FIELDS = tuple(f.name for f in fields(RequestPolicy))
 CAP_FIELDS = ("max_offload_tokens", "max_load_tokens")
-"""Numbers of tokens, of which None is no cap."""
+"""Fields that are numbers of tokens, None for no cap."""
 REQUEST_FIELDS_DEFAULT = ("offload_prompt_only", "max_offload_tokens", "store", "load")
 
 PolicyPatch = Mapping[str, Any]
@@ -84,7 +84,7 @@ class EffectivePolicy:
 
 @dataclass(frozen=True, slots=True)
 class IgnoredField:
-    """A value in `kv_transfer_params` that was not of its field's type, to be logged and forgotten."""
+    """A value in `kv_transfer_params` of the wrong type, which is logged and ignored."""
 
     name: str
     value: str
@@ -99,7 +99,7 @@ def _is_cap(value: object) -> bool:
 
 
 def _is_name_list(value: object) -> bool:
-    """Whether a value is a list of names; bounded, since it is checked on the engine thread."""
+    """Return whether a value is a list of names, of bounded size, as the engine thread checks it."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_REQUEST_TIERS:
         return False
     return all(isinstance(item, str) and len(item) <= MAX_TIER_NAME_CHARS for item in value)
@@ -108,7 +108,7 @@ def _is_name_list(value: object) -> bool:
 def parse_request_fields(
     params: Mapping[str, Any] | None, allowed: Iterable[str]
 ) -> tuple[dict[str, Any], list[IgnoredField]]:
-    """Read the policy fields that an end user sent, and those that were ignored for their type.
+    """Read the policy fields that an end user sent, and those that are ignored because of their type.
 
     Keys that are not policy fields, or not allowed, belong to others and are passed over silently; so is a null.
     `True` and `"5"` are no integers, and a cap is not negative.
@@ -168,7 +168,7 @@ def _parse_field(name: str, value: object) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What an operator set for one request id, until `expires_s` (Unix time)."""
+    """Policy fields that an operator set for one request id, until `expires_s` (Unix time)."""
 
     request_id: str
     patch: PolicyPatch
@@ -176,17 +176,17 @@ class Override:
 
 
 @dataclass(slots=True)
-class PolicyBook:
-    """Every source of policy, and the one place that settles a request's fields.
+class PolicyResolver:
+    """All sources of request policy, and the resolution of a request's fields.
 
-    What operators see and set takes the lock itself, which is the manager's; the rest says that it does not.
+    Methods acquire the manager lock, unless they require it to be held.
     """
 
     settings: RequestPolicy
     settings_sources: Mapping[str, str]
     lock: RLock
     version: int = 0
-    """Raised by each change that may concern a request."""
+    """Raised by each change that may affect a request."""
     _runtime: dict[str, Any] = field(default_factory=dict)
     _rules: tuple[Rule, ...] = ()
     _rules_version: int = 0
@@ -194,14 +194,14 @@ class PolicyBook:
     _expiries: Expiries[str] = field(default_factory=Expiries)
 
     def defaults(self) -> EffectivePolicy:
-        """Settings with the runtime defaults over them."""
+        """Return the settings with the runtime defaults over them."""
         with self.lock:
             sources = {name: self.settings_sources.get(name, "default") for name in POLICY_FIELDS}
             sources.update(dict.fromkeys(self._runtime, "runtime"))
             return EffectivePolicy(replace(self.settings, **self._runtime), sources)
 
     def set_runtime(self, patch: PolicyPatch, removed: Iterable[str] = ()) -> None:
-        """Lay runtime defaults over the settings; `removed` fields fall back to the settings."""
+        """Set runtime defaults over the settings; `removed` fields fall back to the settings."""
         with self.lock:
             self._runtime.update(patch)
             for name in removed:
@@ -209,18 +209,18 @@ class PolicyBook:
             self.version += 1
 
     def rules(self) -> tuple[Rule, ...]:
-        """All rules, in the order in which they are tried."""
+        """Return all rules, in the order in which they are tried."""
         with self.lock:
             return self._rules
 
     def put_rule(self, rule: Rule) -> None:
-        """Add a rule, in place of the one of its name if there is one; blocks not yet answered follow."""
+        """Add or replace the rule of this name. It applies to blocks that are not offered yet."""
         with self.lock:
             others = [one for one in self._rules if one.name != rule.name]
             self._set_rules((*others, rule))
 
     def drop_rule(self, name: str) -> bool:
-        """Take a rule away; False if there is none of this name."""
+        """Remove a rule. Returns False if there is none of this name."""
         with self.lock:
             others = tuple(one for one in self._rules if one.name != name)
             if len(others) == len(self._rules):
@@ -234,19 +234,19 @@ class PolicyBook:
         self.version += 1
 
     def may_override(self, request_id: str) -> bool:
-        """Whether there is room for an override of this id, of which there are at most `MAX_OVERRIDES`."""
+        """Return whether an override of this id can be set: there are at most `MAX_OVERRIDES`."""
         with self.lock:
             return request_id in self._overrides or len(self._overrides) < MAX_OVERRIDES
 
     def set_override(self, override: Override) -> None:
-        """Replace what was set for this request id, before it arrives or while it runs."""
+        """Set or replace the override of a request id, before the request arrives or while it runs."""
         with self.lock:
             self._overrides[override.request_id] = override
             self._expiries.set(override.request_id, override.expires_s)
             self.version += 1
 
     def drop_override(self, request_id: str, now_s: float) -> bool:
-        """Take an override away; False if there was none, or none any more."""
+        """Remove an override. Returns False if there is none or it has expired."""
         with self.lock:
             found = self._overrides.pop(request_id, None)
             if found is None:
@@ -256,7 +256,7 @@ class PolicyBook:
             return found.expires_s > now_s
 
     def override(self, request_ids: Iterable[str], now_s: float) -> Override | None:
-        """The live override of the first of these ids that has one."""
+        """Return the live override of the first of these ids that has one."""
         with self.lock:
             for request_id in request_ids:
                 found = self._overrides.get(request_id)
@@ -265,21 +265,23 @@ class PolicyBook:
             return None
 
     def overrides(self) -> list[Override]:
-        """All overrides, also those whose time is just over."""
+        """Return all overrides, those that have just expired included."""
         with self.lock:
             return list(self._overrides.values())
 
     def expected(self, request_ids: Sequence[str], now_s: float) -> EffectivePolicy:
-        """What would hold for a request that goes by these ids if it came now, as far as its ids settle that."""
-        origin = Origin(request_ids[0], aliases=tuple(request_ids[1:]))
+        """Return the policy that a request with these ids would get now, as far as it depends on the ids."""
+        origin = RequestIdentity(request_ids[0], aliases=tuple(request_ids[1:]))
         with self.lock:
             return self.settle(RuleSubject(origin), {}, now_s)
 
     def expire(self, now_s: float) -> int:
-        """Drop overrides whose time is over, a bounded number a call, and say how many; O(1) when there are none.
+        """Drop expired overrides, a bounded number a call, and return how many; O(1) when there are none.
 
-        Called under the lock.
+        Requires: manager lock held.
         """
+        if self._expiries.next_s > now_s:
+            return 0
         due = self._expiries.pop_due(now_s, _EXPIRE_AT_ONCE)
         for request_id in due:
             del self._overrides[request_id]
@@ -289,7 +291,7 @@ class PolicyBook:
     def settle(
         self, subject: RuleSubject, request_patch: PolicyPatch, now_s: float, before: EffectivePolicy | None = None
     ) -> EffectivePolicy:
-        """The effective policy of a request that sent `request_patch`. Called under the lock.
+        """Return the effective policy of a request that sent `request_patch`. Requires: manager lock held.
 
         `before` is what this returned for the same request last: rules are tried again only if they changed since.
         """

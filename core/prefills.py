@@ -5,11 +5,10 @@ An engine plans its next step once it has computed the last, so what a step was 
 
 from __future__ import annotations
 
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
-from kvferry.core.misses import MissedTokens, Misses
-from kvferry.core.rates import LoadOrCompute
 from kvferry.core.requests import RequestState
-from kvferry.core.stats import PromptTokens
+from kvferry.core.stats import MissedTokens, Misses, PromptTokens
 
 _MEASURED_TOKENS = 16
 """Fewer prefill tokens in a step say little about the speed of prefill."""

@@ -8,13 +8,13 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.engine import DeviceView
-from kvferry.core.ghosts import Ghosts
+from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group, GroupLayout
 from kvferry.core.hits import PrefixHit, find_hit
 from kvferry.core.keys import Key
-from kvferry.core.manager import OffloadManager
-from kvferry.core.marks import marks_of
+from kvferry.core.pool.eviction.history import Ghosts
+from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.requests import RequestState
 from kvferry.core.transfers import Slots
 
@@ -60,7 +60,7 @@ class PrefixFinder:
         def find_prefix(group: Group, first: int, end: int) -> Slots:
             keys = self.keys(state, group, first, end)
             if also is None:
-                return self._manager.find_prefix(keys)
+                return self._manager.lookup(keys)
             slots = self._slots(keys, also)
             gaps = np.flatnonzero(slots < 0)
             return slots[: gaps[0]] if len(gaps) else slots
@@ -102,22 +102,22 @@ class PrefixFinder:
         if self._computed is not None:
             group = self._layout.groups[0]
             keys = self.keys(state, group, 0, state.request.num_tokens // group.slot_tokens)
-            self._computed.add(marks_of(keys), _Seen.COMPUTED)
+            self._computed.add(hash_keys(keys), _Seen.COMPUTED)
 
     def _count_computed(self, keys: Sequence[Key]) -> int:
         """Count the keys from the first on that are in the pool or on the device, or were computed at some time."""
         if self._computed is not None:
-            seen = self._computed.reasons(marks_of(keys))
+            seen = self._computed.reasons(hash_keys(keys))
             return next((i for i, known in enumerate(seen) if known is None), len(seen))
-        count = len(self._manager.find_prefix(keys))
+        count = len(self._manager.lookup(keys))
         if count == len(keys) or not self._device.resident([keys[count]])[0]:
             return count
-        missing = np.flatnonzero(self._manager.find_each(keys) < 0).tolist()
+        missing = np.flatnonzero(self._manager.lookup_each(keys) < 0).tolist()
         resident = self._device.resident([keys[i] for i in missing])
         return next((i for i, held in zip(missing, resident, strict=True) if not held), len(keys))
 
     def _slots(self, keys: Sequence[Key], also: Container[Key]) -> NDArray[np.int64]:
-        slots = self._manager.find_each(keys)
+        slots = self._manager.lookup_each(keys)
         if also:
             for i in np.flatnonzero(slots < 0).tolist():
                 if keys[i] in also:

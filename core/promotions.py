@@ -12,16 +12,15 @@ from itertools import groupby
 
 import numpy as np
 
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.hits import PrefixHit
-from kvferry.core.keys import Key, Prefix
+from kvferry.core.keys import Key, Prefix, RequestFilter, RequestIdentity
 from kvferry.core.leaders import Leaders
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin, OriginMatch
 from kvferry.core.patience import Patience
 from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.prefixes import PrefixFinder
-from kvferry.core.rates import LoadOrCompute
 from kvferry.core.requests import RequestState
 from kvferry.core.tier_links import OpenTierJob, TierLink, allowed_links
 from kvferry.core.tier_look import LookPhase, TierLook
@@ -44,7 +43,7 @@ class OpenPromotion:
     keys: Sequence[Key]
     num_bytes: int
     is_void: bool = False
-    matches: list[OriginMatch] = field(default_factory=list)
+    matches: list[RequestFilter] = field(default_factory=list)
     dropped: set[Key] = field(default_factory=set)
 
 
@@ -111,7 +110,7 @@ class PromotionSide:
         """A reset has come: what tiers said before it means nothing, in O(1)."""
         self._version += 1
 
-    def disown(self, match: OriginMatch | None, links: Sequence[TierLink] | None) -> None:
+    def disown(self, match: RequestFilter | None, links: Sequence[TierLink] | None) -> None:
         """A reset has come: publish nothing that it means of what is under way, from some tiers, or from any."""
         for promotion in self.open:
             if links is None or promotion.link in links:
@@ -189,7 +188,7 @@ class PromotionSide:
             first_token = hit.end_token
         first, end = first_token // group.slot_tokens, -(-limit // group.slot_tokens)
         keys = self._finder.keys(state, group, first, end)
-        slots = self._manager.find_each(keys)
+        slots = self._manager.lookup_each(keys)
         return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
 
     def _look_up(self, link: TierLink, state: RequestState, look: TierLook, keys: Sequence[Key]) -> None:
@@ -298,7 +297,7 @@ class PromotionSide:
         if not keys:
             return []
         own = Prefix({progress.group.index: (progress.keys, len(progress.keys)) for progress in state.groups})
-        answer = self._manager.offer(
+        answer = self._manager.prepare_store(
             keys,
             state.origin,
             np.array(numbers, dtype=np.int64),
@@ -318,7 +317,7 @@ class PromotionSide:
         keys = [key for _, key, _, _ in blocks]
         sizes = np.array([group.slot_bytes for group, _, _, _ in blocks], dtype=np.int64)
         num_bytes = int(sizes.sum())
-        self._manager.begin_filling(slots)
+        self._manager.begin_tier_write(slots)
         promotion = OpenPromotion(link, self._manager.epoch, slots, keys, num_bytes)
         self.open.append(promotion)
         look.waits_for[link] += 1
@@ -353,21 +352,21 @@ class PromotionSide:
         came = np.zeros(len(slots), dtype=np.bool_) if result is None else result.ok.copy()
         if promotion.is_void or promotion.epoch != self._manager.epoch:
             came[:] = False
-        origins: list[Origin | None] = list(result.origins) if result is not None else []
+        origins: list[RequestIdentity | None] = list(result.origins) if result is not None else []
         origins += [None] * (len(slots) - len(origins))
         if promotion.matches or promotion.dropped:
             for i in np.flatnonzero(came).tolist():
                 origin = origins[i]
                 meant = origin is None or any(match.matches(origin) for match in promotion.matches)
                 came[i] = keys[i] not in promotion.dropped and not (promotion.matches and meant)
-        self._manager.abandon(slots[~came])
+        self._manager.abort_store(slots[~came])
         # Histories tell a batch as one request's.
         for origin, run in groupby(np.flatnonzero(came).tolist(), key=lambda i: origins[i]):
             chosen = slots[list(run)]
             if origin is not None:
-                self._manager.note_origin(chosen, origin)
-            self._manager.publish(chosen, now_s)
-            self._manager.end_filling(chosen)
+                self._manager.record_origin(chosen, origin)
+            self._manager.complete_store(chosen, now_s)
+            self._manager.end_tier_write(chosen)
         return came
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from threading import RLock
 
-from kvferry.core.policy import PolicyBook
+from kvferry.core.policy import PolicyResolver
 from kvferry.core.requests import RequestState, RequestTable, RequestView
 
 _BATCH_REQUESTS = 50
@@ -15,7 +15,7 @@ _BATCH_REQUESTS = 50
 class RequestViews:
     """Any thread: each method takes the lock itself, which is the manager's."""
 
-    def __init__(self, requests: RequestTable, policies: PolicyBook, lock: RLock) -> None:
+    def __init__(self, requests: RequestTable, policies: PolicyResolver, lock: RLock) -> None:
         self._requests = requests
         self._policies = policies
         self._lock = lock

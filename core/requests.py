@@ -9,17 +9,14 @@ from enum import StrEnum
 from heapq import merge
 from typing import Any, NamedTuple
 
-from kvferry.core.engine import BlockTables, EngineRequest
-from kvferry.core.grants import Pin
+from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
 from kvferry.core.hits import PrefixHit
-from kvferry.core.keys import Key, make_keys
-from kvferry.core.misses import MissCause, MissedTokens, Misses
-from kvferry.core.origins import Origin
-from kvferry.core.policy import EffectivePolicy, PolicyBook
-from kvferry.core.reasons import SkipReason
+from kvferry.core.keys import Key, RequestIdentity, make_keys
+from kvferry.core.policy import EffectivePolicy, PolicyResolver
+from kvferry.core.pool.pins import Pin
 from kvferry.core.rules import RuleSubject
-from kvferry.core.stats import PromptTokens, StoreCounts
+from kvferry.core.stats import MissCause, MissedTokens, Misses, PromptTokens, SkipReason, StoreCounts
 from kvferry.core.tier_look import TierLook
 from kvferry.core.tier_sessions import TierSession
 from kvferry.core.transfers import LoadOutcome
@@ -104,7 +101,7 @@ def chain(groups: Sequence[GroupProgress], end_token: int, first_token: int = 0)
     return [key for _, key in merge(*ends)]
 
 
-def subject_of(request: EngineRequest, origin: Origin) -> RuleSubject:
+def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:
     """A request as rules see it. Not every engine knows priorities."""
     return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
 
@@ -124,7 +121,7 @@ class RequestState:
     sequence: int
     request: EngineRequest
     groups: tuple[GroupProgress, ...]
-    origin: Origin
+    origin: RequestIdentity
     patch: Mapping[str, Any]
     policy: EffectivePolicy
     policy_version: int
@@ -184,7 +181,7 @@ class RequestState:
         else:
             self.promoted.append(PromotedRun(first, last, tier))
 
-    def settle(self, policies: PolicyBook, now_s: float) -> None:
+    def settle(self, policies: PolicyResolver, now_s: float) -> None:
         """Bring the policy up to date, and note the time for what is done under it. Called under the manager's lock."""
         self.now_s = now_s
         if self.policy_version != policies.version:

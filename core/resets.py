@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.core.jobs import JobTable
-from kvferry.core.keys import Key
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.lazy import LazySide
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stores import StoreSide
 from kvferry.core.tier_links import TierLink
 from kvferry.core.tier_side import TierSide
@@ -46,7 +45,9 @@ class Resets:
         self._lazy = lazy
         self._tiers = tiers
 
-    def reset(self, now_s: float, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
+    def reset(
+        self, now_s: float, match: RequestFilter | None = None, places: Sequence[str] | None = None
+    ) -> ResetTicket:
         """Forget all blocks, or those whose origin matches; nothing that is being stored of them is published.
 
         `places` are the names of the tiers that forget, `HOST` being the pool; None is all of them. Raises `ValueError`
@@ -73,7 +74,9 @@ class Resets:
             manager.changing.is_torn |= of_pool
             raise
 
-    def _reset(self, now_s: float, match: OriginMatch | None, links: Sequence[TierLink], of_pool: bool) -> ResetTicket:
+    def _reset(
+        self, now_s: float, match: RequestFilter | None, links: Sequence[TierLink], of_pool: bool
+    ) -> ResetTicket:
         manager, tiers = self._manager, self._tiers
         dropped = 0
         with manager.lock:
@@ -91,7 +94,7 @@ class Resets:
         if of_pool and match is not None:
             next_slot: int | None = 0
             while next_slot is not None:
-                count, next_slot = manager.leaving.drop_matching(match.matches, next_slot, now_s)
+                count, next_slot = manager.drop_matching(match.matches, next_slot, now_s)
                 dropped += count
         return ResetTicket(epoch, dropped, dropped * manager.slot_bytes, tuple(job_ids), asked)
 
@@ -109,7 +112,7 @@ class Resets:
         """Take one block out of the pool, and out of the tiers; False if the pool does not have it."""
         with self._manager.lock:
             self._tiers.drop(key)
-            return self._manager.leaving.drop_key(key, now_s)
+            return self._manager.drop_key(key, now_s)
 
     def filled_slots(self) -> Slots:
         """The slots that transfers open or decided write to, each once. Requires: manager lock held."""

@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 
 MAX_RULES = 100
-"""Each is tried on every request that is announced, so their number is bounded."""
+"""Each rule is tried on every announced request, so their number is bounded."""
 MAX_GLOB_CHARS = 200
-"""The border refuses longer ones: trying a glob on a name costs up to the product of their lengths."""
+"""The API rejects longer ones: matching takes up to the product of the lengths of glob and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Whole numbers from `least` to `most`, both included; None is without end."""
+    """Integers from `least` to `most`, both included; None is unbounded."""
 
     least: int | None = None
     most: int | None = None
 
     def holds(self, number: int | None) -> bool:
-        """Whether a number lies in it. One that is not known lies only in the span that has no ends."""
+        """Return whether a number is in the span. An unknown one (None) is only in the unbounded span."""
         if self.least is None and self.most is None:
             return True
         if number is None:
@@ -42,19 +42,19 @@ _Test = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class RuleSubject:
-    """What rules may ask of a request. Numbers are None where they are not known."""
+    """Properties of a request that rules match on. Numbers are None if unknown."""
 
-    origin: Origin
+    origin: RequestIdentity
     num_prompt_tokens: int | None = None
     priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
-    """Conditions that must all hold; one that is None is not asked.
+    """Conditions that must all hold; None matches everything.
 
-    `request`, `tenant` and `lora` are globs, case-sensitive. `request` is tried on every id that the request goes by,
-    `tenant` on the digest. No tenant and no LoRA are the empty name, which `*` matches and `?*` does not.
+    `request`, `tenant` and `lora` are globs, case-sensitive. `request` is matched with every id of the request,
+    `tenant` with the digest. Without tenant or LoRA the name is empty, which `*` matches and `?*` does not.
     """
 
     request: str | None = None
@@ -67,12 +67,12 @@ class RuleMatch:
     _lora: _Test | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Compiled once: the standard library would keep the latest few hundred only.
+        # Compiled once, as the standard library caches only the latest few hundred.
         for name, glob in (("_request", self.request), ("_tenant", self.tenant), ("_lora", self.lora)):
             object.__setattr__(self, name, None if glob is None else re.compile(translate(glob)).match)
 
     def matches(self, subject: RuleSubject) -> bool:
-        """Whether the rule is about this request."""
+        """Return whether the rule applies to this request."""
         origin = subject.origin
         if self._request is not None and not self._request(origin.request_id):
             for alias in origin.aliases:
@@ -89,7 +89,7 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named rule: the policy fields that it settles, with values already validated, for the requests it matches."""
+    """A named rule: validated values of policy fields, for the requests it matches."""
 
     name: str
     order: int
@@ -98,10 +98,10 @@ class Rule:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Where it stands among the others."""
+        """Sort key among the rules."""
         return self.order, self.name
 
     @property
     def source(self) -> str:
-        """What is shown as the source of the fields that it settles."""
+        """Source shown for the fields that the rule sets."""
         return f"rule:{self.name}"

@@ -10,30 +10,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from kvferry.core.engine import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
-from kvferry.core.events import RequestEnd
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout
-from kvferry.core.histograms import by_direction
 from kvferry.core.jobs import DeviceHolds, JobTable
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.lazy import LazySide
 from kvferry.core.leaders import Leaders
 from kvferry.core.loads import Hit, Later, LoadSide, MatchResult, Miss
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
 from kvferry.core.patience import Patience
 from kvferry.core.policy import (
     REQUEST_FIELDS_DEFAULT,
     IgnoredField,
-    PolicyBook,
+    PolicyResolver,
     parse_request_fields,
 )
+from kvferry.core.pool.events import RequestEnd
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.prefills import Prefills
 from kvferry.core.prefixes import PrefixFinder
-from kvferry.core.rates import LoadOrCompute
 from kvferry.core.request_views import RequestViews
 from kvferry.core.requests import GroupProgress, RequestPhase, RequestState, RequestTable, subject_of
 from kvferry.core.resets import Resets
-from kvferry.core.stats import PromptTokens, RequestCounts, Snapshot
+from kvferry.core.stats import PromptTokens, RequestCounts, Snapshot, by_direction
 from kvferry.core.stores import StoreSide
 from kvferry.core.tier_side import TierSide
 from kvferry.core.tiers import Tier
@@ -55,7 +54,7 @@ class OffloadScheduler:
     def __init__(
         self,
         manager: OffloadManager,
-        policies: PolicyBook,
+        policies: PolicyResolver,
         device: DeviceView,
         layout: GroupLayout,
         *,
@@ -104,12 +103,12 @@ class OffloadScheduler:
         self._transfers = by_direction()
         self._live = Snapshot(
             epoch=0,
-            pool=manager.inventory.live(),
+            pool=manager.live_counts(),
             requests=self._counts,
             prompt_tokens=prompt_tokens,
             store=self._stores.counts,
             load=self._loads.counts,
-            evictions=manager.leaving.counts,
+            evictions=manager.evictions,
             missed_tokens=self._prefills.missed_tokens,
             open_jobs=0,
             transfers=self._transfers,
@@ -124,7 +123,7 @@ class OffloadScheduler:
         """A request exists, and its policy is settled. An id may come again once the request before it has finished."""
         patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
         with self.manager.lock:
-            origin = Origin(request.request_id, request.tenant, request.lora, tuple(request.aliases))
+            origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
             state = RequestState(
                 sequence=self._requests.next_sequence(),
                 request=request,
@@ -367,7 +366,7 @@ class OffloadScheduler:
         """
         live = self._live
         live.epoch = self.manager.epoch
-        live.pool = self.manager.inventory.live()
+        live.pool = self.manager.live_counts()
         live.requests.waiting_for_load = self._loads.num_waiting
         live.open_jobs = len(self._jobs)
         if self.tiers.links:
@@ -394,7 +393,7 @@ class OffloadScheduler:
         """Offer blocks as they fill, or when they leave the device. What was kept for later is still offered then."""
         with self.manager.lock:
             self._stores.keep = self._lazy.record if mode is StoreMode.LAZY else None
-            self.manager.room.residency = self._lazy.residency if mode is StoreMode.LAZY else None
+            self.manager.evictor.residency = self._lazy.residency if mode is StoreMode.LAZY else None
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from kvferry.core.cascades import CascadeSide
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.jobs import DeviceHolds, JobTable, OpenJob, StorePart
-from kvferry.core.keys import Key, Prefix
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import Key, Prefix, RequestFilter
 from kvferry.core.policy import PRIORITY_CLASS
-from kvferry.core.reasons import NotStored, SkipReason
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.requests import GroupProgress, RequestPhase, RequestState, RequestView, chain
-from kvferry.core.stats import StoreCounts
+from kvferry.core.stats import NotStored, SkipReason, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
 _OFFER_SLOTS = 512
@@ -107,7 +105,7 @@ class StoreSide:
         for progress in state.groups:
             if progress.refused_at is None:
                 self._offer(state, progress, _STEP_SLOTS)
-            elif progress.refused_at != self._manager.room.version:
+            elif progress.refused_at != self._manager.evictor.version:
                 self._offer(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(state.groups)), 1))
         answered = state.answered_tokens
         if (answered - state.ordered_tokens) * _REORDER_SHARE >= answered:
@@ -139,7 +137,7 @@ class StoreSide:
         num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
         if num_blocks > progress.noted_parts:
             parts = state.keys_of_parts(group, progress.noted_parts, num_blocks)
-            self._manager.missing.note_kept_out(parts, NotStored.PART_OF_SLOT)
+            self._manager.history.record_not_stored(parts, NotStored.PART_OF_SLOT)
             progress.noted_parts = num_blocks
 
     def _note_refused(self, progress: GroupProgress, end: int) -> None:
@@ -147,7 +145,7 @@ class StoreSide:
         first = max(progress.answered, progress.noted_refused)
         if end > first:
             progress.noted_refused = end
-            self._manager.missing.note_kept_out(progress.keys[first:end], NotStored.NO_SPACE)
+            self._manager.history.record_not_stored(progress.keys[first:end], NotStored.NO_SPACE)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
         """How many slots of a group are whole: computed, on the device, and hashed."""
@@ -253,7 +251,7 @@ class StoreSide:
         """The slots up to `end` have their answer: they are not stored."""
         first, progress.answered = progress.answered, end
         self._count_skipped(state, reason, (end - first) * progress.group.slot_blocks)
-        self._manager.missing.note_kept_out(progress.keys[first:end], NotStored(reason.value))
+        self._manager.history.record_not_stored(progress.keys[first:end], NotStored(reason.value))
 
     def _reorder(self, state: RequestState) -> None:
         """What was offered last has moved up, and the blocks before it have to be younger still."""
@@ -300,7 +298,7 @@ class StoreSide:
             block_ids = _blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
         offering = Offering(state, state.groups, group, numbers, keys, block_ids, priority)
-        version = self._manager.room.version
+        version = self._manager.evictor.version
         answered = self.offer_slots(offering, state.now_s)
         if answered < len(keys):
             progress.refused_at = version
@@ -308,7 +306,7 @@ class StoreSide:
         self._count_skipped(state, SkipReason.IN_FLIGHT, sum(busy[: end - first]) * group.slot_blocks)
         if busy and group.slot_blocks > 1:
             taken = [progress.keys[first + i] for i, is_busy in enumerate(busy[: end - first]) if is_busy]
-            self._manager.missing.note_kept_out(taken, NotStored.IN_FLIGHT)
+            self._manager.history.record_not_stored(taken, NotStored.IN_FLIGHT)
         if busy and self.cascades is not None and self.cascades.wishers(state):
             self._follow(state, progress, [first + i for i, taken in enumerate(busy[: end - first]) if taken])
         progress.answered = end
@@ -319,7 +317,7 @@ class StoreSide:
         state, group = offering.request, offering.group
         own = Prefix({each.group.index: (each.keys, each.answered) for each in offering.groups}, offering.spared)
         keys, numbers = offering.keys, offering.numbers
-        answer = self._manager.offer(
+        answer = self._manager.prepare_store(
             keys, state.origin, numbers, offering.priority_class, now_s, prefix=own, size_bytes=group.slot_bytes
         )
         num_held_back = len(answer.held_back_at)
@@ -331,7 +329,9 @@ class StoreSide:
             self.cascades.found(wishers, [keys[i] for i in range(answer.num_answered) if i not in absent], now_s)
         self._count_skipped(state, SkipReason.ADMISSION, num_held_back * group.slot_blocks)
         if num_held_back:
-            self._manager.missing.note_kept_out([keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION)
+            self._manager.history.record_not_stored(
+                [keys[i] for i in answer.held_back_at.tolist()], NotStored.ADMISSION
+            )
         if len(answer.slots):
             self._begin_storing(offering, answer.stored_at.tolist(), answer.slots)
         return answer.num_answered
@@ -356,7 +356,7 @@ class StoreSide:
     def count_lost(self, state: RequestState, reason: NotStored, key: Key, count: int) -> None:
         """Count a slot of `count` blocks that left the device and is in no pool, and remember why."""
         self._count_skipped(state, SkipReason(reason.value), count)
-        self._manager.missing.note_kept_out([key], reason)
+        self._manager.history.record_not_stored([key], reason)
 
     def _offerable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], Sequence[bool]]:
         """Of the slots from `first` on whose blocks are in `table`, which can be read now, and which are busy.
@@ -462,16 +462,16 @@ class StoreSide:
         published = 0
         keys = [] if self.cascades is None and not failed else self._manager.table.keys[part.slots].tolist()
         if failed and not disowned:
-            self._manager.missing.note_kept_out(keys, NotStored.FAILED)
+            self._manager.history.record_not_stored(keys, NotStored.FAILED)
         elif disowned and part.epoch == self._manager.epoch:
-            self._manager.missing.note_kept_out(self._manager.table.keys[part.slots].tolist(), NotStored.RESET)
+            self._manager.history.record_not_stored(self._manager.table.keys[part.slots].tolist(), NotStored.RESET)
         if failed or disowned:
-            self._manager.abandon(part.slots)
+            self._manager.abort_store(part.slots)
         else:
             last = part.request.phase is RequestPhase.FINISHED
             reorder = last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
             used = self._chain_in_order(part.groups, part.end_token) if reorder else ()
-            published = self._manager.publish(part.slots, now_s, used) * group.slot_blocks
+            published = self._manager.complete_store(part.slots, now_s, used) * group.slot_blocks
         if self.cascades is not None:
             self._cascade(self.cascades, part, keys, not (failed or disowned), now_s)
         for counts in (self.counts, part.request.store):
@@ -511,7 +511,7 @@ class StoreSide:
         """The slots that were given out and are in no job yet."""
         return [part.slots for part in self._parts]
 
-    def disown(self, match: OriginMatch) -> list[int]:
+    def disown(self, match: RequestFilter) -> list[int]:
         """Publish nothing of what is being stored of matching requests; the jobs concerned."""
         self._disown_parts(self._parts, match)
         return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
@@ -536,11 +536,11 @@ class StoreSide:
             request.store.settle(in_flight[id(request.store)])
         self.counts.settle(in_flight.total())
 
-    def _disown_parts(self, parts: Sequence[StorePart], match: OriginMatch) -> bool:
+    def _disown_parts(self, parts: Sequence[StorePart], match: RequestFilter) -> bool:
         matching = [part for part in parts if match.matches(part.request.origin)]
         for part in matching:
             part.disowned = True
-            self._manager.leaving.void(part.slots)
+            self._manager.invalidate(part.slots)
             self._forget_blocks(part)
         return bool(matching)
 

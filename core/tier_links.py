@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import OriginMatch
+from kvferry.core.cost_model import LoadOrCompute, Rate
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level, RequestPolicy
-from kvferry.core.rates import LoadOrCompute, Rate
 from kvferry.core.tier_stats import TierUse
 from kvferry.core.tiers import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 from kvferry.core.transfers import NO_SLOTS, Slots
@@ -43,7 +42,7 @@ class OpenReset:
     """A reset that a tier has not carried out. `ticket` is the number that its asker knows; asking again has others."""
 
     ticket: int
-    match: OriginMatch | None
+    match: RequestFilter | None
     asked_s: float
     taken: bool
 
@@ -152,7 +151,7 @@ class TierLink:
         """Have it forget a key."""
         self._try("drop", lambda: self._tier.drop([key]), None)
 
-    def reset(self, match: OriginMatch | None, now_s: float) -> int:
+    def reset(self, match: RequestFilter | None, now_s: float) -> int:
         """Have it forget everything, or what matching requests stored; a number that stays open until it has."""
         number = self._new_number()
         self._ask_reset(OpenReset(number, match, now_s, taken=False), number, now_s)

@@ -6,16 +6,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.cascades import CascadeSide
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
-from kvferry.core.keys import Key
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.leaders import Leaders
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
 from kvferry.core.patience import Patience
 from kvferry.core.policy import Level
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.prefixes import PrefixFinder
 from kvferry.core.promotions import PromotionSide
-from kvferry.core.rates import LoadOrCompute
 from kvferry.core.requests import RequestState
 from kvferry.core.tier_links import TierInquiry, TierLink
 from kvferry.core.tier_sessions import TierSession
@@ -93,7 +92,7 @@ class TierSide:
         return [link for link in self.links if names is None or link.name in names]
 
     def reset(
-        self, links: Sequence[TierLink], match: OriginMatch | None, is_of_pool: bool, now_s: float
+        self, links: Sequence[TierLink], match: RequestFilter | None, is_of_pool: bool, now_s: float
     ) -> dict[str, int]:
         """Have tiers forget, and publish nothing of what is under way that is meant. The numbers of the resets.
 

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.transfers import Slots
 
@@ -88,7 +87,7 @@ class TierJob:
     keys: Sequence[Key]
     slots: Slots
     num_bytes: NDArray[np.int64]
-    origins: Sequence[Origin] = ()
+    origins: Sequence[RequestIdentity] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -104,7 +103,7 @@ class TierResult:
 
     number: int
     ok: NDArray[np.bool_]
-    origins: Sequence[Origin | None] = ()
+    origins: Sequence[RequestIdentity | None] = ()
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -174,7 +173,7 @@ class Tier(Protocol):
     def drop(self, keys: Sequence[Key]) -> None:
         """Forget these keys: not found any more at once, and from disk as soon as may be."""
 
-    def reset(self, number: int, match: OriginMatch | None) -> None:
+    def reset(self, number: int, match: RequestFilter | None) -> None:
         """Forget everything, or what matching requests stored; a tier that cannot tell them apart forgets everything.
 
         From when this returns until its result, nothing that it means can be found or loaded, and what was submitted

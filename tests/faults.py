@@ -13,39 +13,37 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.admission import Admission
 from kvferry.core.cascades import CascadeSide
+from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.hits import PrefixHit
-from kvferry.core.index import KeyIndex
-from kvferry.core.inventory import Inventory
 from kvferry.core.jobs import JobTable
 from kvferry.core.lazy import LazySide
 from kvferry.core.leaders import Leaders
-from kvferry.core.leaving import Leaving
 from kvferry.core.loads import LoadSide
-from kvferry.core.lru import LruPolicy
-from kvferry.core.manager import OffloadManager
-from kvferry.core.missing import MissingKeys
-from kvferry.core.pins import Pins
-from kvferry.core.policy import PolicyBook
-from kvferry.core.pool_index import PoolIndex
+from kvferry.core.policy import PolicyResolver
+from kvferry.core.pool.admission import Admission
+from kvferry.core.pool.eviction.evictor import Evictor
+from kvferry.core.pool.eviction.history import MissHistory
+from kvferry.core.pool.eviction.lru import LruPolicy
+from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pins
+from kvferry.core.pool.slots import SlotTable
 from kvferry.core.prefills import Prefills
 from kvferry.core.prefixes import PrefixFinder
 from kvferry.core.promotions import PromotionSide
-from kvferry.core.rates import LoadOrCompute
 from kvferry.core.requests import RequestState, RequestTable
-from kvferry.core.room import Room
 from kvferry.core.scheduler import OffloadScheduler
-from kvferry.core.slots import SlotTable
 from kvferry.core.stores import StoreSide
 from kvferry.core.tier_links import TierLink
 from kvferry.core.tier_sessions import TierSession
 from kvferry.core.tier_side import TierSide
 
 CORE = (
-    Admission, CascadeSide, Inventory, JobTable, KeyIndex, LazySide, Leaders, Leaving, LoadOrCompute, LoadSide,
-    LruPolicy, MissingKeys, OffloadManager, OffloadScheduler, Pins, PolicyBook, PoolIndex, Prefills, PrefixFinder,
-    PrefixHit, PromotionSide, RequestState, RequestTable, Room, SlotTable, StoreSide, TierLink, TierSession,
+    Admission, CascadeSide, Inventory, JobTable, BlockIndex, LazySide, Leaders, LoadOrCompute, LoadSide,
+    LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver, Prefills, PrefixFinder,
+    PrefixHit, PromotionSide, RequestState, RequestTable, Evictor, SlotTable, StoreSide, TierLink, TierSession,
     TierSide,
 )  # fmt: skip
 """The classes that decide, all of whose methods may raise."""

@@ -22,11 +22,12 @@ from kvferry.app.api.policy_models import DEFAULT_TTL_S, Ttl
 from kvferry.app.api.problems import Problem
 from kvferry.app.api.reset import wait_until_written
 from kvferry.app.times import rfc3339, rfc3339_or_none
-from kvferry.core.events import SlotRows
-from kvferry.core.grants import BlockState, PinOutcome
 from kvferry.core.keys import GROUP_BYTES, Key, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
-from kvferry.core.slots import SlotState
+from kvferry.core.pool.inventory import BlockState, Inventory
+from kvferry.core.pool.pins import PinOutcome
+from kvferry.core.pool.records import SlotRows
+from kvferry.core.pool.slots import SlotState
 from kvferry.core.tiers import HOST
 
 MAX_KEY_HEX = 512
@@ -125,7 +126,7 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
     """The blocks of these rows, but for those that have left the pool by now."""
     places = _places(context, rows.keys)
     columns = zip(
-        context.manager.inventory.holds(rows),
+        Inventory(context.manager).holds(rows),
         places,
         rows.keys,
         rows.slots.tolist(),
@@ -188,7 +189,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         more = True
         while more and len(items) < limit:
             # Blocks found may be gone a moment later, when they are read: an answer that is short is not yet the end.
-            rows = manager.inventory.list_blocks(start, limit - len(items))
+            rows = Inventory(manager).list_blocks(start, limit - len(items))
             items += _rows_to_blocks(context, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
@@ -197,7 +198,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.get("/blocks/{hash}", summary="One block", response_model=Block)
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 when the pool does not hold it."""
-        rows = manager.inventory.find_block(_key_of(block_hash))
+        rows = Inventory(manager).find_block(_key_of(block_hash))
         blocks = [] if rows is None else _rows_to_blocks(context, rows)
         if not blocks:
             raise _unknown(block_hash)
@@ -272,7 +273,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
     def slot_map() -> Response:
         """For drawing. Read in batches, so not quite of one moment."""
-        states = np.ascontiguousarray(manager.inventory.slot_states())
+        states = np.ascontiguousarray(Inventory(manager).slot_states())
         answer = SlotMap(
             slots=len(states),
             legend={state.name.lower(): state.value for state in SlotState},

@@ -15,7 +15,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import Store
 from kvferry.app.tiers.opening import TierNews
 from kvferry.app.warm_start import WarmStart
-from kvferry.core.manager import OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 
 

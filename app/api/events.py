@@ -17,8 +17,8 @@ from kvferry.app.api.context import AdminContext
 from kvferry.app.api.streams import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Change, Event, EventFeed, EventType, Regret
 from kvferry.app.times import rfc3339
-from kvferry.core.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_WATCHERS = 16
 POLL_S = 0.1
@@ -69,7 +69,7 @@ def _describe(item: object) -> Mapping[str, Any]:
     raise TypeError(f"no event is made of {type(item).__name__}")
 
 
-def _whom(origin: Origin) -> dict[str, Any]:
+def _whom(origin: RequestIdentity) -> dict[str, Any]:
     return {"request": origin.request_id, "tenant": origin.tenant, "lora": origin.lora}
 
 

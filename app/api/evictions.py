@@ -13,7 +13,7 @@ from kvferry.app.api.offthread import StoreThreads
 from kvferry.app.api.paging import EvictionCursor, Page, PageQuery
 from kvferry.app.store import EvictionFilter, EvictionRecord
 from kvferry.app.times import rfc3339, rfc3339_or_none
-from kvferry.core.reasons import EvictionReason
+from kvferry.core.stats import EvictionReason
 
 _RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 

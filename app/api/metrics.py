@@ -22,8 +22,7 @@ from kvferry.app.api.context import EngineInfo
 from kvferry.app.offload_guard import OffloadGuard
 from kvferry.app.store import JournalStats
 from kvferry.app.warm_start import WarmStart
-from kvferry.core.histograms import Histogram
-from kvferry.core.stats import Snapshot
+from kvferry.core.stats import Histogram, Snapshot
 
 PREFIX = "kvferry_"
 

@@ -16,10 +16,9 @@ from kvferry.app.api.problems import Problem
 from kvferry.app.api.raw_ids import RequestId
 from kvferry.app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
 from kvferry.app.times import rfc3339
-from kvferry.core.misses import MissedTokens
 from kvferry.core.policy import Override
 from kvferry.core.requests import RequestPhase, RequestView
-from kvferry.core.stats import PromptTokens, StoreCounts
+from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
 
 EXPECTED = "expected"
 

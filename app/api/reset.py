@@ -17,7 +17,7 @@ from kvferry.app.api.problems import invalid_fields
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policies.wire import TierName
 from kvferry.app.tenants import TenantMatch
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import RequestFilter
 from kvferry.core.resets import ResetTicket
 from kvferry.core.tiers import HOST
 
@@ -110,7 +110,7 @@ def reset_router(context: AdminContext) -> APIRouter:
     router = APIRouter(tags=["reset"])
     searches: set[asyncio.Task[ResetTicket]] = set()
 
-    def reset_guarded(match: OriginMatch | None, places: list[str] | None) -> ResetTicket:
+    def reset_guarded(match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
         with context.guard.guarding("reset"):
             return context.scheduler.resets.reset(time.time(), match, places)
 
@@ -118,7 +118,7 @@ def reset_router(context: AdminContext) -> APIRouter:
     threads = anyio.CapacityLimiter(MAX_SEARCHES)
 
     async def search(
-        request: Request, match: OriginMatch, places: list[str] | None, deadline_s: float
+        request: Request, match: RequestFilter, places: list[str] | None, deadline_s: float
     ) -> ResetTicket | None:
         """Reset by match: the ticket, or None when the search through the whole pool outlasts the deadline."""
         loop = asyncio.get_running_loop()
@@ -234,8 +234,8 @@ def _check_places(places: list[str] | None, names: tuple[str, ...]) -> None:
         )
 
 
-def _to_core(match: ResetMatch | None) -> OriginMatch | None:
+def _to_core(match: ResetMatch | None) -> RequestFilter | None:
     if match is None:
         return None
-    asked = OriginMatch(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
-    return None if asked == OriginMatch() else asked
+    asked = RequestFilter(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
+    return None if asked == RequestFilter() else asked

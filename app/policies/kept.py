@@ -21,7 +21,7 @@ from kvferry.app.policies.rule_wire import NamedRuleBody, match_to_wire, rule_to
 from kvferry.app.policies.wire import PolicyBody, patch_to_wire
 from kvferry.app.store import OverrideRecord, RuleRecord, Store, StoreUnavailable
 from kvferry.app.times import rfc3339
-from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyBook
+from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class KeptPolicies:
     `StoreUnavailable` means that nothing was changed.
     """
 
-    def __init__(self, store: Store, policies: PolicyBook, feed: EventFeed) -> None:
+    def __init__(self, store: Store, policies: PolicyResolver, feed: EventFeed) -> None:
         self._store = store
         self._policies = policies
         self._feed = feed

@@ -12,10 +12,10 @@ from pydantic import BaseModel, BeforeValidator, Field, SecretStr
 from kvferry.app.settings import values
 from kvferry.app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
 from kvferry.app.settings.tiers import TierSettings, read_tiers
-from kvferry.core.admission import MAX_THRESHOLD
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadDecision
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level
-from kvferry.core.rates import LoadDecision
+from kvferry.core.pool.admission import MAX_THRESHOLD
 
 APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
 OFFERED: Mapping[str, tuple[object, ...]] = {
     "eviction_policy": tuple(EVICTION_POLICIES),

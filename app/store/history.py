@@ -13,8 +13,8 @@ from kvferry.app.store.models import EvictionRow, ResetRow
 from kvferry.app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
 from kvferry.app.store.sums import add_evictions, add_regrets
 from kvferry.app.store.text import clean
-from kvferry.core.events import EvictionBatch, ResetEvent
 from kvferry.core.keys import group_of
+from kvferry.core.pool.events import EvictionBatch, ResetEvent
 
 BATCH_ROWS = 2000
 BATCHES_A_STEP = 8

@@ -23,8 +23,8 @@ from kvferry.app.store.projection import DirtySource, SlotProjection
 from kvferry.app.store.queue import HistoryItem, HistoryQueue, Regrets
 from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.upsert import upsert
-from kvferry.core.events import EvictionBatch, NullSink, ResetEvent
 from kvferry.core.keys import Key
+from kvferry.core.pool.events import EvictionBatch, NullSink, ResetEvent
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from sqlalchemy import BigInteger, Connection, Text, cast, func, literal_column,
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.models import SlotRow
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 
 _MICROS = 1_000_000
@@ -32,7 +32,7 @@ class KeptRows(NamedTuple):
     keys: NDArray[np.object_]
     generations: NDArray[np.int64]
     positions: NDArray[np.int64]
-    origins: list[Origin]
+    origins: list[RequestIdentity]
     origin_numbers: NDArray[np.int64]
     stored_s: NDArray[np.float64]
     hit_s: NDArray[np.float64]
@@ -147,11 +147,11 @@ def _parse_keys(texts: _Texts) -> NDArray[np.object_]:
     return np.fromiter(keys, dtype=object, count=texts.num_rows)
 
 
-def _parse_origin(text: str) -> tuple[Origin, int]:
+def _parse_origin(text: str) -> tuple[RequestIdentity, int]:
     """An origin, and the class of the slots that it has."""
     request, tenant, lora, aliases, priority = json.loads(text)
     names = [] if aliases is None else json.loads(aliases)
     if not isinstance(names, list):
         raise ValueError(_NOT_OURS)
     priority_class = PRIORITY_CLASS[Priority.NORMAL if priority is None else Priority(priority)]
-    return Origin(request, tenant, lora, tuple(map(str, names))), priority_class
+    return RequestIdentity(request, tenant, lora, tuple(map(str, names))), priority_class

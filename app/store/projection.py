@@ -16,9 +16,9 @@ from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_refused
 from kvferry.app.store.models import SlotRow
 from kvferry.app.store.text import clean
-from kvferry.core.events import SlotRows
 from kvferry.core.keys import group_of
 from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.records import SlotRows
 
 BATCH_ROWS = 1000
 BATCHES_A_STEP = 16

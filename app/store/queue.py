@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.core.events import EvictionBatch, ResetEvent
 from kvferry.core.keys import Key
+from kvferry.core.pool.events import EvictionBatch, ResetEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 
 
 class Outcome(StrEnum):
@@ -31,7 +30,7 @@ class Got(NamedTuple):
     """Result of one `get`, and the origin of a block that was loaded."""
 
     outcome: Outcome
-    origin: Origin | None = None
+    origin: RequestIdentity | None = None
 
 
 class Dropped(NamedTuple):
@@ -67,7 +66,7 @@ class BlockStore(Protocol):
     def is_writable(self) -> bool:
         """Return whether `put` can succeed now; otherwise no block is copied for it."""
 
-    def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
+    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         """Store a block completely or not at all; `data` must not be used after the call returned."""
 
     def get(self, key: Key, into: memoryview) -> Got:
@@ -76,7 +75,7 @@ class BlockStore(Protocol):
     def drop(self, keys: Sequence[Key]) -> None:
         """Remove keys: at once from memory, also those that are being put; later from the medium."""
 
-    def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
         """Remove everything, or what matching requests stored, durably. No `put` or `get` runs meanwhile.
 
         Raises `Interrupted` once `stop` turns true half-way.

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.tiers import TierJob, TierResetResult, TierResult
 
 
@@ -44,7 +43,7 @@ class OpenJob:
     started_s: float = 0.0
     todo: deque[int] = field(default_factory=deque)
     num_left: int = 0
-    origins: list[Origin | None] = field(default_factory=list)
+    origins: list[RequestIdentity | None] = field(default_factory=list)
     num_bytes: int = 0
     canceled: bool = False
 
@@ -60,7 +59,7 @@ class Reset(NamedTuple):
     """A reset that is not done yet."""
 
     number: int
-    match: OriginMatch | None
+    match: RequestFilter | None
     asked_s: float
 
 
@@ -124,7 +123,9 @@ class JobQueue:
                 self._running[thread] = work
             return work
 
-    def finish(self, thread: object, ok: Sequence[bool], num_bytes: int = 0, origin: Origin | None = None) -> bool:
+    def finish(
+        self, thread: object, ok: Sequence[bool], num_bytes: int = 0, origin: RequestIdentity | None = None
+    ) -> bool:
         """Record the result of a thread's work; return True if it completes a job that a request may wait for.
 
         `ok` has one item, or one for each key of a look-up.
@@ -149,7 +150,7 @@ class JobQueue:
                 self._cancel(job)
             return job is not None
 
-    def begin_reset(self, number: int, match: OriginMatch | None) -> list[OpenJob]:
+    def begin_reset(self, number: int, match: RequestFilter | None) -> list[OpenJob]:
         """Accept nothing until the reset is done, and cancel all jobs; `fail` ends them when no copy runs any more."""
         with self._changed:
             self._resets.append(Reset(number, match, self._clock()))
@@ -188,7 +189,7 @@ class JobQueue:
             self._cancel_all()
             self._changed.notify_all()
 
-    def _finish(self, thread: object, ok: Sequence[bool], num_bytes: int, origin: Origin | None) -> bool:
+    def _finish(self, thread: object, ok: Sequence[bool], num_bytes: int, origin: RequestIdentity | None) -> bool:
         job, place = self._running.pop(thread)
         if self._resets:
             self._changed.notify_all()

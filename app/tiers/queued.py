@@ -18,8 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers import (
     SlotBytes,
@@ -207,7 +206,7 @@ class QueuedTier:
         with self._changed:
             self._put(_Call("drop", lambda: self._tier.drop(keys)))
 
-    def reset(self, number: int, match: OriginMatch | None) -> None:
+    def reset(self, number: int, match: RequestFilter | None) -> None:
         """See the class. Raises `TierQueueFull`."""
         with self._changed:
             for removed in self._remove_waiting(lambda job: True):

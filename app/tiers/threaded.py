@@ -21,8 +21,7 @@ from kvferry.app.seldom import SeldomLogger
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
 from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Work
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
@@ -53,7 +52,7 @@ class _Done(NamedTuple):
 
     outcome: Outcome | None = None
     num_bytes: int = 0
-    origin: Origin | None = None
+    origin: RequestIdentity | None = None
     found: Sequence[bool] = (False,)
 
 
@@ -124,7 +123,7 @@ class ThreadedTier:
         """See `Tier`."""
         self._store.drop(keys)
 
-    def reset(self, number: int, match: OriginMatch | None) -> None:
+    def reset(self, number: int, match: RequestFilter | None) -> None:
         """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
         jobs = self._queue.begin_reset(number, match)
         self._wait_for_copies()

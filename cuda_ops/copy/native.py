@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.compiled import compiled
+from kvferry.core.pool.native import compiled
 
 Words = NDArray[np.int64]
 Addresses = NDArray[np.int64]

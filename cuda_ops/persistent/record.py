@@ -29,8 +29,8 @@ _DROPPED_WORD = SLOT_HEADER.fields["dropped_generation"][1] // 8 if SLOT_HEADER.
 class Fillings(Protocol):
     """Marks slots before a tier writes to them, and seals them afterwards on a thread of its own."""
 
-    def begin_filling(self, labels: SlotLabels) -> None: ...
-    def end_filling(self, labels: SlotLabels) -> None: ...
+    def begin_tier_write(self, labels: SlotLabels) -> None: ...
+    def end_tier_write(self, labels: SlotLabels) -> None: ...
     def settle(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots filled so far; return whether that happened in time."""
 
@@ -45,7 +45,7 @@ class _Round(NamedTuple):
 
 
 class KeptRecord:
-    """A `kvferry.core.kept.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
+    """A `kvferry.core.pool.records.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
 
     The queue is bounded to one entry per slot, however long the disk blocks.
     """
@@ -72,7 +72,7 @@ class KeptRecord:
 
     # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
-    def void(self, slots: Slots, generations: NDArray[np.int64]) -> None:
+    def invalidate(self, slots: Slots, generations: NDArray[np.int64]) -> None:
         """See `PoolRecord`."""
         with self._lock:
             self._num_queued += 1
@@ -85,7 +85,7 @@ class KeptRecord:
                     self._unmarked.pop(slot, None)
         self._wake()
 
-    def void_before(self, epoch: int) -> None:
+    def invalidate_before(self, epoch: int) -> None:
         """See `PoolRecord`."""
         with self._lock:
             self._num_queued += 1
@@ -102,27 +102,27 @@ class KeptRecord:
         """See `PoolRecord`."""
         return self._num_written >= count
 
-    def begin_filling(self, labels: SlotLabels) -> None:
-        """See `PoolRecord`. `before_filling` marks the slots."""
+    def begin_tier_write(self, labels: SlotLabels) -> None:
+        """See `PoolRecord`. `before_tier_write` marks the slots."""
         if self.fillings is not None:
             parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
                 self._unmarked |= parts
 
-    def end_filling(self, labels: SlotLabels) -> None:
+    def end_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`."""
         if self.fillings is not None:
-            self.fillings.end_filling(labels)
+            self.fillings.end_tier_write(labels)
 
     # --- other threads ------------------------------------------------------------------------------------------------
 
-    def before_filling(self, slot: int) -> None:
+    def before_tier_write(self, slot: int) -> None:
         """Mark a slot that a tier is about to fill. Thread: tier. Raises `PoolCut`."""
         self.file.check()
         with self._lock:
             labels = self._unmarked.pop(slot, None)
         if labels is not None and self.fillings is not None:
-            self.fillings.begin_filling(labels)
+            self.fillings.begin_tier_write(labels)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots that have left the pool; return whether that happened in time.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
-from kvferry.core.marks import marks_of
+from kvferry.core.pool.index import hash_keys
 from kvferry.core.transfers import NO_SLOTS, Slots
 from kvferry.cuda_ops.persistent.format import Headers, HeaderState, PoolShape, are_sound, keys_of
 
@@ -102,7 +102,7 @@ def _read_part(
 
 def _older_of_equals(keys: list[Key], generations: NDArray[np.int64]) -> list[int]:
     """Return the indices of keys that also occur with a later generation."""
-    marks = marks_of(keys)
+    marks = hash_keys(keys)
     in_order = np.sort(marks)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]
     if not len(twice):

@@ -99,11 +99,11 @@ class KeptCopies:
         early, self._early = self._early, []
         return early + results
 
-    def begin_filling(self, labels: SlotLabels) -> None:
+    def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `Fillings`. Thread: any but the engine's."""
         self._headers.begin(labels)
 
-    def end_filling(self, labels: SlotLabels) -> None:
+    def end_tier_write(self, labels: SlotLabels) -> None:
         """See `Fillings`. The slots are sealed like those of stores. Any thread."""
         with self._changed:
             if not self._closing:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.engine import StepProgress
+from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.kept import PoolRecord
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook, RequestPolicy
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import PoolRecord
 from kvferry.core.scheduler import Hit, Later, OffloadScheduler
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
@@ -116,12 +116,11 @@ class LoopEngine:
     def __init__(
         self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25, record: PoolRecord | None = None
     ) -> None:
-        self.manager = OffloadManager(
-            num_slots, BLOCK_BYTES, sink=sink, max_pinned_fraction=max_pinned_fraction, record=record
-        )
+        self.manager = OffloadManager(num_slots, BLOCK_BYTES, sink=sink, record=record)
+        self.manager.operator_pins.max_fraction = max_pinned_fraction
         sources = {"offload_prompt_only": "env"}
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-        policies = PolicyBook(RequestPolicy(), sources, self.manager.lock)
+        policies = PolicyResolver(RequestPolicy(), sources, self.manager.lock)
         self.scheduler = OffloadScheduler(self.manager, policies, self, layout)
         self._pool = HostPool(num_slots, BLOCK_BYTES)
         self._device = np.zeros((DEVICE_BLOCKS, BLOCK_BYTES), dtype=np.uint8)

@@ -24,7 +24,8 @@ from kvferry.app.policies.kept import KeptPolicies
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import Store
-from kvferry.core.kept import PoolRecord
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.records import PoolRecord
 
 from .loop_engine import BLOCK_TOKENS, LoopEngine
 from .serving import ClosingFlag, Running, serve, wait_until
@@ -146,7 +147,7 @@ def start_service(
     engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction, record=record)
     policies = KeptPolicies(store, engine.scheduler.policies, feed)
     policies.load(time.time())
-    store.start(engine.manager.inventory)
+    store.start(Inventory(engine.manager))
     closing = ClosingFlag()
     reasons: list[list[str]] = [[]]
     degraded: list[str] = []

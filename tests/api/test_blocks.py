@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvferry.core.keys import make_keys
-from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.pool.resize import PoolResize, Todo
 
 from .loop_engine import BLOCK_BYTES, LoopRequest
 from .service import Service
@@ -150,7 +150,7 @@ def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service) -> N
 def test_a_block_in_a_part_of_the_pool_that_goes_is_not_pinned(fresh: Service) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
     resize = PoolResize(fresh.engine.manager, extent_slots=2)
-    resize.want(4)
+    resize.request(4)
     with fresh.client() as client:
         leaving, staying = client.get(f"{BLOCKS}/{hashes[4]}").json(), client.get(f"{BLOCKS}/{hashes[1]}").json()
         assert (staying["slot"], leaving["slot"]) == (1, 4)

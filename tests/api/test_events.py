@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvferry.app import event_feed
 from kvferry.app.event_feed import EventFeed, EventType
-from kvferry.core.events import NullSink
 from kvferry.core.keys import make_keys
+from kvferry.core.pool.events import NullSink
 
 from .loop_engine import LoopRequest
 from .service import Service

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.keys import make_keys
-from kvferry.core.rates import MIN_SAMPLES
 from kvferry.core.transfers import Direction
 
 from .loop_engine import BLOCK_TOKENS, LoopRequest

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvferry.app.offload_guard import ErrorLog, OffloadGuard
-from kvferry.core.engine import StoreMode
-from kvferry.core.events import NullSink
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.keys import RequestFilter
 from kvferry.core.loads import LoadSide
-from kvferry.core.origins import OriginMatch
 from kvferry.core.policy import RequestPolicy
+from kvferry.core.pool.events import NullSink
 from kvferry.core.requests import RequestState
 from kvferry.core.scheduler import Miss
 from kvferry.core.stores import StoreSide
@@ -75,10 +75,10 @@ class Faulty:
 class NullRecord:
     """A `PoolRecord` that writes nothing."""
 
-    def void(self, slots: Any, generations: Any) -> None: ...
-    def void_before(self, epoch: int) -> None: ...
-    def begin_filling(self, labels: Any) -> None: ...
-    def end_filling(self, labels: Any) -> None: ...
+    def invalidate(self, slots: Any, generations: Any) -> None: ...
+    def invalidate_before(self, epoch: int) -> None: ...
+    def begin_tier_write(self, labels: Any) -> None: ...
+    def end_tier_write(self, labels: Any) -> None: ...
 
 
 class Guard:
@@ -224,9 +224,9 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     manager, scheduler = engine.manager, engine.offload
     device = Faulty(engine.device, fault, atomic=("hold", "release"))
     scheduler._holds._device = scheduler._lazy._device = device
-    manager.room.policy = Faulty(manager.room.policy, fault)
+    manager.evictor.policy = Faulty(manager.evictor.policy, fault)
     manager.admission = Faulty(manager.admission, fault)
-    manager._record = manager.leaving._record = Faulty(NullRecord(), fault)
+    manager._record = Faulty(NullRecord(), fault)
     engine.ledger = NoLedger(engine)
     engine.offload = Guard(engine, scheduler)
     return engine
@@ -358,7 +358,7 @@ def test_failed_reset_drops_all_blocks_at_recovery(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(StoreSide, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         with pytest.raises(InjectedError):
-            engine.offload.resets.reset(engine.now_s, OriginMatch(request="a"))
+            engine.offload.resets.reset(engine.now_s, RequestFilter(request="a"))
     engine.offload.abandon_all(engine.now_s)
     assert not findable(engine)
     check(engine)
@@ -380,7 +380,7 @@ def check_still_useful(engine: ToyEngine) -> None:
 def test_policy_that_always_raises_is_replaced_by_default() -> None:
     fault = Fault(1, forever=True)
     engine = make_engine(Fault(), eviction_policy="arc")
-    engine.manager.room.policy = Faulty(engine.manager.room.policy._inner, fault)
+    engine.manager.evictor.policy = Faulty(engine.manager.evictor.policy._inner, fault)
     drive(engine)
     assert fault.num_raised == 2, "once in a hook, once while it was emptied"
     assert engine.offload.snapshot().pool.eviction_policy == "lru"

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.admission import AdmissionFilter
-from kvferry.core.grants import Offer
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.admission import AdmissionFilter
+from kvferry.core.pool.manager import Offer, OffloadManager
 
-ANYONE = Origin("r")
+ANYONE = RequestIdentity("r")
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -22,8 +21,8 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def offer(manager: OffloadManager, wanted: list[bytes]) -> Offer:
-    answer = manager.offer(wanted, ANYONE, np.arange(len(wanted)), 1, 1.0)
-    manager.publish(answer.slots, 1.0)
+    answer = manager.prepare_store(wanted, ANYONE, np.arange(len(wanted)), 1, 1.0)
+    manager.complete_store(answer.slots, 1.0)
     return answer
 
 
@@ -39,7 +38,7 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
         assert len(answer.slots) == expected
         assert answer.num_answered == 4
         assert len(answer.held_back_at) == 4 - expected
-    assert manager.inventory.counts().ready == 4
+    assert manager.counts().ready == 4
 
 
 def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:
@@ -57,25 +56,25 @@ def test_lookups_are_no_offers() -> None:
     """vllm#52022: reuse was counted by look-ups, which stop at the first miss."""
     manager = OffloadManager(100, 64, store_threshold=2)
     for _ in range(5):
-        manager.find_prefix(keys(0, 3))
-        manager.find_each(keys(0, 3))
-        manager.missing.explain(keys(0, 3), 1.0)
+        manager.lookup(keys(0, 3))
+        manager.lookup_each(keys(0, 3))
+        manager.history.explain(keys(0, 3), 1.0)
     assert len(offer(manager, keys(0, 3)).held_back_at) == 3
 
 
 def test_what_found_no_space_was_not_offered_yet() -> None:
     manager = OffloadManager(2, 64)
     offer(manager, keys(50, 2))
-    pin = manager.pins.pin(manager.find_prefix(keys(50, 2)))
+    pin = manager.pin(manager.lookup(keys(50, 2)))
     manager.admission.threshold = 2
     offer(manager, keys(1, 1))
-    answer = manager.offer(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
+    answer = manager.prepare_store(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
     assert (answer.num_answered, answer.held_back_at.tolist()) == (1, [0]), "the second key is due, and finds no space"
     for _ in range(3):
-        answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
+        answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
         assert (answer.num_answered, answer.held_back_at.tolist()) == (0, [])
-    manager.pins.release(pin)
-    answer = manager.offer(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
+    manager.unpin(pin)
+    answer = manager.prepare_store(keys(1, 3), ANYONE, np.arange(3), 1, 1.0)
     assert answer.held_back_at.tolist() == [1, 2], "asking again for room was no further offer of these"
     assert answer.stored_at.tolist() == [0]
 

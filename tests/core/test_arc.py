@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.arc import ArcPolicy
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.manager import OffloadManager
 
 LOW, NORMAL, HIGH = 0, 1, 2
-ANYONE = Origin("r")
+ANYONE = RequestIdentity("r")
 
 
 def key(number: int) -> bytes:
@@ -68,7 +68,7 @@ class PaperArc:
 
 
 class BatchArc:
-    """The same for keys that are offered together, with classes, drops and new orders; see `core/arc.py`."""
+    """The same for keys that are offered together, with classes, drops and new orders; see the notes of ARC."""
 
     def __init__(self, size: int) -> None:
         self.c, self.p = size, 0.0
@@ -171,19 +171,19 @@ class Ours:
 
     def __init__(self, size: int) -> None:
         self.manager = OffloadManager(size, 64, eviction_policy="arc")
-        policy = self.manager.room.policy
+        policy = self.manager.evictor.policy
         assert isinstance(policy, ArcPolicy)
         self.policy = policy
 
     def offer(self, numbers: list[int], priority: int = NORMAL) -> None:
         keys = [key(number) for number in numbers]
-        answer = self.manager.offer(keys, ANYONE, np.arange(len(keys)), priority, 1.0)
-        self.manager.publish(answer.slots, 1.0)
+        answer = self.manager.prepare_store(keys, ANYONE, np.arange(len(keys)), priority, 1.0)
+        self.manager.complete_store(answer.slots, 1.0)
 
     def load(self, numbers: list[int]) -> int:
-        pin = self.manager.pins.pin(self.manager.find_prefix([key(number) for number in numbers]))
-        assert self.manager.pins.begin_load(pin, 1.0)
-        assert self.manager.pins.end_load(pin)
+        pin = self.manager.pin(self.manager.lookup([key(number) for number in numbers]))
+        assert self.manager.prepare_load(pin, 1.0)
+        assert self.manager.complete_load(pin)
         return len(pin)
 
     def segments(self) -> list[list[list[int]]]:
@@ -208,7 +208,7 @@ class Ours:
         for queue in ghosts._lists:
             entries = queue.peek_oldest(10**6).tolist()
             assert len(entries) == queue.num_live
-            found.append([names[int(ghosts._marks[entry])] for entry in entries])
+            found.append([names[int(ghosts._hashes[entry])] for entry in entries])
         return found
 
     def state(self, names: dict[int, int]) -> tuple:
@@ -217,9 +217,9 @@ class Ours:
 
 
 def names_up_to(count: int) -> dict[int, int]:
-    from kvferry.core.marks import marks_of
+    from kvferry.core.pool.index import hash_keys
 
-    return dict(zip(marks_of([key(number) for number in range(count)]).tolist(), range(count), strict=True))
+    return dict(zip(hash_keys([key(number) for number in range(count)]).tolist(), range(count), strict=True))
 
 
 @given(size=st.integers(1, 12), requests=st.lists(st.integers(0, 30), max_size=200))
@@ -269,7 +269,7 @@ def test_batches_classes_loads_drops_and_orders_agree_with_the_plain_model(size,
             model.use(numbers[: ours.load(numbers)])
         elif what == "drop":
             for number in numbers:
-                ours.manager.leaving.drop_key(key(number), 1.0)
+                ours.manager.drop_key(key(number), 1.0)
                 model.drop(number)
         else:
             ours.manager.touch([key(number) for number in numbers])

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.engine import StoreMode
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
-from kvferry.core.histograms import empty
-from kvferry.core.keys import make_keys
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity, make_keys
 from kvferry.core.policy import Override, Priority, RequestPolicy
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import Hit, Miss
+from kvferry.core.stats import empty
 from kvferry.core.transfers import Direction, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
 
@@ -29,7 +29,7 @@ def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fi
 
 
 def findable(engine: ToyEngine, one: ToyRequest) -> int:
-    return len(engine.manager.find_prefix(make_keys(one.block_hashes, 0)))
+    return len(engine.manager.lookup(make_keys(one.block_hashes, 0)))
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -37,14 +37,14 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def store(manager: OffloadManager, wanted: list[bytes]) -> None:
-    answer = manager.offer(wanted, Origin("r"), np.arange(len(wanted)), 1, 1.0)
-    manager.publish(answer.slots, 1.0)
+    answer = manager.prepare_store(wanted, RequestIdentity("r"), np.arange(len(wanted)), 1, 1.0)
+    manager.complete_store(answer.slots, 1.0)
 
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
     """Have operators pin all that is in the pool."""
     engine.manager.operator_pins.max_fraction = 1.0
-    held = list(engine.manager.inventory.list_blocks(0, 10_000).keys)
+    held = list(Inventory(engine.manager).list_blocks(0, 10_000).keys)
     for key in held:
         engine.manager.operator_pins.pin(key, engine.now_s + 1e6, engine.now_s)
     return held
@@ -116,7 +116,7 @@ def test_blocks_of_two_groups_with_one_hash_are_two_blocks() -> None:
     engine.run()
     engine.check()
     assert engine.offload.snapshot().pool.ready == 10
-    assert [len(engine.manager.find_prefix(make_keys(one.block_hashes, group))) for group in (0, 1)] == [5, 5]
+    assert [len(engine.manager.lookup(make_keys(one.block_hashes, group))) for group in (0, 1)] == [5, 5]
 
 
 # --- what a step may cost -------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_what_no_layer_will_look_at_again_is_not_stored(mode: StoreMode) -> None
     engine.add(one)
     for _ in range(4):
         engine.step(10**6, copy=True)
-    found = [engine.manager.find_each(make_keys(one.block_hashes, group)) >= 0 for group in range(3)]
+    found = [engine.manager.lookup_each(make_keys(one.block_hashes, group)) >= 0 for group in range(3)]
     # Behind 40 tokens, a window of eight looks back to the 34th, which is in the ninth block. That the last state is
     # the one of its block's end only the device can tell, since the step went on behind it.
     last_state = {9} if mode is StoreMode.LAZY else set()
@@ -179,14 +179,14 @@ def test_a_step_offers_a_bounded_number_of_blocks_of_a_request() -> None:
 def test_what_found_no_space_is_not_asked_again_before_some_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine(num_slots=4, num_blocks=64)
     asked = 0
-    offer = engine.manager.offer
+    offer = engine.manager.prepare_store
 
     def counting(*args, **options):
         nonlocal asked
         asked += 1
         return offer(*args, **options)
 
-    monkeypatch.setattr(engine.manager, "offer", counting)
+    monkeypatch.setattr(engine.manager, "prepare_store", counting)
     engine.add(request("r", 6, max_tokens=60))
     plan = engine.step()
     before = asked
@@ -218,7 +218,7 @@ def test_a_reset_by_match_looks_at_a_thousand_slots_at_a_time() -> None:
     store(manager, keys(0, 2500))
     dropped, start = [], 0
     while start is not None:
-        count, start = manager.leaving.drop_matching(lambda origin: True, start, 1.0)
+        count, start = manager.drop_matching(lambda origin: True, start, 1.0)
         dropped.append(count)
     assert dropped == [1000, 1000, 500]
 
@@ -236,12 +236,12 @@ def test_making_room_costs_what_is_wanted_and_not_what_there_is(policy: str) -> 
         wanted = keys(10**7 + 64 * number, 64)
         tracemalloc.start()
         try:
-            answer = manager.offer(wanted, Origin("r"), np.arange(64), 1, 1.0)
+            answer = manager.prepare_store(wanted, RequestIdentity("r"), np.arange(64), 1, 1.0)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
         assert len(answer.slots) == 64
-        manager.publish(answer.slots, 1.0)
+        manager.complete_store(answer.slots, 1.0)
     # A walk over all slots would make arrays of eight bytes for each. Now and then a dictionary grows.
     assert sorted(peaks)[-3] < 200_000
 
@@ -258,7 +258,7 @@ def test_the_device_is_asked_after_a_bounded_number_of_victims_and_only_when_roo
         asked.append(len(wanted))
         return [False] * len(wanted)
 
-    manager.room.residency = residency
+    manager.evictor.residency = residency
     for first in range(0, 5000, 500):
         store(manager, keys(first, 500))
     assert not asked, "there was room"
@@ -363,8 +363,8 @@ def test_blocks_that_are_offered_again_together_die_from_their_end() -> None:
     manager = OffloadManager(100, 64)
     for first, count in ((0, 4), (10, 96), (0, 4), (1000, 97)):
         store(manager, keys(first, count))
-    assert not (manager.find_each(keys(10, 96)) >= 0).any()
-    assert (manager.find_each(keys(0, 4)) >= 0).tolist() == [True, True, True, False]
+    assert not (manager.lookup_each(keys(10, 96)) >= 0).any()
+    assert (manager.lookup_each(keys(0, 4)) >= 0).tolist() == [True, True, True, False]
 
 
 def test_an_operators_pin_ends_with_its_lease_in_a_step() -> None:

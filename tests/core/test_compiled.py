@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-SCRIPT = "from kvferry.core.marks import marks_of; print(marks_of([b'k' * 33])[0])"
+SCRIPT = "from kvferry.core.pool.index import hash_keys; print(hash_keys([b'k' * 33])[0])"
 
 
 def run(cache: Path) -> str:
@@ -48,8 +48,8 @@ def test_nowhere_to_keep_it(tmp_path: Path) -> None:
 FROM_THE_FIRST_CALL_ON = """
 import sys
 import numpy as np
-from kvferry.core.events import Origin
-from kvferry.core.manager import OffloadManager
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
 
 manager = OffloadManager(64, 4096, sys.argv[1])
 
@@ -61,14 +61,14 @@ def refuse(*arguments, **options):
 numba.njit = refuse
 for first in range(0, 256, 32):
     keys = [number.to_bytes(32, "big") for number in range(first, first + 32)]
-    manager.missing.explain(keys, 1.0)
-    offer = manager.offer(keys, Origin("r"), np.arange(32), 1, 1.0)
-    assert manager.publish(offer.slots, 1.0) == 32
-    pin = manager.pins.pin(manager.find_prefix(keys))
-    assert manager.pins.begin_load(pin, 1.0) and manager.pins.end_load(pin)
-    manager.leaving.drop_key(keys[0], 1.0)
+    manager.history.explain(keys, 1.0)
+    offer = manager.prepare_store(keys, RequestIdentity("r"), np.arange(32), 1, 1.0)
+    assert manager.complete_store(offer.slots, 1.0) == 32
+    pin = manager.pin(manager.lookup(keys))
+    assert manager.prepare_load(pin, 1.0) and manager.complete_load(pin)
+    manager.drop_key(keys[0], 1.0)
 manager.reset(np.empty(0, dtype=np.int64), 1.0)
-print(manager.inventory.counts().free)
+print(manager.counts().free)
 """
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from kvferry.core.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.pool.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.inventory import Inventory
 from tests.core.toy_engine import ToyEngine, ToyRequest
 
 
@@ -14,7 +14,7 @@ class Follower(NullSink):
     """Knows the pool from its events alone."""
 
     def __init__(self) -> None:
-        self.holders: dict[Key, Origin] = {}
+        self.holders: dict[Key, RequestIdentity] = {}
         self.num_stored = 0
         self.ended: list[RequestEnd] = []
 
@@ -49,8 +49,8 @@ def test_the_events_tell_what_the_pool_holds() -> None:
         if number % 20 == 19:
             engine.offload.resets.reset(engine.now_s)
         if number % 20 == 9:
-            engine.offload.resets.reset(engine.now_s, OriginMatch(lora="l1"))
-        held = engine.manager.inventory.list_blocks(0, 100)
+            engine.offload.resets.reset(engine.now_s, RequestFilter(lora="l1"))
+        held = Inventory(engine.manager).list_blocks(0, 100)
         assert follower.holders == dict(zip(held.keys, held.origins, strict=True))
     engine.run()
     snapshot = engine.offload.snapshot()

@@ -8,15 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.core.arc import ArcPolicy
-from kvferry.core.eviction import EVICTION_POLICIES
-from kvferry.core.grants import Pin
-from kvferry.core.keys import Prefix
-from kvferry.core.manager import OffloadManager
-from kvferry.core.marks import marks_of
-from kvferry.core.origins import Origin
+from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.pool.eviction.arc import ArcPolicy
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pin
 
-ANYONE = Origin("r")
+ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2
 POLICIES = sorted(EVICTION_POLICIES)
 
@@ -26,25 +25,25 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def store(manager: OffloadManager, wanted: list[bytes], priority: int = NORMAL) -> int:
-    answer = manager.offer(wanted, ANYONE, np.arange(len(wanted)), priority, 1.0)
-    return manager.publish(answer.slots, 1.0)
+    answer = manager.prepare_store(wanted, ANYONE, np.arange(len(wanted)), priority, 1.0)
+    return manager.complete_store(answer.slots, 1.0)
 
 
 def load(manager: OffloadManager, wanted: list[bytes]) -> None:
-    pin = manager.pins.pin(manager.find_prefix(wanted))
-    assert manager.pins.begin_load(pin, 1.0)
-    assert manager.pins.end_load(pin)
+    pin = manager.pin(manager.lookup(wanted))
+    assert manager.prepare_load(pin, 1.0)
+    assert manager.complete_load(pin)
 
 
 def held(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
-    return (manager.find_each(wanted) >= 0).tolist()
+    return (manager.lookup_each(wanted) >= 0).tolist()
 
 
 def exchange(manager: OffloadManager, name: str) -> int:
     calls = 1
     while manager.switch_policy(name):
         calls += 1
-    assert manager.inventory.counts().eviction_policy == name
+    assert manager.counts().eviction_policy == name
     return calls
 
 
@@ -66,18 +65,18 @@ def test_a_pinned_block_rises_too() -> None:
     manager = OffloadManager(3, 64)
     store(manager, keys(0, 1), LOW)
     store(manager, keys(10, 2), NORMAL)
-    pin = manager.pins.pin(manager.find_prefix(keys(0, 1)))
+    pin = manager.pin(manager.lookup(keys(0, 1)))
     store(manager, keys(0, 1), HIGH)
-    manager.pins.release(pin)
+    manager.unpin(pin)
     store(manager, keys(20, 2), HIGH)
     assert held(manager, keys(0, 1)) == [True]
 
 
 def test_a_block_that_was_stored_twice_at_once_has_the_higher_of_both_priorities() -> None:
     manager = OffloadManager(3, 64)
-    low, high = (manager.offer(keys(0, 1), ANYONE, np.arange(1), priority, 1.0) for priority in (LOW, HIGH))
-    assert manager.publish(low.slots, 1.0) == 1
-    assert manager.publish(high.slots, 1.0) == 0
+    low, high = (manager.prepare_store(keys(0, 1), ANYONE, np.arange(1), priority, 1.0) for priority in (LOW, HIGH))
+    assert manager.complete_store(low.slots, 1.0) == 1
+    assert manager.complete_store(high.slots, 1.0) == 0
     store(manager, keys(10, 2), NORMAL)
     store(manager, keys(20, 2), NORMAL)
     assert held(manager, keys(0, 1)) == [True]
@@ -89,10 +88,10 @@ def test_a_request_of_low_priority_does_not_evict_its_own_prefix_in_a_large_pool
     store(manager, keys(1000, 190), NORMAL)
     for first in range(0, 20, 4):
         wanted = keys(first, 4)
-        answer = manager.offer(
+        answer = manager.prepare_store(
             wanted, ANYONE, np.arange(first, first + 4), LOW, 1.0, prefix=Prefix({0: (keys(0, first), first)})
         )
-        assert manager.publish(answer.slots, 1.0) == 4
+        assert manager.complete_store(answer.slots, 1.0) == 4
     assert all(held(manager, keys(0, 20)))
 
 
@@ -101,12 +100,14 @@ def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str)
     manager = OffloadManager(100, 64, eviction_policy=policy)
     store(manager, keys(0, 10))
     store(manager, keys(100, 90))
-    pin = manager.pins.pin(manager.find_prefix(keys(101, 89)))
+    pin = manager.pin(manager.lookup(keys(101, 89)))
     load(manager, keys(0, 10))
-    answer = manager.offer(keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 10), 10)}))
+    answer = manager.prepare_store(
+        keys(10, 3), ANYONE, np.arange(10, 13), NORMAL, 1.0, prefix=Prefix({0: (keys(0, 10), 10)})
+    )
     assert (answer.num_answered, len(answer.slots)) == (1, 1), "only key 100 is neither pinned nor its own"
     assert all(held(manager, keys(0, 10)))
-    manager.pins.release(pin)
+    manager.unpin(pin)
 
 
 def test_arc_keeps_what_was_used_again_through_a_scan_where_lru_does_not() -> None:
@@ -123,10 +124,10 @@ def test_arc_keeps_what_was_used_again_through_a_scan_where_lru_does_not() -> No
 
 def test_blocks_that_are_only_put_in_order_are_not_used_again_for_arc() -> None:
     manager = OffloadManager(100, 64, eviction_policy="arc")
-    answer = manager.offer(keys(0, 10), ANYONE, np.arange(10), NORMAL, 1.0)
-    manager.publish(answer.slots, 1.0, keys(0, 10))
+    answer = manager.prepare_store(keys(0, 10), ANYONE, np.arange(10), NORMAL, 1.0)
+    manager.complete_store(answer.slots, 1.0, keys(0, 10))
     manager.touch(keys(0, 10))
-    policy = manager.room.policy
+    policy = manager.evictor.policy
     assert isinstance(policy, ArcPolicy)
     assert (len(policy._recent), len(policy._frequent)) == (10, 0)
 
@@ -162,7 +163,7 @@ def test_a_call_to_exchange_policies_moves_no_more_than_a_thousand_slots() -> No
     assert exchange(manager, "lru") >= 2500 // 1000
     assert exchange(manager, "arc") == 1
     assert exchange(manager, "arc") == 1
-    assert manager.inventory.counts().ready == 5000
+    assert manager.counts().ready == 5000
 
 
 class ExchangeMachine(RuleBasedStateMachine):
@@ -184,13 +185,13 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 500))
     def pin(self, data, count: int) -> None:
         wanted = keys(data.draw(st.integers(0, max(self.next - 1, 0))), count)
-        pin = self.manager.pins.pin(self.manager.find_prefix(wanted))
+        pin = self.manager.pin(self.manager.lookup(wanted))
         self.pins.append((pin, wanted[: len(pin)]))
 
     @rule(data=st.data())
     def release(self, data) -> None:
         if self.pins:
-            self.manager.pins.release(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[0])
+            self.manager.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[0])
 
     @rule(data=st.data(), count=st.integers(1, 500))
     def reorder(self, data, count: int) -> None:
@@ -199,13 +200,13 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data) -> None:
         if self.next:
-            self.manager.leaving.drop_key(keys(data.draw(st.integers(0, self.next - 1)), 1)[0], 1.0)
+            self.manager.drop_key(keys(data.draw(st.integers(0, self.next - 1)), 1)[0], 1.0)
 
     @rule(name=st.sampled_from(POLICIES))
     def switch_a_step(self, name: str) -> None:
-        before = self.manager.inventory.counts()
+        before = self.manager.counts()
         more = self.manager.switch_policy(name)
-        after = self.manager.inventory.counts()
+        after = self.manager.counts()
         assert (before.ready, before.pinned, before.free) == (after.ready, after.pinned, after.free)
         assert more or after.eviction_policy == name
 
@@ -213,13 +214,13 @@ class ExchangeMachine(RuleBasedStateMachine):
     def every_slot_is_in_one_place(self) -> None:
         if not hasattr(self, "manager"):
             return
-        table, policy = self.manager.table, self.manager.room.policy
+        table, policy = self.manager.table, self.manager.evictor.policy
         ready = table.current_states(0, self.size) == 2
         candidates = ready & (table.pins == 0)
         assert len(policy) == int(candidates.sum())
         assert len(self.manager.index) == int(ready.sum()) == table.num_ready
         slots = np.flatnonzero(candidates)
-        in_segments = sum(segment.holds(slots).astype(int) for segment in policy.hand_over())
+        in_segments = sum(segment.holds(slots).astype(int) for segment in policy.export_order())
         assert (in_segments == 1).all()
         for pin, _ in self.pins:
             assert not set(pin.slots.tolist()) & set(slots.tolist())
@@ -228,12 +229,12 @@ class ExchangeMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         for pin, _ in self.pins:
-            self.manager.pins.release(pin)
-        ready = self.manager.inventory.counts().ready
+            self.manager.unpin(pin)
+        ready = self.manager.counts().ready
         found = set()
         while len(
-            victims := self.manager.room.policy.make_room(
-                marks_of(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64), 0
+            victims := self.manager.evictor.policy.take_victims(
+                hash_keys(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64), 0
             )
         ):
             assert not found & set(victims.tolist()), "a slot goes once"

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvferry.core.events import NullSink
-from kvferry.core.ghosts import Ghosts
-from kvferry.core.manager import OffloadManager
-from kvferry.core.marks import marks_of
-from kvferry.core.misses import MissCause
-from kvferry.core.origins import Origin, OriginMatch
-from kvferry.core.reasons import EvictionReason, NotStored
+from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.pool.events import NullSink
+from kvferry.core.pool.eviction.history import Ghosts
+from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.stats import EvictionReason, MissCause, NotStored
 
 NOBODY = np.empty(0, dtype=np.int64)
 
@@ -30,8 +29,8 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def store(manager: OffloadManager, wanted: list[bytes], request_id: str = "r") -> None:
-    answer = manager.offer(wanted, Origin(request_id), np.arange(len(wanted)), 1, 1.0)
-    manager.publish(answer.slots, 1.0)
+    answer = manager.prepare_store(wanted, RequestIdentity(request_id), np.arange(len(wanted)), 1, 1.0)
+    manager.complete_store(answer.slots, 1.0)
 
 
 def test_each_missing_block_has_its_reason() -> None:
@@ -39,13 +38,13 @@ def test_each_missing_block_has_its_reason() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 4), "old")
     store(manager, keys(10, 4), "dropped")
-    manager.leaving.drop_matching(OriginMatch(request="dropped").matches, 0, 1.0)
+    manager.drop_matching(RequestFilter(request="dropped").matches, 0, 1.0)
     store(manager, keys(20, 4))
     store(manager, keys(30, 1))
-    manager.leaving.drop_key(keys(20, 1)[0], 1.0)
-    manager.leaving.drop(manager.find_prefix(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
+    manager.drop_key(keys(20, 1)[0], 1.0)
+    manager.drop(manager.lookup(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
     asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
-    found = dict(zip(asked, manager.missing.explain(asked, 1.0).causes, strict=True))
+    found = dict(zip(asked, manager.history.explain(asked, 1.0).causes, strict=True))
     assert found == {
         keys(0, 1)[0]: MissCause.GAP,
         keys(1, 1)[0]: MissCause.GAP,
@@ -58,20 +57,20 @@ def test_each_missing_block_has_its_reason() -> None:
         keys(22, 1)[0]: MissCause.GAP,
         keys(99, 1)[0]: MissCause.NEW,
     }
-    assert manager.missing.explain([], 1.0).causes == []
+    assert manager.history.explain([], 1.0).causes == []
 
 
 def test_whatever_was_evicted_is_regretted_once() -> None:
     sink = Regrets()
     manager = OffloadManager(4, 64, sink=sink)
     store(manager, keys(0, 4))
-    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
+    manager.drop_key(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
-    told = manager.missing.explain(keys(0, 4), 1.0).causes
+    told = manager.history.explain(keys(0, 4), 1.0).causes
     assert told == [EvictionReason.OPERATOR, MissCause.GAP, MissCause.GAP, EvictionReason.CAPACITY]
-    assert manager.missing.explain(keys(0, 4), 1.0).causes == told, "the reason stays"
+    assert manager.history.explain(keys(0, 4), 1.0).causes == told, "the reason stays"
     assert sink.keys == [*keys(0, 1), *keys(3, 1)]
-    assert manager.leaving.counts.regretted == 2
+    assert manager.evictions.regretted == 2
 
 
 def test_a_block_that_was_stored_again_is_no_regret() -> None:
@@ -79,26 +78,26 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     store(manager, keys(0, 2))
     store(manager, keys(10, 2))
     store(manager, keys(0, 2))
-    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
-    assert manager.leaving.counts.regretted == 0
-    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
-    assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
-    assert manager.leaving.counts.regretted == 1, "it left once more"
+    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
+    assert manager.evictions.regretted == 0
+    manager.drop_key(keys(0, 1)[0], 1.0)
+    assert manager.history.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
+    assert manager.evictions.regretted == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
-    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
-    assert manager.leaving.counts.regretted == 1
+    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
+    assert manager.evictions.regretted == 1
 
 
 def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> None:
     manager = OffloadManager(2, 64)
     for number, reason in enumerate(NotStored):
-        manager.missing.note_kept_out(keys(number, 1), reason)
-    assert manager.missing.explain(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
+        manager.history.record_not_stored(keys(number, 1), reason)
+    assert manager.history.explain(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
     store(manager, keys(0, 1))
-    manager.leaving.drop_key(keys(0, 1)[0], 1.0)
-    assert manager.missing.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
+    manager.drop_key(keys(0, 1)[0], 1.0)
+    assert manager.history.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
     manager.reset(NOBODY, 1.0)
-    assert manager.missing.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
+    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
 
 
 def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
@@ -106,18 +105,18 @@ def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
     ghosts = Ghosts(2 * num_slots, EvictionReason)
     assert len(ghosts._table) <= 2 * num_slots
     for first in range(0, 10 * num_slots, 1000):
-        ghosts.add(marks_of(keys(first, 1000)), EvictionReason.CAPACITY)
+        ghosts.add(hash_keys(keys(first, 1000)), EvictionReason.CAPACITY)
     assert len(ghosts._table) <= 2 * num_slots
-    latest = ghosts.reasons(marks_of(keys(10 * num_slots - 1000, 1000)))
+    latest = ghosts.reasons(hash_keys(keys(10 * num_slots - 1000, 1000)))
     assert latest.count(EvictionReason.CAPACITY) > 950
-    assert ghosts.reasons(marks_of(keys(10**8, 1000))).count(None) == 1000
+    assert ghosts.reasons(hash_keys(keys(10**8, 1000))).count(None) == 1000
 
 
 def test_ghosts_with_room_left_forget_none() -> None:
     ghosts = Ghosts(10, EvictionReason, is_dated=True)
     for first in range(0, 5000, 1000):
-        ghosts.add(marks_of(keys(first, 1000)), EvictionReason.CAPACITY, 1.0)
-    marks = marks_of(keys(0, 5000))
+        ghosts.add(hash_keys(keys(first, 1000)), EvictionReason.CAPACITY, 1.0)
+    marks = hash_keys(keys(0, 5000))
     assert ghosts.reasons(marks).count(None) == 0
     ghosts.plan_size(500_000)()
     assert ghosts.reasons(marks).count(None) == 0
@@ -128,28 +127,28 @@ def test_what_was_evicted_says_between_when_and_when() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
-        manager.leaving.drop_key(keys(number, 1)[0], now_s)
-    assert manager.missing.explain(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
-    assert manager.missing.explain(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
-    assert manager.missing.explain(keys(4, 9), 600.0).evicted_between_s is None
+        manager.drop_key(keys(number, 1)[0], now_s)
+    assert manager.history.explain(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
+    assert manager.history.explain(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
+    assert manager.history.explain(keys(4, 9), 600.0).evicted_between_s is None
 
 
 def test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does() -> None:
     ghosts = Ghosts(10, EvictionReason, is_dated=True)
-    marks = marks_of(keys(0, 500))
+    marks = hash_keys(keys(0, 500))
     ghosts.add(marks, EvictionReason.CAPACITY, 1.0)
     assert ghosts.reasons(marks).count(None) < 10, "hardly any two fall on one place"
     for number in range(1000):
-        ghosts.begin_epoch()
+        ghosts.reset()
         assert not any(ghosts.reasons(marks)), f"known again after {number + 1} resets"
 
 
 def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:
     ghosts = Ghosts(100, EvictionReason)
     for reason in EvictionReason:
-        ghosts.add(marks_of(keys(0, 600)), reason)
-        ghosts.add(marks_of(keys(600, 5)), reason)
-        assert ghosts.reasons(marks_of(keys(0, 1))) == [reason]
-        ghosts.begin_epoch()
-        assert not any(ghosts.reasons(marks_of(keys(0, 605))))
-        assert not ghosts.regret(marks_of(keys(0, 605))).is_first.any()
+        ghosts.add(hash_keys(keys(0, 600)), reason)
+        ghosts.add(hash_keys(keys(600, 5)), reason)
+        assert ghosts.reasons(hash_keys(keys(0, 1))) == [reason]
+        ghosts.reset()
+        assert not any(ghosts.reasons(hash_keys(keys(0, 605))))
+        assert not ghosts.regret(hash_keys(keys(0, 605))).is_first.any()

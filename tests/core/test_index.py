@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.index import KeyIndex
-from kvferry.core.manager import OffloadManager
-from kvferry.core.marks import marks_of
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.index import BlockIndex, hash_keys
+from kvferry.core.pool.manager import OffloadManager
 
 SIZE = 60
 SPREAD = 0x9E3779B97F4A7C15
@@ -50,12 +49,12 @@ def test_a_mark_depends_on_every_byte_of_its_key_and_on_nothing_else(
     lengths: list[int], keys: list[bytes], data
 ) -> None:
     keys = [key[: data.draw(st.sampled_from(lengths))] for key in keys]
-    assert marks_of(keys).tolist() == [mark_of(key) for key in keys]
+    assert hash_keys(keys).tolist() == [mark_of(key) for key in keys]
 
 
 def test_marks_are_spread_whatever_byte_of_the_keys_differs() -> None:
     for at in range(33):
-        marks = marks_of([bytes(at) + bytes([value]) + bytes(32 - at) for value in range(256)])
+        marks = hash_keys([bytes(at) + bytes([value]) + bytes(32 - at) for value in range(256)])
         for bits in (marks >> np.uint64(52), marks & np.uint64(4095)):
             assert len(np.unique(bits)) > 220, f"byte {at}: {len(np.unique(bits))} of 4096 places for 256 keys"
 
@@ -68,7 +67,7 @@ def test_twins_have_one_mark() -> None:
     for name in NAMES:
         twin = twin_of(name)
         assert twin != name
-        assert marks_of([twin]) == marks_of([name])
+        assert hash_keys([twin]) == hash_keys([name])
 
 
 class KeyIndexMachine(RuleBasedStateMachine):
@@ -76,7 +75,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.keys = np.empty(SIZE, dtype=object)
         self.marks = np.zeros(SIZE, dtype=np.uint64)
-        self.index = KeyIndex(SIZE, self.keys, self.marks)
+        self.index = BlockIndex(SIZE, self.keys, self.marks)
         self.held: dict[bytes, int] = {}
 
     def by_mark(self) -> dict[int, bytes]:
@@ -88,7 +87,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
         numbers = np.array(free, dtype=np.int64)
         for number, key in zip(free, wanted, strict=True):
             self.keys[number] = key
-        self.marks[numbers] = marks_of(wanted)
+        self.marks[numbers] = hash_keys(wanted)
         for key, number, holder in zip(wanted, free, self.index.claim(numbers).tolist(), strict=True):
             there = self.by_mark().get(mark_of(key))
             if there is None:
@@ -105,25 +104,25 @@ class KeyIndexMachine(RuleBasedStateMachine):
     def find(self, asked: list[bytes], is_list: bool) -> None:
         known = [self.held.get(key, -1) for key in asked]
         assert self.index.find(asked if is_list else tuple(asked)).tolist() == known
-        assert self.index.find(asked, marks_of(asked)).tolist() == known
+        assert self.index.find(asked, hash_keys(asked)).tolist() == known
         leading = [*known, -1].index(-1)
         assert self.index.find_prefix(asked).tolist() == known[:leading]
 
     @rule()
     def clear(self) -> None:
-        self.index.clear()
+        self.index.reset()
         self.held.clear()
 
-    @precondition(lambda self: not self.index.is_growing and self.index.room < 10_000)
+    @precondition(lambda self: not self.index.is_growing and self.index.size < 10_000)
     @rule()
     def begin_growing(self) -> None:
-        self.index.begin_growing(2 * self.index.room)()
+        self.index.begin_growing(2 * self.index.size)()
 
     @rule(limit=st.integers(1, 40))
     def move(self, limit: int) -> None:
-        was_growing, room = self.index.is_growing, self.index.room
+        was_growing, room = self.index.is_growing, self.index.size
         replaced = self.index.move(SIZE, limit)
-        assert (replaced is None) == (self.index.room == room)
+        assert (replaced is None) == (self.index.size == room)
         assert self.index.is_growing == (was_growing and replaced is None)
 
     @invariant()
@@ -140,7 +139,7 @@ TestKeyIndex.settings = settings(max_examples=100, stateful_step_count=30, deadl
 def test_a_long_prefix_is_found_up_to_its_end_wherever_that_is() -> None:
     keys = [number.to_bytes(32, "big") + b"\0" for number in range(5000)]
     column = np.array(keys, dtype=object)
-    index = KeyIndex(len(keys), column, marks_of(keys))
+    index = BlockIndex(len(keys), column, hash_keys(keys))
     index.claim(np.arange(len(keys)))
     for end in (0, 1, 63, 64, 65, 191, 192, 193, 4032, 4999, 5000):
         asked = keys[:end] + [b"missing".rjust(33)] * (end < 5000) + keys[end + 1 :]
@@ -152,15 +151,15 @@ def test_of_two_keys_with_one_mark_the_second_is_forgotten_and_never_mistaken() 
     manager = OffloadManager(8, 64)
     key = bytes(range(32)) + b"\0"
     twin = twin_of(key)
-    first = manager.offer([key], Origin("first"), np.arange(1), 1, 1.0)
-    assert manager.publish(first.slots, 1.0) == 1
-    second = manager.offer([twin], Origin("second"), np.arange(1), 2, 2.0)
+    first = manager.prepare_store([key], RequestIdentity("first"), np.arange(1), 1, 1.0)
+    assert manager.complete_store(first.slots, 1.0) == 1
+    second = manager.prepare_store([twin], RequestIdentity("second"), np.arange(1), 2, 2.0)
     assert len(second.slots) == 1, "it is not there, so it may be stored"
-    assert manager.publish(second.slots, 2.0) == 0
-    assert manager.find_each([key, twin]).tolist() == [int(first.slots[0]), -1]
-    assert manager.inventory.counts().free == 7
-    assert not manager.leaving.drop_key(twin, 3.0)
-    assert manager.leaving.drop_key(key, 3.0)
-    again = manager.offer([twin], Origin("second"), np.arange(1), 1, 4.0)
-    assert manager.publish(again.slots, 4.0) == 1
-    assert manager.find_each([key, twin]).tolist() == [-1, int(again.slots[0])]
+    assert manager.complete_store(second.slots, 2.0) == 0
+    assert manager.lookup_each([key, twin]).tolist() == [int(first.slots[0]), -1]
+    assert manager.counts().free == 7
+    assert not manager.drop_key(twin, 3.0)
+    assert manager.drop_key(key, 3.0)
+    again = manager.prepare_store([twin], RequestIdentity("second"), np.arange(1), 1, 4.0)
+    assert manager.complete_store(again.slots, 4.0) == 1
+    assert manager.lookup_each([key, twin]).tolist() == [-1, int(again.slots[0])]

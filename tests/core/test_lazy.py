@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import make_keys
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.pool.inventory import Inventory
 from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 
@@ -153,8 +154,8 @@ def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None
         engine.step(copy=True)
     assert engine.offload.snapshot().evictions.total == 5
     held_keys, cold_keys = make_keys(held.block_hashes, 0), make_keys(cold.block_hashes, 0)
-    assert all(engine.manager.inventory.find_block(key) is None for key in held_keys)
-    assert all(engine.manager.inventory.find_block(key) is not None for key in cold_keys)
+    assert all(Inventory(engine.manager).find_block(key) is None for key in held_keys)
+    assert all(Inventory(engine.manager).find_block(key) is not None for key in cold_keys)
     engine.check()
 
 
@@ -208,10 +209,10 @@ def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
     answer(engine, "first", 2)
     for number in range(4):
         answer(engine, f"r{number}", 5, first=1000 * (number + 1))
-    for row in engine.manager.inventory.list_blocks(0, 10).keys:
+    for row in Inventory(engine.manager).list_blocks(0, 10).keys:
         engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
     engine.manager.operator_pins.max_fraction = 1.0
-    for row in engine.manager.inventory.list_blocks(0, 10).keys:
+    for row in Inventory(engine.manager).list_blocks(0, 10).keys:
         engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
     for number in range(10, 20):
         answer(engine, f"r{number}", 5, first=1000 * number)
@@ -229,7 +230,7 @@ def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_blo
     assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
     held = []
     for number in range(6, 14):
-        held.append(sum(engine.manager.inventory.find_block(key) is not None for key in keys))
+        held.append(sum(Inventory(engine.manager).find_block(key) is not None for key in keys))
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert held[0] == 5
     gone = held.index(0)

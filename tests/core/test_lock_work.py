@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from kvferry.core.engine import StepProgress
-from kvferry.core.index import KeyIndex
+from kvferry.core.engine_api import StepProgress
+from kvferry.core.pool.index import BlockIndex
 from kvferry.core.requests import RequestTable
 from kvferry.core.scheduler import Hit
 from kvferry.core.transfers import StepPlan, TransferResult
@@ -52,10 +52,10 @@ class CountingLock:
 
 def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, CountingLock]:
     """An engine whose look-ups and moves in eviction order are counted."""
-    with patch("kvferry.core.manager.threading", SimpleNamespace(RLock=CountingLock)):
+    with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=CountingLock)):
         engine = Engine(num_slots, **options)
     lock: Any = engine.scheduler.manager.lock
-    find, reorder = KeyIndex.find, type(engine.scheduler.manager.room.policy).reorder
+    find, reorder = BlockIndex.find, type(engine.scheduler.manager.evictor.policy).reorder
 
     def counted_find(self: Any, keys: Any, marks: Any = None) -> Any:
         lock.counted("keys", len(keys))
@@ -65,8 +65,8 @@ def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
         lock.counted("moves", len(slots))
         reorder(self, slots)
 
-    monkeypatch.setattr(KeyIndex, "find", counted_find)
-    monkeypatch.setattr(type(engine.scheduler.manager.room.policy), "reorder", counted_reorder)
+    monkeypatch.setattr(BlockIndex, "find", counted_find)
+    monkeypatch.setattr(type(engine.scheduler.manager.evictor.policy), "reorder", counted_reorder)
     return engine, lock
 
 
@@ -103,7 +103,7 @@ def test_long_request_when_finished_is_ordered_by_prefix(monkeypatch: pytest.Mon
     manager, request = engine.scheduler.manager, Request("long", 4096)
     run_in_steps(engine, request)
     run_in_steps(engine, Request("other", 1024))
-    found = manager.find_prefix([block_hash + b"\0" for block_hash in request.block_hashes])
+    found = manager.lookup([block_hash + b"\0" for block_hash in request.block_hashes])
     assert len(found) == 5000 - 1024
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.core.mark_table import MarkTable
+from kvferry.core.pool.index import HashTable
 
 
 def marks(numbers: list[int]) -> np.ndarray:
@@ -26,10 +26,10 @@ class MarkTableMachine(RuleBasedStateMachine):
     @initialize(size=st.sampled_from([1, 10, 20, 40]), generation=st.sampled_from([1, 2**32 - 2]))
     def start(self, size: int, generation: int) -> None:
         self.marks = np.zeros(200, dtype=np.uint64)
-        self.table = MarkTable(size, self.marks)
+        self.table = HashTable(size, self.marks)
         self.size = self.table.size
         assert self.size >= size
-        self.table._generation = generation
+        self.table._epoch = generation
         self.held: dict[int, int] = {}
 
     def found(self, asked: list[int]) -> list[int]:
@@ -66,7 +66,7 @@ class MarkTableMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.table.clear()
+        self.table.reset()
         self.held.clear()
 
     @invariant()
@@ -82,17 +82,17 @@ TestMarkTable.settings = settings(max_examples=200, stateful_step_count=30, dead
 
 def test_what_an_old_generation_left_is_gone_when_its_number_comes_again() -> None:
     wanted = np.arange(1, 301, dtype=np.uint64) << np.uint64(55)
-    table = MarkTable(300, wanted)
+    table = HashTable(300, wanted)
     assert (table.claim(np.arange(300)) == np.arange(300)).all()
-    table._generation = 2**32 - 1
-    table.clear()
-    assert table._generation == 1
+    table._epoch = 2**32 - 1
+    table.reset()
+    assert table._epoch == 1
     assert table.find(wanted)[1] == 0
 
 
 def test_a_table_for_millions_works_on_all_of_them() -> None:
     marks = np.random.default_rng(3).integers(0, 2**63, 10**6, dtype=np.uint64) * np.uint64(2)
-    table = MarkTable(len(marks), marks)
+    table = HashTable(len(marks), marks)
     numbers = np.arange(len(marks))
     assert (table.claim(numbers) == numbers).all()
     table.remove(numbers[::2])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.groups import GroupSpec
+from kvferry.core.keys import RequestFilter
 from kvferry.core.loads import Hit, Miss
-from kvferry.core.origins import OriginMatch
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.rates import MIN_SAMPLES
-from kvferry.core.reasons import EvictionReason
+from kvferry.core.stats import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
@@ -111,9 +111,9 @@ def test_what_was_held_back_or_failed_says_so() -> None:
 
 def test_what_was_evicted_says_why(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
-    slots = engine.offload.manager.find_prefix(engine.offload.manager.table.keys[:5].tolist())
-    engine.offload.manager.leaving.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
-    engine.offload.manager.leaving.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
+    slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())
+    engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
+    engine.offload.manager.drop(slots[:1], EvictionReason.LOAD_FAILED, engine.now_s)
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {
@@ -208,11 +208,11 @@ def test_misses_when_preempted_behind_the_prompt_keep_their_causes(engine: ToyEn
 
 def test_misses_when_the_pool_changes_meanwhile_are_the_latest(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
-    slots = engine.offload.manager.find_prefix(engine.offload.manager.table.keys[:5].tolist())
-    engine.offload.manager.leaving.drop(slots[:1], EvictionReason.OPERATOR, engine.now_s)
+    slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())
+    engine.offload.manager.drop(slots[:1], EvictionReason.OPERATOR, engine.now_s)
     engine.add(request("second", 5))
     assert engine.offload.match("second", 0, engine.now_s) == Miss()
-    engine.offload.manager.leaving.drop(slots[1:], EvictionReason.OPERATOR, engine.now_s)
+    engine.offload.manager.drop(slots[1:], EvictionReason.OPERATOR, engine.now_s)
     engine.run()
     assert missed(engine, "second") == {"evicted:operator": 5 * BLOCK_SIZE, "tail": 1}
 
@@ -280,7 +280,7 @@ def test_slots_with_a_block_under_another_store_are_in_flight() -> None:
 def test_blocks_that_a_reset_met_while_they_were_stored_are_reset(engine: ToyEngine) -> None:
     engine.add(request("first", 5))
     engine.step()
-    engine.reset(OriginMatch(request="first"))
+    engine.reset(RequestFilter(request="first"))
     engine.run()
     turn_over(engine)
     engine.add(request("second", 5))

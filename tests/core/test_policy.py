@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import (
     POLICY_FIELDS,
     REQUEST_FIELDS_DEFAULT,
     Level,
     Override,
-    PolicyBook,
+    PolicyResolver,
     Priority,
     RequestPolicy,
     bounded_repr,
@@ -40,14 +40,14 @@ ANY_JSON = st.recursive(
 )
 
 
-SUBJECT = RuleSubject(Origin("id", aliases=("alias",)))
+SUBJECT = RuleSubject(RequestIdentity("id", aliases=("alias",)))
 
 
 @given(settings=PATCHES, runtime=PATCHES, rule=PATCHES, request=PATCHES, override=PATCHES, expired=st.booleans())
 def test_the_strongest_source_that_names_a_field_settles_it(
     settings, runtime, rule, request, override, expired
 ) -> None:
-    book = PolicyBook(RequestPolicy(**settings), dict.fromkeys(settings, "env"), RLock())
+    book = PolicyResolver(RequestPolicy(**settings), dict.fromkeys(settings, "env"), RLock())
     book.set_runtime(runtime)
     book.put_rule(Rule("one", 0, RuleMatch(), rule))
     book.set_override(Override("alias", override, 5.0))
@@ -68,7 +68,7 @@ def test_the_strongest_source_that_names_a_field_settles_it(
 
 
 def test_the_exact_id_is_asked_before_its_aliases() -> None:
-    book = PolicyBook(RequestPolicy(), {}, RLock())
+    book = PolicyResolver(RequestPolicy(), {}, RLock())
     book.set_override(Override("alias", {"store": False}, 9.0))
     book.set_override(Override("id", {"load": False}, 9.0))
     settled = book.settle(SUBJECT, {}, 1.0)
@@ -76,7 +76,7 @@ def test_the_exact_id_is_asked_before_its_aliases() -> None:
 
 
 def test_an_override_that_was_renewed_outlives_its_first_time() -> None:
-    book = PolicyBook(RequestPolicy(), {}, RLock())
+    book = PolicyResolver(RequestPolicy(), {}, RLock())
     book.set_override(Override("id", {"store": False}, 5.0))
     book.set_override(Override("id", {"store": False}, 9.0))
     version = book.version
@@ -141,7 +141,7 @@ def test_tiers_when_too_many_or_too_long_are_ignored(names: list[str]) -> None:
 
 
 def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:
-    book = PolicyBook(RequestPolicy(), {}, RLock())
+    book = PolicyResolver(RequestPolicy(), {}, RLock())
     for number in range(5000):
         book.set_override(Override("id", {}, 100.0 + number))
     assert len(book._expiries) < 1000

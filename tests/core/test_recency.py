@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.core.recency import RecencyQueue
+from kvferry.core.pool.eviction.queue import RecencyQueue
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -56,7 +56,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.queue.clear()
+        self.queue.reset()
         self.model.clear()
 
     @invariant()

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import Key
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import Level, PolicyBook, RequestPolicy
+from kvferry.core.policy import Level, PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import Later, OffloadScheduler
 from kvferry.core.tiers import TierCounts, TierJob, TierResult
 from kvferry.core.transfers import StepPlan, TransferResult
@@ -111,7 +111,7 @@ class Engine:
 
     def __init__(self, num_slots: int, mode: StoreMode = StoreMode.EAGER, tiers: Any = None, **options: Any) -> None:
         manager = OffloadManager(num_slots, 64)
-        self.policies = PolicyBook(RequestPolicy(), {}, manager.lock)
+        self.policies = PolicyResolver(RequestPolicy(), {}, manager.lock)
         self.device = Device()
         self.scheduler = OffloadScheduler(
             manager,

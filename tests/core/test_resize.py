@@ -8,19 +8,19 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvferry.core.events import EvictionBatch, NullSink
-from kvferry.core.eviction import EVICTION_POLICIES
-from kvferry.core.grants import PinOutcome
-from kvferry.core.keys import Prefix
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin, OriginMatch
-from kvferry.core.reasons import EvictionReason
-from kvferry.core.resize import PATIENCE_S, PoolResize, Todo
-from kvferry.core.slots import BATCH_SLOTS, SlotState
+from kvferry.core.keys import Prefix, RequestFilter, RequestIdentity
+from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import PinOutcome
+from kvferry.core.pool.resize import PINNED_WAIT_S, PoolResize, Todo
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.stats import EvictionReason
 from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of
 from tests.core.toy_tokens import BLOCK_SIZE
 
-ORIGIN = Origin("r")
+ORIGIN = RequestIdentity("r")
 
 
 def key(number: int) -> bytes:
@@ -49,8 +49,8 @@ class Pool:
     def store(self, numbers: range, now_s: float = 1.0) -> np.ndarray:
         """Store what these numbers stand for; the slots that they got."""
         keys = [key(number) for number in numbers]
-        slots = self.manager.offer(keys, ORIGIN, np.arange(len(keys)), 1, now_s).slots
-        self.manager.publish(slots, now_s)
+        slots = self.manager.prepare_store(keys, ORIGIN, np.arange(len(keys)), 1, now_s).slots
+        self.manager.complete_store(slots, now_s)
         return slots
 
     def use_all_once(self) -> None:
@@ -59,7 +59,7 @@ class Pool:
         for number in numbers:
             self.store(range(number, number + 1))
         for number in numbers:
-            self.manager.leaving.drop_key(key(number), 1.0)
+            self.manager.drop_key(key(number), 1.0)
 
     def drive(self, now_s: float = 1.0, max_steps: int = 1000) -> Todo:
         """Step until there is nothing to do, or only something to wait for."""
@@ -73,11 +73,11 @@ class Pool:
         raise AssertionError(f"not done after {max_steps} steps")
 
     def to(self, num_slots: int, now_s: float = 1.0) -> Todo:
-        self.resize.want(num_slots)
+        self.resize.request(num_slots)
         return self.drive(now_s)
 
     def has(self, numbers: range) -> list[int]:
-        return [number for number in numbers if self.manager.inventory.find_block(key(number)) is not None]
+        return [number for number in numbers if Inventory(self.manager).find_block(key(number)) is not None]
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
@@ -86,7 +86,7 @@ def test_a_pool_that_grows_keeps_what_it_has_and_gives_each_new_slot_out_once(po
     first = pool.store(range(8))
     assert pool.to(40) is Todo.NOTHING
     assert pool.memory == [40]
-    counts = pool.manager.inventory.counts()
+    counts = pool.manager.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready) == (40, 40, 32, 8)
     assert sorted([*first, *pool.store(range(8, 40))]) == list(range(40))
     assert pool.has(range(40)) == list(range(40))
@@ -103,11 +103,11 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
     assert pool.to(12) is Todo.NOTHING
     assert {each for each, _ in pool.sink.gone} == lost
     assert {reason for _, reason in pool.sink.gone} == {EvictionReason.SHRINK}
-    counts = pool.manager.inventory.counts()
+    counts = pool.manager.counts()
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
-    assert pool.manager.leaving.counts.by_reason == {"shrink": 28}
+    assert pool.manager.evictions.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
-    assert set(pool.manager.missing.explain(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
+    assert set(pool.manager.history.explain(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 
@@ -117,7 +117,7 @@ def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> 
     pool.use_all_once()
     for size in (8, 40, 4, 24, 80):
         pool.to(size)
-        assert pool.manager.inventory.counts().free == size
+        assert pool.manager.counts().free == size
     assert sorted(pool.store(range(100, 180)).tolist()) == list(range(80))
 
 
@@ -126,14 +126,14 @@ def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
     pool = Pool(40, 40)
     slots = pool.store(range(30))
     for number in range(0, 30, 3):
-        pool.manager.leaving.drop_key(key(number), 1.0)
-    pool.resize.want(8)
+        pool.manager.drop_key(key(number), 1.0)
+    pool.resize.request(8)
     for _ in range(num_steps):
         if pool.resize.step(1.0) is Todo.MEMORY:
             pool.resize.acknowledge(pool.resize.memory_slots)
-    pool.resize.want(36)
+    pool.resize.request(36)
     assert pool.drive() is Todo.NOTHING
-    counts = pool.manager.inventory.counts()
+    counts = pool.manager.counts()
     assert counts.slots == 36 == counts.free + counts.ready
     kept = pool.has(range(30))
     assert {number for number in range(30) if number % 3 and slots[number] < 8} <= set(kept)
@@ -144,18 +144,18 @@ def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
 
 def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leave() -> None:
     pool = Pool(40, 40)
-    slots = pool.manager.offer([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
+    slots = pool.manager.prepare_store([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
     for i in range(20):
-        pool.manager.publish(slots[i : i + 1], 1.0)
-        pool.manager.publish(slots[39 - i : 40 - i], 1.0)
-    pool.resize.want(8)
+        pool.manager.complete_store(slots[i : i + 1], 1.0)
+        pool.manager.complete_store(slots[39 - i : 40 - i], 1.0)
+    pool.resize.request(8)
     assert pool.resize.step(1.0) is Todo.AGAIN
     # Every other of what is oldest leaves: it goes, and others make room.
-    answer = pool.manager.offer([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
+    answer = pool.manager.prepare_store([key(number) for number in range(100, 104)], ORIGIN, np.arange(4), 1, 2.0)
     assert answer.num_answered == 4
     assert sorted(answer.slots.tolist()) == [0, 1, 2, 3]
-    assert pool.manager.leaving.counts.by_reason == {"capacity": 4, "shrink": 3}
-    pool.manager.publish(answer.slots, 2.0)
+    assert pool.manager.evictions.by_reason == {"capacity": 4, "shrink": 3}
+    pool.manager.complete_store(answer.slots, 2.0)
     assert pool.drive() is Todo.NOTHING
     assert pool.has(range(100, 104)) == list(range(100, 104))
 
@@ -163,13 +163,13 @@ def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leav
 def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
     pool = Pool(40, 40)
     slots = pool.store(range(40))
-    pin = pool.manager.pins.pin(np.array([20]))
-    assert pool.manager.pins.begin_load(pin, 1.0)
+    pin = pool.manager.pin(np.array([20]))
+    assert pool.manager.prepare_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert min(pool.memory) == 24, "the extents behind it went, and that of the load stays"
-    assert pool.manager.inventory.counts().slots == 9
-    assert pool.manager.inventory.counts().loading == 1
-    assert pool.manager.pins.end_load(pin), "nobody touched it"
+    assert pool.manager.counts().slots == 9
+    assert pool.manager.counts().loading == 1
+    assert pool.manager.complete_load(pin), "nobody touched it"
     assert pool.drive() is Todo.NOTHING
     assert pool.memory[-1] == 8
     assert len(slots) == 40
@@ -178,17 +178,17 @@ def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
 def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    (kept,) = [number for number in range(40) if pool.manager.inventory.find_block(key(number)).slots[0] == 20]
-    pin = pool.manager.pins.pin(np.array([20]))
+    (kept,) = [number for number in range(40) if Inventory(pool.manager).find_block(key(number)).slots[0] == 20]
+    pin = pool.manager.pin(np.array([20]))
     assert pool.to(8, now_s=10.0) is Todo.LATER
     assert pool.has(range(kept, kept + 1))
-    assert pool.drive(now_s=10.0 + PATIENCE_S) is Todo.LATER
+    assert pool.drive(now_s=10.0 + PINNED_WAIT_S) is Todo.LATER
     assert pool.has(range(kept, kept + 1))
-    assert pool.drive(now_s=10.1 + PATIENCE_S) is Todo.LATER
+    assert pool.drive(now_s=10.1 + PINNED_WAIT_S) is Todo.LATER
     assert not pool.has(range(kept, kept + 1))
     assert min(pool.memory) == 24
-    assert not pool.manager.pins.begin_load(pin, 20.0), "whoever wanted to load it computes it"
-    pool.manager.pins.release(pin)
+    assert not pool.manager.prepare_load(pin, 20.0), "whoever wanted to load it computes it"
+    pool.manager.unpin(pin)
     assert pool.drive(now_s=20.0) is Todo.NOTHING
     assert pool.memory[-1] == 8
 
@@ -196,7 +196,7 @@ def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_ar
 def test_memory_is_there_before_a_slot_of_it_is_given_out() -> None:
     manager = OffloadManager(4, 64, max_slots=12)
     resize = PoolResize(manager, 4)
-    resize.want(12)
+    resize.request(12)
     for _ in range(3):
         assert resize.step(1.0) is Todo.MEMORY
     resize.acknowledge(8)
@@ -212,10 +212,10 @@ def test_memory_is_there_before_a_slot_of_it_is_given_out() -> None:
 
 def test_memory_that_is_being_freed_is_not_given_out_when_another_size_is_wanted() -> None:
     pool = Pool(12, 12)
-    pool.resize.want(4)
+    pool.resize.request(4)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         pass
-    pool.resize.want(12)
+    pool.resize.request(12)
     assert pool.resize.step(1.0) is Todo.MEMORY
     assert pool.resize.memory_slots == pool.manager.num_slots == 4
     pool.resize.acknowledge(4)
@@ -228,12 +228,12 @@ def test_memory_that_is_being_freed_is_not_given_out_when_another_size_is_wanted
 def test_a_pool_whose_memory_cannot_be_had_stays_as_it_is() -> None:
     pool = Pool(8, 40)
     pool.store(range(8))
-    pool.resize.want(40)
+    pool.resize.request(40)
     assert pool.resize.step(1.0) is Todo.MEMORY
     pool.resize.fail()
     assert (pool.resize.step(1.0), pool.resize.memory_slots) == (Todo.MEMORY, 8)
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.inventory.counts().wanted_slots == pool.manager.inventory.counts().slots == 8
+    assert pool.manager.counts().wanted_slots == pool.manager.counts().slots == 8
     assert pool.has(range(8)) == list(range(8))
     assert pool.to(16) is Todo.NOTHING, "less may fit"
 
@@ -241,17 +241,17 @@ def test_a_pool_whose_memory_cannot_be_had_stays_as_it_is() -> None:
 @pytest.mark.parametrize("num_slots", [0, 3, 5, 44])
 def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
     with pytest.raises(ValueError, match="whole extents of 4, up to 40"):
-        Pool(8, 40).resize.want(num_slots)
+        Pool(8, 40).resize.request(num_slots)
 
 
 def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> None:
     pool = Pool(12, 12)
     pool.store(range(12))
-    by_slot = {int(pool.manager.inventory.find_block(key(number)).slots[0]): number for number in range(12)}
+    by_slot = {int(Inventory(pool.manager).find_block(key(number)).slots[0]): number for number in range(12)}
     assert pool.manager.operator_pins.pin(key(by_slot[2]), 100.0, 1.0) is PinOutcome.PINNED
     assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.PINNED
     assert pool.resize.pinned_by_operators(8) == [key(by_slot[9])]
-    pool.resize.want(8)
+    pool.resize.request(8)
     pool.resize.step(1.0)
     assert pool.manager.operator_pins.pin(key(by_slot[10]), 100.0, 1.0) is PinOutcome.LEAVING
     assert pool.manager.operator_pins.pin(key(by_slot[9]), 200.0, 1.0) is PinOutcome.PINNED, "it was pinned before"
@@ -264,26 +264,26 @@ def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> No
 def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    pin = pool.manager.pins.pin(np.array([20]))
-    assert pool.manager.pins.begin_load(pin, 1.0)
+    pin = pool.manager.pin(np.array([20]))
+    assert pool.manager.prepare_load(pin, 1.0)
     assert pool.to(8) is Todo.LATER
     assert pool.manager.reset(np.array([20]), 2.0) == 9
-    counts = pool.manager.inventory.counts()
+    counts = pool.manager.counts()
     assert (counts.slots, counts.free, counts.storing) == (9, 8, 1)
     assert max(pool.store(range(100, 120)).tolist()) < 8
-    pool.manager.pins.end_load(pin)
+    pool.manager.complete_load(pin)
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.inventory.counts().slots == 8
+    assert pool.manager.counts().slots == 8
 
 
 def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    pool.resize.want(8)
+    pool.resize.request(8)
     pool.resize.step(1.0)
     dropped, after = 0, 0
     while after is not None:
-        count, after = pool.manager.leaving.drop_matching(OriginMatch(request="r").matches, after, 1.0)
+        count, after = pool.manager.drop_matching(RequestFilter(request="r").matches, after, 1.0)
         dropped += count
     assert dropped == 40
     assert pool.drive() is Todo.NOTHING
@@ -292,17 +292,17 @@ def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
 def test_listings_and_rows_know_the_slots_that_there_are() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
-    while pool.manager.inventory.dirty_rows(1000) is not None:
+    while Inventory(pool.manager).dirty_rows(1000) is not None:
         pass
     pool.to(8)
-    assert len(pool.manager.inventory.slot_states()) == 8
-    assert len(pool.manager.inventory.list_blocks(0, 100).slots) == 8
-    rows = pool.manager.inventory.dirty_rows(1000)
+    assert len(Inventory(pool.manager).slot_states()) == 8
+    assert len(Inventory(pool.manager).list_blocks(0, 100).slots) == 8
+    rows = Inventory(pool.manager).dirty_rows(1000)
     assert rows is not None
     assert rows.slots.tolist() == list(range(8, 40)), "rows of what is no more are told, so that they go"
     assert not rows.live.any()
     pool.to(16)
-    assert pool.manager.inventory.slot_states()[8:].tolist() == [SlotState.FREE] * 8
+    assert Inventory(pool.manager).slot_states()[8:].tolist() == [SlotState.FREE] * 8
 
 
 def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
@@ -311,19 +311,19 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
     for start in range(0, count, BATCH_SLOTS):
         pool.store(range(start, start + BATCH_SLOTS))
     for start in range(0, count, 2):
-        pool.manager.leaving.drop_key(key(start), 1.0)
-    pool.resize.want(BATCH_SLOTS)
+        pool.manager.drop_key(key(start), 1.0)
+    pool.resize.request(BATCH_SLOTS)
     for wanted in (BATCH_SLOTS, 2 * count):
-        pool.resize.want(wanted)
-        before = pool.manager.inventory.counts()
+        pool.resize.request(wanted)
+        before = pool.manager.counts()
         while (todo := pool.resize.step(1.0)) is not Todo.NOTHING:
             if todo is Todo.MEMORY:
                 pool.resize.acknowledge(pool.resize.memory_slots)
-            now = pool.manager.inventory.counts()
+            now = pool.manager.counts()
             assert abs(now.slots - before.slots) <= BATCH_SLOTS
             assert abs(now.ready - before.ready) <= BATCH_SLOTS
             before = now
-    assert pool.manager.inventory.counts().slots == 2 * count
+    assert pool.manager.counts().slots == 2 * count
 
 
 def test_an_offer_does_not_look_for_room_among_all_that_a_pool_kept_that_grew_again_at_once() -> None:
@@ -331,12 +331,12 @@ def test_an_offer_does_not_look_for_room_among_all_that_a_pool_kept_that_grew_ag
     pool = Pool(count, count, extent_slots=BATCH_SLOTS)
     for start in range(0, count, BATCH_SLOTS):
         pool.store(range(start, start + BATCH_SLOTS))
-    pool.resize.want(BATCH_SLOTS)
+    pool.resize.request(BATCH_SLOTS)
     pool.resize.step(1.0)
     assert pool.manager.table.is_shrinking
-    pool.manager.leaving.drop_key(key(count - 1), 1.0)
+    pool.manager.drop_key(key(count - 1), 1.0)
     assert pool.to(count) is Todo.NOTHING
-    assert pool.manager.inventory.counts().free == 1
+    assert pool.manager.counts().free == 1
     calls: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, function: calls.update([event]))
     try:
@@ -353,16 +353,16 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     pool = Pool(100, 200_000, extent_slots=100)
     manager = pool.manager
     pool.store(range(60))
-    pool.resize.want(200_000)
+    pool.resize.request(200_000)
     assert pool.resize.step(1.0) is Todo.MEMORY
     pool.resize.acknowledge(200_000)
     assert pool.resize.step(1.0) is Todo.AGAIN
     assert manager.index.is_growing
     assert pool.has(range(60)) == list(range(60))
     pool.store(range(60, 70))
-    assert len(manager.offer([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
-    assert manager.leaving.drop_key(key(5), 1.0)
-    assert manager.leaving.drop_key(key(65), 1.0)
+    assert len(manager.prepare_store([key(30), key(65)], ORIGIN, np.arange(2), 1, 2.0).slots) == 0, "both are there"
+    assert manager.drop_key(key(5), 1.0)
+    assert manager.drop_key(key(65), 1.0)
     for _ in range(num_between):
         pool.resize.step(1.0)
     if num_between == 3:
@@ -371,7 +371,7 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(70)) == expected
     assert pool.drive() is Todo.NOTHING
     assert not manager.index.is_growing
-    assert not manager.index.spread(200_000), "there is room for them"
+    assert not pool.resize._grow_index(200_000), "there is room for them"
     assert pool.has(range(70)) == expected
 
 
@@ -379,7 +379,7 @@ def half_moved() -> Pool:
     """A pool of 2,000 slots, all of them full, that is about to grow: half of its keys have moved."""
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
-    pool.resize.want(200_000)
+    pool.resize.request(200_000)
     pool.resize.step(1.0)
     pool.resize.acknowledge(200_000)
     for _ in range(2):
@@ -391,7 +391,7 @@ def half_moved() -> Pool:
 def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have() -> None:
     pool = half_moved()
     for number in (5, 6):
-        assert pool.manager.leaving.drop_key(key(number), 1.0)
+        assert pool.manager.drop_key(key(number), 1.0)
     assert pool.store([5000]).tolist() in ([5], [6]), "in a slot that was looked at"
     assert pool.drive() is Todo.NOTHING
     assert not pool.manager.index.is_growing
@@ -401,20 +401,20 @@ def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_ha
 def test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
-    pinned = pool.manager.pins.pin(pool.manager.find_each([key(number) for number in range(2000)]))
+    pinned = pool.manager.pin(pool.manager.lookup_each([key(number) for number in range(2000)]))
     pool.to(1000)
     assert pool.manager.table.is_shrinking
-    assert pool.manager.inventory.counts().ready == 2000, "all are in use"
-    pool.resize.want(200_000)
+    assert pool.manager.counts().ready == 2000, "all are in use"
+    pool.resize.request(200_000)
     for _ in range(50):
         todo = pool.resize.step(1.0)
         if todo is Todo.MEMORY:
             pool.resize.acknowledge(pool.resize.memory_slots)
     assert not pool.manager.index.is_growing
-    assert pool.manager.index.room >= 200_000
+    assert pool.manager.index.size >= 200_000
     assert len(pool.manager.index) == 2000
     assert pool.has(range(2000)) == list(range(2000))
-    pool.manager.pins.release(pinned)
+    pool.manager.unpin(pinned)
 
 
 def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
@@ -424,7 +424,7 @@ def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
     pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
     pool.store(range(5000, 5010))
     assert pool.drive() is Todo.NOTHING
-    assert not pool.manager.index.spread(200_000), "there is room for them"
+    assert not pool.resize._grow_index(200_000), "there is room for them"
     assert pool.has(range(5010)) == list(range(5000, 5010))
     pool.store(range(2000))
     assert pool.has(range(2000)) == list(range(2000))
@@ -433,7 +433,7 @@ def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
 def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any_more() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
-    pool.resize.want(200_000)
+    pool.resize.request(200_000)
     pool.resize.step(1.0)
     pool.resize.acknowledge(200_000)
     pool.resize.step(1.0)
@@ -441,7 +441,7 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     assert pool.to(1000) is Todo.NOTHING
     assert not pool.manager.index.is_growing
     assert not pool.resize.is_open
-    assert len(pool.has(range(2000))) == pool.manager.inventory.counts().ready == 1000
+    assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
 
 
 def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
@@ -452,7 +452,7 @@ def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
     engine.device.forget_all()
     engine.add(ToyRequest("second", tokens, len(tokens), 1))
     (load,) = engine.step().loads
-    engine.resize.want(4)
+    engine.resize.request(4)
     while engine.drive_resize() is not Todo.LATER:
         engine.check()
     assert all(len(rows) > max(slots_of(load)) for rows in engine.copies.host)
@@ -460,23 +460,23 @@ def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
     engine.finish_resize()
     engine.check()
     assert engine.offload.snapshot().load.blocks == len(slots_of(load))
-    assert engine.manager.inventory.counts().slots == 4
+    assert engine.manager.counts().slots == 4
 
 
 def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:
     pool = Pool(40, 40)
     pool.use_all_once()
-    pool.resize.want(8)
+    pool.resize.request(8)
     pool.resize.step(1.0)
     for number in range(100, 120):
         assert all(slot < 8 for slot in pool.store(range(number, number + 1)).tolist())
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.inventory.counts().slots == 8
+    assert pool.manager.counts().slots == 8
 
 
 def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
     engine = ToyEngine(12, 24, tiers=("a",))
-    engine.resize.want(4)
+    engine.resize.request(4)
     engine.resize.step(1.0)
     assert engine.manager.table.is_shrinking
     assert engine.offload.tiers.promotions._finder.elsewhere >= engine.manager.table.end_slot
@@ -488,18 +488,18 @@ def test_ghosts_and_counted_offers_outlast_a_resize() -> None:
     manager = pool.manager
     positions = np.arange(4)
     some = [key(number) for number in range(4)]
-    assert len(manager.offer(some, ORIGIN, positions, 1, 1.0).slots) == 0
+    assert len(manager.prepare_store(some, ORIGIN, positions, 1, 1.0).slots) == 0
     manager.admission.threshold = 1
     pool.store(range(10, 18))
-    manager.leaving.drop_key(key(12), 5.0)
+    manager.drop_key(key(12), 5.0)
     for size in (80_000, 8):
         assert pool.to(size) is Todo.NOTHING
-        assert manager.missing.explain([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
+        assert manager.history.explain([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
     manager.admission.threshold = 2
-    answer = manager.offer(some, ORIGIN, positions, 1, 2.0)
+    answer = manager.prepare_store(some, ORIGIN, positions, 1, 2.0)
     assert len(answer.slots) == 4, "they were offered once before"
-    manager.abandon(answer.slots)
-    assert len(manager.offer([key(99)], ORIGIN, positions[:1], 1, 2.0).slots) == 0
+    manager.abort_store(answer.slots)
+    assert len(manager.prepare_store([key(99)], ORIGIN, positions[:1], 1, 2.0).slots) == 0
 
 
 # --- room, where the pool is much smaller, or larger, than it was -----------------------------------------------------
@@ -510,12 +510,12 @@ def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
     manager = OffloadManager(10, 64)
     low, normal = ([key(number) for number in range(start, start + 5)] for start in (0, 5))
     for keys, priority_class in ((low, 0), (normal, 1)):
-        manager.publish(manager.offer(keys, ORIGIN, np.arange(5), priority_class, 1.0).slots, 1.0)
+        manager.complete_store(manager.prepare_store(keys, ORIGIN, np.arange(5), priority_class, 1.0).slots, 1.0)
     wanted = [key(number) for number in range(50, 59)]
-    answer = manager.offer(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=Prefix({}, low[-1:]))
+    answer = manager.prepare_store(wanted, ORIGIN, np.arange(9), 1, 2.0, prefix=Prefix({}, low[-1:]))
     assert len(answer.slots) == 9
-    manager.pins.release(manager.pins.pin(manager.find_prefix(low[:1])))
-    again = manager.offer([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
+    manager.unpin(manager.pin(manager.lookup(low[:1])))
+    again = manager.prepare_store([key(number) for number in range(70, 80)], ORIGIN, np.arange(10), 1, 3.0)
     assert sorted([*answer.slots.tolist(), *again.slots.tolist()]) == list(range(10)), "one slot was left"
 
 
@@ -523,8 +523,8 @@ def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_t
     """ARC has room for as many ghosts as slots: made for fewer, it would fail an offer once all of it is full."""
     num_slots = 4 * BATCH_SLOTS
     pool = Pool(4, num_slots)
-    pool.resize.want(num_slots)
-    while pool.manager.inventory.counts().slots < 2 * BATCH_SLOTS:
+    pool.resize.request(num_slots)
+    while pool.manager.counts().slots < 2 * BATCH_SLOTS:
         if pool.resize.step(1.0) is Todo.MEMORY:
             pool.resize.acknowledge(pool.resize.memory_slots)
     while pool.manager.switch_policy("arc"):
@@ -538,13 +538,13 @@ def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_t
 
 def test_memory_that_is_missing_for_one_size_does_not_cancel_a_smaller_one_that_was_asked_for_since() -> None:
     pool = Pool(8, 40)
-    pool.resize.want(40)
+    pool.resize.request(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue
-    pool.resize.want(16)
+    pool.resize.request(16)
     pool.resize.fail()
     assert pool.drive() is Todo.NOTHING
-    assert pool.manager.inventory.counts().slots == pool.manager.inventory.counts().wanted_slots == 16
+    assert pool.manager.counts().slots == pool.manager.counts().wanted_slots == 16
     assert pool.memory[-1] == 16
 
 
@@ -552,11 +552,11 @@ def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None
     """A resize may be busy with memory for another size when a smaller one is asked for, and checked for pins."""
     pool = Pool(12, 40)
     pool.store(range(12))
-    by_slot = {int(pool.manager.inventory.find_block(key(number)).slots[0]): number for number in range(12)}
-    pool.resize.want(40)
+    by_slot = {int(Inventory(pool.manager).find_block(key(number)).slots[0]): number for number in range(12)}
+    pool.resize.request(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
         continue
-    pool.resize.want(8)
+    pool.resize.request(8)
     assert pool.manager.operator_pins.pin(key(by_slot[9]), 100.0, 1.0) is PinOutcome.LEAVING
     assert pool.manager.operator_pins.pin(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED
 
@@ -565,21 +565,21 @@ def test_what_keeps_slots_that_are_to_go_is_told_by_what_they_are_used_for() -> 
     pool = Pool(16, 16)
     pool.store(range(12))
     manager = pool.manager
-    filling = manager.offer([key(20), key(21)], ORIGIN, np.arange(2), 1, 2.0).slots
-    loading, reading, waiting = (manager.pins.pin(np.array([slot])) for slot in (9, 10, 11))
-    assert manager.pins.begin_load(loading, 2.0)
-    manager.pins.begin_reading(reading)
+    filling = manager.prepare_store([key(20), key(21)], ORIGIN, np.arange(2), 1, 2.0).slots
+    loading, reading, waiting = (manager.pin(np.array([slot])) for slot in (9, 10, 11))
+    assert manager.prepare_load(loading, 2.0)
+    manager.begin_read(reading)
     assert pool.to(8, 2.0) is Todo.LATER
-    assert pool.drive(2.0 + 2 * PATIENCE_S) is Todo.LATER
+    assert pool.drive(2.0 + 2 * PINNED_WAIT_S) is Todo.LATER
     uses = pool.resize.in_use()
     assert (uses.filling, uses.loading, uses.reading, uses.waiting) == (2, 1, 1, 1)
     assert str(uses) == (
         "2 being stored, or brought by a tier, 1 being loaded, 1 being read by a tier, or verified, "
         "1 pinned, or found by requests that wait"
     )
-    manager.abandon(filling)
-    manager.pins.end_load(loading)
-    manager.pins.end_reading(reading)
-    manager.pins.release(waiting)
+    manager.abort_store(filling)
+    manager.complete_load(loading)
+    manager.end_read(reading)
+    manager.unpin(waiting)
     assert str(pool.resize.in_use()) == "none"
-    assert pool.drive(2.0 + 3 * PATIENCE_S) is Todo.NOTHING
+    assert pool.drive(2.0 + 3 * PINNED_WAIT_S) is Todo.NOTHING

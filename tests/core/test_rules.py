@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.origins import Origin
-from kvferry.core.policy import Override, PolicyBook, RequestPolicy
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
 from kvferry.core.rules import Rule, RuleMatch, RuleSubject, Span
 from tests.core.toy_engine import ToyEngine, ToyRequest
 
@@ -18,11 +18,11 @@ GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)
 NAMES = st.text(alphabet="ab-]\n", max_size=4)
 NUMBERS = st.none() | st.integers(-3, 3)
 SPANS = st.builds(Span, NUMBERS, NUMBERS)
-SUBJECT = RuleSubject(Origin("id", tenant="0123456789abcdef", lora="sql", aliases=("alias",)), 100, 5)
+SUBJECT = RuleSubject(RequestIdentity("id", tenant="0123456789abcdef", lora="sql", aliases=("alias",)), 100, 5)
 
 
-def book_of(*rules: Rule) -> PolicyBook:
-    book = PolicyBook(RequestPolicy(), {}, RLock())
+def book_of(*rules: Rule) -> PolicyResolver:
+    book = PolicyResolver(RequestPolicy(), {}, RLock())
     for rule in rules:
         book.put_rule(rule)
     return book
@@ -51,7 +51,7 @@ def lies_in(span: Span, number: int | None) -> bool:
 )
 def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, alias, tenant, lora, numbers) -> None:
     match = RuleMatch(*globs, priority=spans[0], prompt_tokens=spans[1])
-    subject = RuleSubject(Origin(request_id, tenant, lora, (alias,)), numbers[1], numbers[0])
+    subject = RuleSubject(RequestIdentity(request_id, tenant, lora, (alias,)), numbers[1], numbers[0])
     expected = (
         holds(globs[0], request_id, alias)
         and holds(globs[1], tenant)
@@ -63,7 +63,7 @@ def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, 
 
 @given(glob=st.text(max_size=200), name=st.text(max_size=200))
 def test_any_text_is_a_glob(glob: str, name: str) -> None:
-    assert RuleMatch(lora=glob).matches(RuleSubject(Origin("r", lora=name))) == fnmatchcase(name, glob)
+    assert RuleMatch(lora=glob).matches(RuleSubject(RequestIdentity("r", lora=name))) == fnmatchcase(name, glob)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_conditions(match: RuleMatch, matches: bool) -> None:
 
 
 def test_a_request_without_tenant_or_lora_matches_a_star_and_nothing_narrower() -> None:
-    bare = RuleSubject(Origin("id"))
+    bare = RuleSubject(RequestIdentity("id"))
     assert RuleMatch(tenant="*", lora="*").matches(bare)
     assert not RuleMatch(tenant="?*").matches(bare)
     assert not RuleMatch(lora="?*").matches(bare)

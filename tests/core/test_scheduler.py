@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.core.engine import StepProgress
-from kvferry.core.index import KeyIndex
-from kvferry.core.keys import make_keys
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.cost_model import MIN_SAMPLES
+from kvferry.core.engine_api import StepProgress
+from kvferry.core.keys import RequestFilter, RequestIdentity, make_keys
 from kvferry.core.policy import Override, RequestPolicy
-from kvferry.core.rates import MIN_SAMPLES
-from kvferry.core.reasons import EvictionReason
+from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.inventory import Inventory
 from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.stats import EvictionReason
 from kvferry.core.tiers import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
@@ -364,10 +364,10 @@ def test_a_reset_by_match_takes_what_matches_and_nothing_else(engine: ToyEngine)
     engine.add(request("a2", 2, first=900, tenant="aaaa"))
     engine.add(request("b2", 2, first=1300, tenant="bbbb"))
     plan = engine.step()
-    ticket = engine.reset(OriginMatch(tenant="a*", request="*"))
+    ticket = engine.reset(RequestFilter(tenant="a*", request="*"))
     assert (ticket.dropped_blocks, ticket.job_ids) == (3, (plan.stores[0].job_id,))
     engine.run()
-    left = set(engine.manager.inventory.list_blocks(0, 100).keys)
+    left = set(Inventory(engine.manager).list_blocks(0, 100).keys)
     expected = [*request("", 4, first=500).block_hashes, *request("", 2, first=1300).block_hashes]
     assert left == set(make_keys(expected, 0))
     assert engine.offload.snapshot().store.skipped["reset"] == 2
@@ -447,7 +447,7 @@ def test_prefixes_die_from_their_end() -> None:
     engine.run()
     engine.add(request("other", 3, first=500))
     engine.run()
-    left = set(engine.manager.inventory.list_blocks(0, 100).keys)
+    left = set(Inventory(engine.manager).list_blocks(0, 100).keys)
     assert set(make_keys(request("", 5).block_hashes, 0)) <= left
 
 
@@ -462,14 +462,14 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("match", [None, OriginMatch(request="first")])
-def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: OriginMatch | None) -> None:
+@pytest.mark.parametrize("match", [None, RequestFilter(request="first")])
+def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: RequestFilter | None) -> None:
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
     engine.manager.operator_pins.max_fraction = 1.0
     engine.add(request("other", 8, first=900))
     engine.run()
-    keys = engine.manager.inventory.list_blocks(0, 8).keys
+    keys = Inventory(engine.manager).list_blocks(0, 8).keys
     for key in keys:
         engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
     for name in ("first", "second"):
@@ -579,7 +579,7 @@ def run_with(engine: ToyEngine, budget: int) -> None:
 
 
 def findable(engine: ToyEngine, one: ToyRequest) -> int:
-    return len(engine.manager.find_prefix(make_keys(one.block_hashes, 0)))
+    return len(engine.manager.lookup(make_keys(one.block_hashes, 0)))
 
 
 @pytest.mark.parametrize("budget", [8, 32])
@@ -685,7 +685,7 @@ def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
 def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: ToyEngine, whole: bool) -> None:
     engine.add(request("first", 10, max_tokens=30, tenant="t"))
     engine.step(budget=100)
-    engine.reset(None if whole else OriginMatch(tenant="t"))
+    engine.reset(None if whole else RequestFilter(tenant="t"))
     engine.add(request("second", 10, max_tokens=30, tenant="u"))
     engine.step(budget=100)
     assert engine.offload.requests.find("second", 1.0).store.skipped["in_flight"] == 0
@@ -746,10 +746,10 @@ def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() 
     engine.add(request("first", 4, tenant="t"))
     store = engine.step().stores[0]
     engine.end_job(store.job_id)
-    engine.manager.leaving.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
+    engine.manager.drop(np.array(slots_of(store)), EvictionReason.OPERATOR, 1.0)
     engine.finish(engine.requests["first"])
     assert engine.offload.has_open_work()
-    engine.reset(OriginMatch(tenant="t"))
+    engine.reset(RequestFilter(tenant="t"))
     assert not engine.offload.plan_step([], engine.now_s)
     assert engine.offload.snapshot().pool.ready == 0
     engine.check_idle()
@@ -780,20 +780,20 @@ def test_a_number_too_long_to_print_is_ignored_like_any_other(engine: ToyEngine)
 def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine(num_slots=4100, num_blocks=600, settings=RequestPolicy(offload_prompt_only=False))
     fillers = [number.to_bytes(16, "big") + b"\0" for number in range(4100)]
-    filling = engine.manager.offer(fillers, Origin("filler"), np.arange(4100), 1, 1.0)
-    engine.manager.publish(filling.slots, 1.0)
+    filling = engine.manager.prepare_store(fillers, RequestIdentity("filler"), np.arange(4100), 1, 1.0)
+    engine.manager.complete_store(filling.slots, 1.0)
     long = request("long", 400, max_tokens=400)
     engine.add(long)
     engine.step(10**6, copy=True)
     looked_up = 0
-    find = KeyIndex.find
+    find = BlockIndex.find
 
-    def counting(index: KeyIndex, keys: Sequence[bytes], marks: np.ndarray | None = None) -> np.ndarray:
+    def counting(index: BlockIndex, keys: Sequence[bytes], marks: np.ndarray | None = None) -> np.ndarray:
         nonlocal looked_up
         looked_up += len(keys)
         return find(index, keys, marks)
 
-    monkeypatch.setattr(KeyIndex, "find", counting)
+    monkeypatch.setattr(BlockIndex, "find", counting)
     for _ in range(320):
         engine.step(copy=True)
     stored = engine.offload.requests.find("long", 1.0).store.stored - 400
@@ -805,7 +805,7 @@ def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: py
     whole = findable(engine, long)
     assert whole >= 479
     others = [number.to_bytes(16, "big") + b"\0" for number in range(10_000, 13_650)]
-    engine.manager.offer(others, Origin("other"), np.arange(len(others)), 1, 1.0)
+    engine.manager.prepare_store(others, RequestIdentity("other"), np.arange(len(others)), 1, 1.0)
     assert whole - 40 < findable(engine, long) < whole, "its end goes first"
 
 
@@ -848,7 +848,7 @@ def test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed
 
 def test_epoch_when_reset_is_the_pools_and_only_a_whole_one_raises_it(engine: ToyEngine) -> None:
     offload = engine.offload
-    assert offload.resets.reset(1.0, OriginMatch(request="r")).epoch == offload.snapshot().epoch == 0
+    assert offload.resets.reset(1.0, RequestFilter(request="r")).epoch == offload.snapshot().epoch == 0
     assert offload.resets.reset(2.0).epoch == offload.snapshot().epoch == engine.manager.epoch == 1
     engine.manager.reset(NO_SLOTS, 3.0)
     assert offload.snapshot().epoch == engine.manager.epoch == 2

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.core.engine import StoreMode
-from kvferry.core.events import EvictionBatch, NullSink
-from kvferry.core.kept import KeptBlocks
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level, Override, RequestPolicy
-from kvferry.core.slots import BATCH_SLOTS
+from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.recovery import import_blocks
+from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.tiers import HOST
 from kvferry.core.transfers import NO_SLOTS
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -152,8 +153,8 @@ def test_the_end_is_told_behind_the_last_submit() -> None:
     assert not tier.wrongs
 
 
-@pytest.mark.parametrize("match", [None, OriginMatch(request="r")])
-def test_the_end_is_told_though_a_reset_disowned_the_stores(match: OriginMatch | None) -> None:
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
+def test_the_end_is_told_though_a_reset_disowned_the_stores(match: RequestFilter | None) -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
@@ -340,7 +341,7 @@ def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     forget(engine)
     tier.raises = {method}
     serve_without_rest(engine, request("s", 4))
-    engine.reset(OriginMatch(request="nobody"))
+    engine.reset(RequestFilter(request="nobody"))
     tier.latency_s = 0.1
     serve_without_rest(engine, request("t", 3, family=3))
     engine.now_s += TIMEOUT_S + 1
@@ -408,7 +409,7 @@ def test_a_hit_in_the_pool_is_made_longer_by_a_tier() -> None:
     engine = engine_with()
     serve(engine, request("r", 5))
     for key in keys(5, first=2):
-        assert engine.manager.leaving.drop_key(key, engine.now_s)
+        assert engine.manager.drop_key(key, engine.now_s)
     engine.device.forget_all()
     serve(engine, request("s", 5))
     counts = prompt_tokens(engine, "s")
@@ -454,7 +455,7 @@ def ask_for_the_last_block(engine: ToyEngine, slow: str | None = None) -> None:
         engine.tiers[slow].latency_s = 10.0
     for _ in range(8):
         engine.offload.choice.tokens_rate.observe(1000, 50.0)
-    assert engine.manager.leaving.drop_key(keys(5)[-1], engine.now_s)
+    assert engine.manager.drop_key(keys(5)[-1], engine.now_s)
     engine.device.forget_all()
     engine.add(request("s", 5))
     engine.step()
@@ -551,11 +552,11 @@ def test_room_for_a_promotion_is_made_as_for_a_store() -> None:
     for family in (2, 3, 4, 5):
         serve(engine, request(f"f{family}", 4, family=family))
     engine.device.forget_all()
-    assert engine.manager.inventory.counts().free == 0
-    before = engine.manager.leaving.counts.total
+    assert engine.manager.counts().free == 0
+    before = engine.manager.evictions.total
     serve(engine, request("s", 4))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
-    assert engine.manager.leaving.counts.total == before + 4
+    assert engine.manager.evictions.total == before + 4
 
 
 def test_a_promotion_takes_half_the_pool_at_most() -> None:
@@ -575,8 +576,8 @@ def test_what_comes_back_from_a_tier_was_admitted_once_and_keeps_the_name_of_who
     engine.manager.admission.threshold = 63
     serve(engine, request("s", 4, tenant="t1"))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
-    assert engine.reset(OriginMatch(request="s")).dropped_blocks == 0
-    assert engine.reset(OriginMatch(request="r"), [HOST]).dropped_blocks == 4
+    assert engine.reset(RequestFilter(request="s")).dropped_blocks == 0
+    assert engine.reset(RequestFilter(request="r"), [HOST]).dropped_blocks == 4
 
 
 def test_a_tier_that_loses_blocks_gives_a_shorter_hit() -> None:
@@ -647,10 +648,10 @@ def promoting(engine: ToyEngine) -> ToyTier:
     return tier
 
 
-@pytest.mark.parametrize("match", [None, OriginMatch(request="r")])
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
 @pytest.mark.parametrize("places", [None, [HOST], ["disk"]])
 def test_a_reset_in_the_middle_of_a_promotion_publishes_nothing(
-    match: OriginMatch | None, places: Sequence[str] | None
+    match: RequestFilter | None, places: Sequence[str] | None
 ) -> None:
     engine = engine_with()
     promoting(engine)
@@ -668,7 +669,7 @@ def test_a_reset_in_the_middle_of_a_promotion_publishes_nothing(
 def test_a_reset_by_match_lets_the_rest_of_a_promotion_in() -> None:
     engine = engine_with()
     promoting(engine)
-    engine.reset(OriginMatch(request="s"), [HOST])
+    engine.reset(RequestFilter(request="s"), [HOST])
     engine.run()
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 20}
 
@@ -676,7 +677,7 @@ def test_a_reset_by_match_lets_the_rest_of_a_promotion_in() -> None:
 def test_what_a_reset_dropped_does_not_come_back_from_a_tier() -> None:
     engine = engine_with()
     serve(engine, request("r", 5, tenant="t1"), request("other", 5, family=2))
-    ticket = engine.reset(OriginMatch(tenant="t1"))
+    ticket = engine.reset(RequestFilter(tenant="t1"))
     settle(engine)
     result = engine.offload.resets.tier_results(ticket)["disk"]
     assert result.dropped_blocks == 5
@@ -725,7 +726,7 @@ def test_a_reset_of_a_tier_alone_leaves_the_pool() -> None:
     assert engine.reset(places=["a"]).dropped_blocks == 0
     settle(engine)
     assert (len(engine.tiers["a"].blocks), len(engine.tiers["b"].blocks)) == (0, 5)
-    assert engine.manager.inventory.counts().ready == 5
+    assert engine.manager.counts().ready == 5
 
 
 @pytest.mark.parametrize("engine", [engine_with("disk"), ToyEngine(4, 4)], ids=["tiers", "none"])
@@ -755,15 +756,15 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
     tier.level = Level.REQUEST
     serve(engine, request("r1", 2))
     fillers = [number.to_bytes(16, "big") + b"\0" for number in range(BATCH_SLOTS)]
-    filling = engine.manager.offer(fillers, Origin("filler"), np.arange(BATCH_SLOTS), 1, engine.now_s)
-    engine.manager.publish(filling.slots, engine.now_s)
+    filling = engine.manager.prepare_store(fillers, RequestIdentity("filler"), np.arange(BATCH_SLOTS), 1, engine.now_s)
+    engine.manager.complete_store(filling.slots, engine.now_s)
     engine.add(request("r2", 2, family=2))
     settle(engine)
     engine.add(request("late", 2, family=2))
-    assert (engine.manager.find_each(keys(2, family=2)) >= BATCH_SLOTS).all()
+    assert (engine.manager.lookup_each(keys(2, family=2)) >= BATCH_SLOTS).all()
     tier.blocks.clear()
     sink.meddle = True
-    assert engine.offload.resets.reset(engine.now_s, OriginMatch(request="r*")).dropped_blocks == 4
+    assert engine.offload.resets.reset(engine.now_s, RequestFilter(request="r*")).dropped_blocks == 4
     assert not sink.meddle
     for _ in range(5):
         engine.offload.on_transfers_finished([], engine.now_s)
@@ -778,11 +779,11 @@ def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
     serve_without_rest(engine, request("r", 3))
     ticket = engine.reset(places=[HOST])
     engine.check()
-    assert engine.manager.inventory.counts().storing == 3
+    assert engine.manager.counts().storing == 3
     assert engine.offload.resets.count_open(ticket) == 1
     engine.now_s += 1.0
     settle(engine)
-    assert engine.manager.inventory.counts().storing == 0
+    assert engine.manager.counts().storing == 0
     assert tier.blocks.keys() == set(keys(3)), "the tiers were not meant"
     assert not tier.wrongs
 
@@ -880,14 +881,15 @@ def test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified() ->
     for slot, key in enumerate(keys(3)):
         engine.copies.host[0][slot] = engine.truth.of(key)
     counts, times = np.ones(3, dtype=np.int64), np.zeros(3)
-    engine.manager.recovered.adopt(
+    import_blocks(
+        engine.manager,
         KeptBlocks(
             np.arange(3),
             keys(3),
             counts,
             counts * 64,
             np.arange(3),
-            [Origin("")] * 3,
+            [RequestIdentity("")] * 3,
             times,
             times,
             counts * 0,

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.core.engine import StepProgress
-from kvferry.core.events import EvictionBatch, NullSink
+from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.kept import KeptBlocks
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin, OriginMatch
-from kvferry.core.policy import PolicyBook, RequestPolicy
-from kvferry.core.reasons import EvictionReason
-from kvferry.core.resize import PoolResize, Todo
+from kvferry.core.keys import RequestFilter, RequestIdentity
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import KeptBlocks
+from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
+from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
 from tests.core.toy_engine import ToyEngine
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
@@ -32,10 +34,10 @@ class Record:
         self.began: list[int] = []
         self.ended: list[bytes] = []
 
-    def void(self, slots: Slots, generations: np.ndarray) -> None:
+    def invalidate(self, slots: Slots, generations: np.ndarray) -> None:
         self.voided |= set(zip(slots.tolist(), generations.tolist(), strict=True))
 
-    def void_before(self, epoch: int) -> None:
+    def invalidate_before(self, epoch: int) -> None:
         self.epochs.append(epoch)
 
     def num_invalidations(self) -> int:
@@ -44,10 +46,10 @@ class Record:
     def are_written(self, count: int) -> bool:
         return True
 
-    def begin_filling(self, labels: SlotLabels) -> None:
+    def begin_tier_write(self, labels: SlotLabels) -> None:
         self.began += labels.slots.tolist()
 
-    def end_filling(self, labels: SlotLabels) -> None:
+    def end_tier_write(self, labels: SlotLabels) -> None:
         self.ended += labels.keys
 
 
@@ -64,7 +66,7 @@ def key(number: int) -> bytes:
 
 
 def kept(
-    slots: Sequence[int], origins: Sequence[Origin] | None = None, classes: Sequence[int] | None = None
+    slots: Sequence[int], origins: Sequence[RequestIdentity] | None = None, classes: Sequence[int] | None = None
 ) -> KeptBlocks:
     """Blocks `key(slot)` in these slots, of generation 100 + slot, the latest used first."""
     count = len(slots)
@@ -74,7 +76,7 @@ def kept(
         np.array([100 + slot for slot in slots], dtype=np.int64),
         np.full(count, 64),
         np.arange(count),
-        [Origin("before")] * count if origins is None else origins,
+        [RequestIdentity("before")] * count if origins is None else origins,
         np.full(count, 5.0),
         np.zeros(count),
         np.zeros(count, dtype=np.int64),
@@ -83,26 +85,26 @@ def kept(
 
 
 def store(manager: OffloadManager, numbers: Sequence[int]) -> Slots:
-    offer = manager.offer([key(n) for n in numbers], Origin("new"), np.arange(len(numbers)), 1, 9.0)
-    manager.publish(offer.slots, 9.0)
+    offer = manager.prepare_store([key(n) for n in numbers], RequestIdentity("new"), np.arange(len(numbers)), 1, 9.0)
+    manager.complete_store(offer.slots, 9.0)
     return offer.slots
 
 
 def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
-    return [number for number in numbers if manager.inventory.find_block(key(number)) is not None]
+    return [number for number in numbers if Inventory(manager).find_block(key(number)) is not None]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(policy: str) -> None:
     manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
-    manager.recovered.adopt(kept([5, 0, 7, 2]), NO_SLOTS)
-    counts = manager.inventory.counts()
+    import_blocks(manager, kept([5, 0, 7, 2]), NO_SLOTS)
+    counts = manager.counts()
     assert (counts.free, counts.ready, counts.storing, counts.unverified) == (4, 4, 0, 4)
-    assert manager.find_prefix([key(5), key(0), key(1)]).tolist() == [5, 0]
+    assert manager.lookup([key(5), key(0), key(1)]).tolist() == [5, 0]
     assert sorted(store(manager, [20, 21, 22, 23]).tolist()) == [1, 3, 4, 6], "free slots are those that nobody has"
     store(manager, [30])
     assert present(manager, [5, 0, 7, 2]) == [5, 0, 7]
-    assert manager.inventory.counts().unverified == 3
+    assert manager.counts().unverified == 3
     store(manager, [31])
     assert present(manager, [5, 0, 7, 2]) == [5, 0]
 
@@ -110,7 +112,7 @@ def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(
 def test_generations_and_epochs_go_on_where_they_were() -> None:
     record = Record()
     manager = OffloadManager(8, 64, record=record, epoch=3)
-    manager.recovered.adopt(kept([5, 0]), NO_SLOTS)
+    import_blocks(manager, kept([5, 0]), NO_SLOTS)
     slots = store(manager, [20])
     labels = manager.labels(slots)
     assert labels is not None
@@ -119,7 +121,7 @@ def test_generations_and_epochs_go_on_where_they_were() -> None:
     assert labels.keys == [key(20)]
     manager.reset(NO_SLOTS, 1.0)
     assert record.epochs == [4]
-    assert manager.inventory.counts().unverified == 0
+    assert manager.counts().unverified == 0
     assert manager.epoch == 4
 
 
@@ -127,74 +129,78 @@ def test_only_an_empty_pool_takes_over() -> None:
     manager = OffloadManager(8, 64)
     store(manager, [1])
     with pytest.raises(RuntimeError, match="empty"):
-        manager.recovered.adopt(kept([5]), NO_SLOTS)
+        import_blocks(manager, kept([5]), NO_SLOTS)
 
 
 def test_rows_that_do_not_fit_are_written_again() -> None:
     manager = OffloadManager(8, 64)
-    manager.recovered.adopt(kept([5, 0]), np.array([0, 3]))
-    rows = manager.inventory.dirty_rows(10)
+    import_blocks(manager, kept([5, 0]), np.array([0, 3]))
+    rows = Inventory(manager).dirty_rows(10)
     assert rows is not None
     assert (rows.slots.tolist(), rows.live.tolist()) == ([0, 3], [True, False])
-    assert manager.inventory.dirty_rows(10) is None, "a row that fits is not written"
+    assert Inventory(manager).dirty_rows(10) is None, "a row that fits is not written"
 
 
 def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
     record = Record()
     manager = OffloadManager(4, 64, record=record)
-    manager.recovered.adopt(kept([0, 1, 2, 3]), NO_SLOTS)
+    import_blocks(manager, kept([0, 1, 2, 3]), NO_SLOTS)
     store(manager, [20])
     assert record.voided == {(3, 103)}, "evicted"
-    manager.leaving.drop_key(key(1), 1.0)
+    manager.drop_key(key(1), 1.0)
     assert record.voided == {(3, 103), (1, 101)}, "dropped"
-    offer = manager.offer([key(21)], Origin("new"), np.arange(1), 1, 9.0)
-    manager.abandon(offer.slots)
+    offer = manager.prepare_store([key(21)], RequestIdentity("new"), np.arange(1), 1, 9.0)
+    manager.abort_store(offer.slots)
     assert (int(offer.slots[0]), 105) in record.voided, "never stored"
-    first = manager.offer([key(30)], Origin("new"), np.arange(1), 1, 9.0)
-    second = manager.offer([key(30)], Origin("new"), np.arange(1), 1, 9.0)
-    manager.publish(first.slots, 9.0)
-    manager.publish(second.slots, 9.0)
+    first = manager.prepare_store([key(30)], RequestIdentity("new"), np.arange(1), 1, 9.0)
+    second = manager.prepare_store([key(30)], RequestIdentity("new"), np.arange(1), 1, 9.0)
+    manager.complete_store(first.slots, 9.0)
+    manager.complete_store(second.slots, 9.0)
     assert (int(second.slots[0]), 107) in record.voided, "lost the race for its key"
     assert (int(first.slots[0]), 106) not in record.voided
 
 
 def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
     manager = OffloadManager(8, 64)
-    manager.recovered.adopt(kept([0, 1, 2], [Origin("a", "t1"), Origin("b", "t2"), Origin("")]), NO_SLOTS)
-    manager.leaving.drop_matching(OriginMatch(tenant="t1").matches, 0, 1.0)
+    import_blocks(
+        manager,
+        kept([0, 1, 2], [RequestIdentity("a", "t1"), RequestIdentity("b", "t2"), RequestIdentity("")]),
+        NO_SLOTS,
+    )
+    manager.drop_matching(RequestFilter(tenant="t1").matches, 0, 1.0)
     assert present(manager, [0, 1, 2]) == [1]
 
 
 def test_verification_drops_what_is_bad_and_ends() -> None:
     sink = Recorder()
     manager = OffloadManager(8, 64, sink=sink)
-    manager.recovered.adopt(kept([0, 1, 2, 3, 4]), NO_SLOTS)
-    loading = manager.pins.pin(manager.find_prefix([key(1), key(2)]))
-    assert manager.pins.begin_load(loading, 1.0)
-    assert manager.recovered.unverified(loading.slots).tolist() == [1, 2]
-    pin = manager.recovered.begin_verification(0)
+    import_blocks(manager, kept([0, 1, 2, 3, 4]), NO_SLOTS)
+    loading = manager.pin(manager.lookup([key(1), key(2)]))
+    assert manager.prepare_load(loading, 1.0)
+    assert manager.unverified(loading.slots).tolist() == [1, 2]
+    pin = begin_verification(manager, 0)
     assert pin.slots.tolist() == [0, 1, 2, 3, 4]
     store(manager, [20, 21, 22, 23, 24, 25])
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4], "nothing goes while it is looked at"
-    manager.recovered.end_verification(pin, np.array([1, 3]), 2.0)
+    end_verification(manager, pin, np.array([1, 3]), 2.0)
     assert present(manager, [0, 1, 2, 3, 4]) == [0, 2, 4]
-    assert not manager.pins.end_load(loading), "one of its slots is gone"
-    assert manager.inventory.counts().unverified == 0
-    assert not len(manager.recovered.begin_verification(0))
+    assert not manager.complete_load(loading), "one of its slots is gone"
+    assert manager.counts().unverified == 0
+    assert not len(begin_verification(manager, 0))
     failed = [batch for batch in sink.batches if batch.reason is EvictionReason.FAILED_VERIFICATION]
     assert [batch.rows.keys for batch in failed] == [[key(1), key(3)]]
-    assert manager.leaving.counts.by_reason == {"failed_verification": 2}
-    assert manager.inventory.counts().free == 8 - manager.inventory.counts().ready
+    assert manager.evictions.by_reason == {"failed_verification": 2}
+    assert manager.counts().free == 8 - manager.counts().ready
 
 
 def test_looking_for_slots_to_verify_takes_no_memory_in_proportion_to_the_pool() -> None:
     count = 200_000
     manager = OffloadManager(count, 64)
-    manager.recovered.adopt(kept(range(count)), NO_SLOTS)
-    manager.recovered.begin_verification(0)
+    import_blocks(manager, kept(range(count)), NO_SLOTS)
+    begin_verification(manager, 0)
     tracemalloc.start()
     try:
-        pin = manager.recovered.begin_verification(1000)
+        pin = begin_verification(manager, 1000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -204,39 +210,39 @@ def test_looking_for_slots_to_verify_takes_no_memory_in_proportion_to_the_pool()
 
 def test_slots_to_verify_are_found_however_far_apart_they_are() -> None:
     manager = OffloadManager(10_000, 64)
-    manager.recovered.adopt(kept([3, 4500, 4501, 9999]), NO_SLOTS)
+    import_blocks(manager, kept([3, 4500, 4501, 9999]), NO_SLOTS)
     seen, start = [], 0
-    while len(pin := manager.recovered.begin_verification(start)):
+    while len(pin := begin_verification(manager, start)):
         seen += pin.slots.tolist()
         start = seen[-1] + 1
-        manager.recovered.end_verification(pin, NO_SLOTS, 1.0)
+        end_verification(manager, pin, NO_SLOTS, 1.0)
     assert seen == [3, 4500, 4501, 9999]
-    assert manager.inventory.counts().unverified == 0
+    assert manager.counts().unverified == 0
 
 
 def test_slots_under_verification_stay_pinned_after_recovery() -> None:
     engine = ToyEngine(8, 8)
     manager = engine.manager
-    manager.recovered.adopt(kept([0, 1]), NO_SLOTS)
-    pin = manager.recovered.begin_verification(0)
+    import_blocks(manager, kept([0, 1]), NO_SLOTS)
+    pin = begin_verification(manager, 0)
     engine.offload.abandon_all(1.0)
     store(manager, range(20, 28))
     assert present(manager, [0, 1]) == [0, 1]
-    manager.recovered.end_verification(pin, NO_SLOTS, 2.0)
+    end_verification(manager, pin, NO_SLOTS, 2.0)
     store(manager, range(30, 38))
     assert present(manager, [0, 1]) == []
 
 
 def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
     manager = OffloadManager(8, 64)
-    manager.recovered.adopt(kept([0, 1]), NO_SLOTS)
-    pin = manager.recovered.begin_verification(0)
+    import_blocks(manager, kept([0, 1]), NO_SLOTS)
+    pin = begin_verification(manager, 0)
     manager.reset(NO_SLOTS, 1.0)
     slots = store(manager, [20, 21])
-    manager.recovered.end_verification(pin, pin.slots, 2.0)
+    end_verification(manager, pin, pin.slots, 2.0)
     assert present(manager, [20, 21]) == [20, 21]
     assert len(slots) == 2
-    assert manager.inventory.counts().free == 6
+    assert manager.counts().free == 6
 
 
 def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_reset_returns() -> None:
@@ -244,7 +250,7 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
     manager = OffloadManager(8, BLOCK_BYTES, record=record)
     device = Device(8)
     layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
-    scheduler = OffloadScheduler(manager, PolicyBook(RequestPolicy(), {}, manager.lock), device, layout)
+    scheduler = OffloadScheduler(manager, PolicyResolver(RequestPolicy(), {}, manager.lock), device, layout)
     for tenant in range(2):
         table = device.take(3)
         assert table is not None
@@ -257,32 +263,32 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
         assert job.labels.keys == [hash_of(tenant, 0, 0, i) + b"\0" for i in range(3)]
         if tenant == 0:
             doomed = set(zip(job.labels.slots.tolist(), job.labels.generations.tolist(), strict=True))
-    scheduler.resets.reset(2.0, OriginMatch(tenant="tenant0"))
+    scheduler.resets.reset(2.0, RequestFilter(tenant="tenant0"))
     assert record.voided == doomed
     scheduler.on_transfers_finished([TransferResult(1), TransferResult(2)], 3.0)
-    assert manager.inventory.counts().ready == 3
+    assert manager.counts().ready == 3
 
 
 def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends() -> None:
     """Freed at once, they could leave the pool with their memory while somebody reads it."""
     manager = OffloadManager(8, 64)
-    manager.recovered.adopt(kept([0, 1, 4, 5]), NO_SLOTS)
-    loading = manager.pins.pin(manager.find_prefix([key(1)]))
-    assert manager.pins.begin_load(loading, 1.0)
-    pin = manager.recovered.begin_verification(0)
+    import_blocks(manager, kept([0, 1, 4, 5]), NO_SLOTS)
+    loading = manager.pin(manager.lookup([key(1)]))
+    assert manager.prepare_load(loading, 1.0)
+    pin = begin_verification(manager, 0)
     resize = PoolResize(manager, 4)
     manager.reset(loading.slots, 1.0)
     manager.reset(loading.slots, 1.0)
-    resize.want(4)
+    resize.request(4)
     now_s = 2.0
     for _ in range(40):
         now_s += 1.0
         assert resize.step(now_s) is not Todo.MEMORY
     assert not set(store(manager, range(20, 28))) & set(pin.slots.tolist())
-    manager.recovered.end_verification(pin, pin.slots, now_s)
+    end_verification(manager, pin, pin.slots, now_s)
     while resize.step(now_s) is not Todo.MEMORY:
         continue
     assert resize.memory_slots == 4
-    assert manager.inventory.counts().free == 1, "two are stored, and one is being loaded"
-    manager.pins.end_load(loading)
-    assert manager.inventory.counts().free == 2
+    assert manager.counts().free == 1, "two are stored, and one is being loaded"
+    manager.complete_load(loading)
+    assert manager.counts().free == 2

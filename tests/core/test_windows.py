@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import make_keys
-from kvferry.core.rates import LoadDecision, LoadOrCompute
 from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 WINDOW_TOKENS = 2 * BLOCK_SIZE + 1
@@ -43,7 +43,7 @@ def answer(engine: ToyEngine, one: ToyRequest, budget: int = 32) -> int:
 
 
 def stored_blocks(engine: ToyEngine, one: ToyRequest, group: int) -> set[int]:
-    found = engine.manager.find_each(make_keys(one.block_hashes, group)) >= 0
+    found = engine.manager.lookup_each(make_keys(one.block_hashes, group)) >= 0
     return set(np.flatnonzero(found).tolist())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.core.engine import StoreMode
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
-from kvferry.core.misses import Misses
 from kvferry.core.requests import RequestState
+from kvferry.core.stats import Misses
 from tests.core.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.core.slots import SlotState
+from kvferry.core.pool.slots import SlotState
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import StepPlan
 from tests.core.toy_copies import blocks_of
@@ -85,7 +85,7 @@ def _check_slots(engine: ToyEngine) -> None:
     pins = table.pins[: table.end_slot]
     ready = states == SlotState.READY
     assert np.count_nonzero(ready) == table.num_ready == len(manager.index)
-    assert len(manager.room.policy) == np.count_nonzero(ready & (pins == 0))
+    assert len(manager.evictor.policy) == np.count_nonzero(ready & (pins == 0))
     loads_on = np.zeros_like(pins)
     for pin in manager.pins._loading.values():
         loads_on[pin.slots] += 1
@@ -150,8 +150,8 @@ def _check_pins(engine: ToyEngine) -> None:
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
     ready = manager.table.is_ready(np.arange(manager.table.end_slot))
-    if manager.pins._lingering:
-        ready[list(manager.pins._lingering)] = True
+    if manager.pins._freed_when_unpinned:
+        ready[list(manager.pins._freed_when_unpinned)] = True
     assert not np.array(owned)[~ready].any(), "a slot is pinned that holds no block"
     assert (manager.table.pins[: len(ready)][ready] == np.array(owned)[ready]).all(), (
         "a pin without an owner, or the reverse"
@@ -249,4 +249,4 @@ def check_idle(engine: ToyEngine) -> None:
     table = engine.manager.table
     assert not table.pins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].any()
     assert not engine.resize.is_open
-    assert (table.num_slots, table.num_retired) == (engine.manager.table.wanted_slots, 0)
+    assert (table.num_slots, table.num_retired) == (engine.manager.table.target_slots, 0)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvferry.core.engine import StepProgress, StoreMode
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import OriginMatch
-from kvferry.core.policy import Override, PolicyBook, RequestPolicy
-from kvferry.core.rates import LoadOrCompute
+from kvferry.core.keys import RequestFilter
+from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.resets import ResetTicket
-from kvferry.core.resize import PoolResize, Todo
 from kvferry.core.rules import Rule
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
@@ -68,7 +68,7 @@ class ToyEngine(ToySchedule):
             num_slots, self.layout.slot_bytes, eviction_policy, sink=sink, max_slots=max_slots
         )
         self.resize = PoolResize(self.manager, extent_slots)
-        self.policies = PolicyBook(settings or RequestPolicy(), {}, self.manager.lock)
+        self.policies = PolicyResolver(settings or RequestPolicy(), {}, self.manager.lock)
         self.num_workers = num_workers
         self.device = ToyDevice(num_blocks, num_workers, null_block)
         self.copies = ToyCopies(self.device, self.groups, num_slots, num_workers)
@@ -258,7 +258,7 @@ class ToyEngine(ToySchedule):
 
     # --- operators --------------------------------------------------------------------------------------------------
 
-    def reset(self, match: OriginMatch | None = None, places: Sequence[str] | None = None) -> ResetTicket:
+    def reset(self, match: RequestFilter | None = None, places: Sequence[str] | None = None) -> ResetTicket:
         """Forget everything, or what matches, everywhere or in some places."""
         self.ledger.resetting(match, places)
         ticket = self.offload.resets.reset(self.now_s, match, places)
@@ -293,7 +293,7 @@ class ToyEngine(ToySchedule):
                 return
             if self.drive_resize() is Todo.LATER:
                 self.now_s += 1.0
-        raise AssertionError(f"the pool has {self.manager.inventory.counts().slots} slots after {max_steps} steps")
+        raise AssertionError(f"the pool has {self.manager.counts().slots} slots after {max_steps} steps")
 
     def set_override(self, override: Override) -> None:
         """Set a request's policy."""

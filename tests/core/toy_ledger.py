@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadDecision
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import RequestFilter
 from kvferry.core.promotions import LookPhase
-from kvferry.core.rates import LoadDecision
 from kvferry.core.requests import RequestPhase, RequestState
 from kvferry.core.resets import ResetTicket
 from kvferry.core.scheduler import Hit, Later, MatchResult
@@ -27,7 +27,7 @@ from tests.core.toy_tokens import ToyRequest
 if TYPE_CHECKING:
     from tests.core.toy_engine import ToyEngine
 
-PATIENCE_S = 1.0
+PINNED_WAIT_S = 1.0
 
 
 @dataclass
@@ -285,7 +285,7 @@ class Ledger:
             self._events["waited for another's load"] += record.waits_until_s is None
         if record.waits_until_s is None:
             compute_s = engine.offload.choice.tokens_rate.estimate_s(request.num_tokens)
-            record.waits_until_s = engine.now_s + (PATIENCE_S if compute_s is None else compute_s)
+            record.waits_until_s = engine.now_s + (PINNED_WAIT_S if compute_s is None else compute_s)
         assert engine.now_s <= record.waits_until_s + self.clock_went_back_s, f"{request.request_id} waits for ever"
 
     def _mark(self, record: Record, place: int) -> bytes:
@@ -367,7 +367,7 @@ class Ledger:
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def resetting(self, match: OriginMatch | None, places: Sequence[str] | None) -> None:
+    def resetting(self, match: RequestFilter | None, places: Sequence[str] | None) -> None:
         """A reset is about to come: note what it disowns."""
         offload, table = self._engine.offload, self._engine.manager.table
         of_pool = places is None or HOST in places
@@ -385,7 +385,7 @@ class Ledger:
         self._events[f"{kind} with loads in flight"] += any(not job.is_store for job in offload._jobs)
         self._num_matching = sum(match is None or matches(match, origin) for origin in self._ready_origins())
 
-    def _disown_promotions(self, match: OriginMatch | None, places: Sequence[str] | None, of_pool: bool) -> None:
+    def _disown_promotions(self, match: RequestFilter | None, places: Sequence[str] | None, of_pool: bool) -> None:
         table = self._engine.manager.table
         for promotion in self._engine.offload.tiers.promotions.open:
             if not of_pool and promotion.link.name not in (places or ()):
@@ -396,7 +396,7 @@ class Ledger:
                     self._events["a reset met a promotion"] += 1
                     self.disowned[slot] = int(table.generations[slot])
 
-    def was_reset(self, match: OriginMatch | None, ticket: ResetTicket, places: Sequence[str] | None) -> None:
+    def was_reset(self, match: RequestFilter | None, ticket: ResetTicket, places: Sequence[str] | None) -> None:
         """It answered how much was dropped, and that is gone."""
         is_whole = match is None and (places is None or HOST in places)
         assert ticket.epoch == self._num_epochs + is_whole == self._engine.offload.snapshot().epoch

@@ -8,7 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from kvferry.core.groups import Group, GroupKind
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.rules import Rule
 from tests.core.toy_compute import first_needed
@@ -70,7 +70,7 @@ def boundary_slots(group: Group, resumable: int, whole: int) -> set[int]:
     return set(range(first_needed(group, resumable) // group.slot_blocks, whole // group.slot_tokens))
 
 
-def matches(match: OriginMatch, origin: Origin) -> bool:
+def matches(match: RequestFilter, origin: RequestIdentity) -> bool:
     """Whether a reset by match means what this request stored."""
     names = [origin.request_id, *origin.aliases]
     return (
@@ -120,8 +120,8 @@ class PolicyOracle:
 
 
 def _rule_matches(rule: Rule, request: ToyRequest) -> bool:
-    asked = OriginMatch(rule.match.request, rule.match.tenant, rule.match.lora)
-    origin = Origin(request.request_id, request.tenant, request.lora, request.aliases)
+    asked = RequestFilter(rule.match.request, rule.match.tenant, rule.match.lora)
+    origin = RequestIdentity(request.request_id, request.tenant, request.lora, request.aliases)
     least, most = rule.match.prompt_tokens.least or 0, rule.match.prompt_tokens.most
     in_span = least <= request.num_prompt_tokens <= (10**9 if most is None else most)
     return in_span and matches(asked, origin)

@@ -20,7 +20,7 @@ from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
 from tests.waiting import wait_until
 
-PATIENCE_S = 30.0
+PINNED_WAIT_S = 30.0
 
 
 def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
@@ -41,7 +41,7 @@ def engine_over(
 def results_of(copies: CpuCopyEngine, wanted: list[TransferJob]) -> dict[int, TransferResult]:
     for one in wanted:
         copies.submit(one)
-    assert copies.wait([one.job_id for one in wanted], PATIENCE_S)
+    assert copies.wait([one.job_id for one in wanted], PINNED_WAIT_S)
     results = copies.poll()
     assert sorted(result.job_id for result in results) == sorted(one.job_id for one in wanted)
     return {result.job_id: result for result in results}
@@ -124,12 +124,12 @@ def test_a_store_ahead_has_been_copied_when_the_call_returns() -> None:
     def before(one: TransferJob) -> None:
         if one.job_id == 1:
             busy.set()
-            assert go_on.wait(PATIENCE_S)
+            assert go_on.wait(PINNED_WAIT_S)
 
     layout = DeviceLayout.of_arrays([blocks])
     copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=1, before=before)
     copies.submit(store(1, 1))
-    assert busy.wait(PATIENCE_S)
+    assert busy.wait(PINNED_WAIT_S)
     copies.submit_ahead(store(2, 0))
     blocks[0] = 77
     assert [(result.job_id, result.error) for result in copies.poll()] == [(2, None)]
@@ -142,13 +142,13 @@ def test_a_store_ahead_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvferry.cuda_ops.copy.cpu_copy.AHEAD_S", 0.01)
     blocks, pool, go_on = np.ones((2, 64), dtype=np.uint8), HostPool(2, 64), threading.Event()
     layout = DeviceLayout.of_arrays([blocks])
-    copies = CpuCopyEngine(layout, pool, lambda: None, before=lambda one: (go_on.wait(PATIENCE_S), None)[1])
+    copies = CpuCopyEngine(layout, pool, lambda: None, before=lambda one: (go_on.wait(PINNED_WAIT_S), None)[1])
     copies.submit_ahead(store(1, 0))
     copies.submit_ahead(store(2, 1))
     blocks[0] = 77
     assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
     go_on.set()
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     assert ["overtaken" in str(result.error) for result in copies.poll()] == [True, True]
     copies.submit_ahead(store(3, 0))
     copies.close()
@@ -193,10 +193,10 @@ def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied(copy
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), Dying(1), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))
-    thread.join(PATIENCE_S)
+    thread.join(PINNED_WAIT_S)
     assert not copies.is_alive()
     copies.submit(store(2, 1))
-    assert copies.wait([2], PATIENCE_S)
+    assert copies.wait([2], PINNED_WAIT_S)
     assert copies.is_alive()
     assert {result.job_id: result.error for result in copies.poll()} == {1: None, 2: None}
     copies.close()
@@ -215,9 +215,9 @@ def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stoppe
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), DyingPool(4, 64), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))
-    thread.join(PATIENCE_S)
+    thread.join(PINNED_WAIT_S)
     if ending == "wait":
-        assert copies.wait([1], PATIENCE_S)
+        assert copies.wait([1], PINNED_WAIT_S)
     if ending == "close":
         copies.close()
     assert [(result.job_id, result.error) for result in copies.poll()] == [(1, "the copy thread died")]
@@ -230,17 +230,17 @@ def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_one
 
     def hold() -> None:
         started.set()
-        go_on.wait(PATIENCE_S)
+        go_on.wait(PINNED_WAIT_S)
 
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), hold, num_threads=1)
     copies.submit(store(1, 0))
-    assert started.wait(PATIENCE_S)
+    assert started.wait(PINNED_WAIT_S)
     copies.submit(store(2, 1))
     closing = threading.Thread(target=copies.close)
     closing.start()
-    wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+    wait_until(lambda: not copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
     go_on.set()
-    closing.join(PATIENCE_S)
+    closing.join(PINNED_WAIT_S)
     copies.submit(store(3, 2))
     errors = {result.job_id: result.error for result in copies.poll()}
     assert errors[1] is None
@@ -252,14 +252,14 @@ def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_one
 def test_waiting_is_bounded_and_ended_or_unknown_jobs_are_not_waited_for() -> None:
     go_on = threading.Event()
     copies = engine_over(
-        np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), lambda: go_on.wait(PATIENCE_S) and None, num_threads=1
+        np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), lambda: go_on.wait(PINNED_WAIT_S) and None, num_threads=1
     )
     copies.submit(store(1, 0))
-    assert copies.wait([1, 77], PATIENCE_S)
+    assert copies.wait([1, 77], PINNED_WAIT_S)
     copies.submit(store(2, 1))
     assert not copies.wait([1, 2], 0.01)
     go_on.set()
-    assert copies.wait([1, 2], PATIENCE_S)
+    assert copies.wait([1, 2], PINNED_WAIT_S)
     assert [result.job_id for result in copies.poll()] == [1, 2]
     copies.close()
 
@@ -313,7 +313,7 @@ def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -
         results_of(copies, [store(number, number) for number in range(64)])
         left = weakref.ref(pool.slot(63).base)
         pool.remove_extents(2)
-        wait_until(lambda: left() is None, "the memory to go", PATIENCE_S)
+        wait_until(lambda: left() is None, "the memory to go", PINNED_WAIT_S)
     finally:
         copies.close()
         pool.close()

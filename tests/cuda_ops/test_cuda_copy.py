@@ -50,7 +50,7 @@ from tests.cuda_ops.fake_cuda import (
 from tests.faults import Faults
 from tests.waiting import wait_until
 
-PATIENCE_S = 30.0
+PINNED_WAIT_S = 30.0
 
 
 def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
@@ -91,7 +91,7 @@ class Rig:
         self.copies = engine_on(self.cuda, DeviceLayout.of_arrays([self.blocks]), self.pool)
         # What a test has fail from here on is a job's, not what the four copy threads begin with.
         began = "cuThreadExchangeStreamCaptureMode"
-        wait_until(lambda: self.cuda.calls[began] == 4, "the copy threads have begun", PATIENCE_S)
+        wait_until(lambda: self.cuda.calls[began] == 4, "the copy threads have begun", PINNED_WAIT_S)
 
     def results_of(self, *wanted: TransferJob) -> dict[int, TransferResult]:
         for one in wanted:
@@ -99,7 +99,7 @@ class Rig:
         return self.ends([one.job_id for one in wanted])
 
     def ends(self, wanted: list[int]) -> dict[int, TransferResult]:
-        assert self.copies.wait(wanted, PATIENCE_S)
+        assert self.copies.wait(wanted, PINNED_WAIT_S)
         results = self.copies.poll()
         assert sorted(result.job_id for result in results) == sorted(wanted)
         return {result.job_id: result for result in results}
@@ -114,7 +114,7 @@ class GatedPool(HostPool):
 
     def hold(self) -> PoolTable:
         self.asked.set()
-        assert self.go_on.wait(PATIENCE_S)
+        assert self.go_on.wait(PINNED_WAIT_S)
         return super().hold()
 
 
@@ -144,7 +144,7 @@ def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
             cuda.launch(lambda fresh=fresh: np.copyto(device.memory, fresh))
             pool_before = contents(pool)
             copies.submit(one)
-            assert copies.wait([one.job_id], PATIENCE_S)
+            assert copies.wait([one.job_id], PINNED_WAIT_S)
             (result,) = copies.poll()
             device_after, pool_after = device.memory.copy(), contents(pool)
             device.memory[:] = fresh
@@ -175,7 +175,7 @@ def test_many_jobs_of_both_directions_at_once_arrive_whole_and_end_once(seed: in
         directions[number] = Direction.STORE if rng.integers(2) else Direction.LOAD
         part = slice(4 * number, 4 * number + 4)
         copies.submit(job(number, directions[number], ids[part].tolist(), slots[part].tolist()))
-    assert copies.wait(range(16), PATIENCE_S)
+    assert copies.wait(range(16), PINNED_WAIT_S)
     results = copies.poll()
     assert sorted(result.job_id for result in results) == list(range(16))
     assert all(result.error is None and result.num_bytes == 192 and result.seconds > 0 for result in results)
@@ -235,7 +235,7 @@ def test_the_stream_that_computes_is_told_of_loads_and_not_of_stores(rig: Rig) -
     rig.copies.poll()
     assert rig.cuda.calls["cuStreamWaitEvent"] == before
     rig.copies.submit(load(2, 0))
-    assert rig.copies.wait([2], PATIENCE_S)
+    assert rig.copies.wait([2], PINNED_WAIT_S)
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 1
     assert [result.job_id for result in rig.copies.poll()] == [2]
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 2
@@ -252,7 +252,7 @@ def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batche
     copies.submit(job(2, Direction.LOAD, [1], [7]))
     cuda.launch(lambda: blocks[0].fill(77))
     cuda.synchronize()
-    assert copies.wait([1, 2], PATIENCE_S)
+    assert copies.wait([1, 2], PINNED_WAIT_S)
     assert {result.job_id: result.error for result in copies.poll()} == {1: None, 2: None}
     assert (pool.slot(0) == 5).all()
     assert (pool.slot(1) == 5).all()
@@ -270,11 +270,11 @@ def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytes
     cuda.synchronize()
     assert copies.wait([2], 0.0), "no step waits for a second one meanwhile"
     pool.go_on.set()
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     assert all("overtaken" in str(result.error) for result in copies.poll())
     assert not contents(pool).any()
     copies.submit_ahead(store(3, 0))
-    assert copies.wait([3], PATIENCE_S)
+    assert copies.wait([3], PINNED_WAIT_S)
     assert [result.error for result in copies.poll()] == [None]
     copies.close()
 
@@ -332,7 +332,7 @@ def test_a_heap_of_jobs_takes_no_heap_of_pinned_memory(rig: Rig) -> None:
         rig.cuda.launch(lambda: None)
         for number in range(200):
             rig.copies.submit(store(number, number % 8))
-        wait_until(lambda: rig.cuda.num_queued_copies() >= 8, "copies are queued ahead", PATIENCE_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() >= 8, "copies are queued ahead", PINNED_WAIT_S)
         assert not rig.copies.wait([0], 0.1)
     assert all(result.error is None for result in rig.ends(list(range(200))).values())
     assert len(rig.cuda.allocated) <= 8
@@ -393,7 +393,7 @@ def test_a_job_that_failed_is_open_for_as_long_as_a_part_of_it_may_still_run(rig
     with rig.cuda.held():
         rig.cuda.launch(lambda: rig.blocks.fill(77))
         rig.copies.submit(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))
-        wait_until(lambda: rig.cuda.num_queued_copies() == 2, "half of the job is queued", PATIENCE_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() == 2, "half of the job is queued", PINNED_WAIT_S)
         assert not rig.copies.wait([1], 0.05)
     assert call in str(rig.ends([1])[1].error)
     assert rig.cuda.num_queued_copies() == 0
@@ -444,10 +444,10 @@ def test_a_device_that_breaks_before_a_job_is_planned_is_found_out_by_it() -> No
     cuda, pool = FakeCuda(), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
     copies.submit(store(1, 0))
-    assert pool.asked.wait(PATIENCE_S)
+    assert pool.asked.wait(PINNED_WAIT_S)
     cuda.poison(ILLEGAL_ADDRESS)
     pool.go_on.set()
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(copies.poll()[0].error)
     assert not copies.is_alive()
     copies.close()
@@ -468,7 +468,7 @@ def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied(
     )
     copies.submit(store(1, 0))
     copies.submit(store(2, 1))
-    assert copies.wait([1, 2], PATIENCE_S)
+    assert copies.wait([1, 2], PINNED_WAIT_S)
     errors = {result.job_id: result.error for result in copies.poll()}
     assert "LookupError" in str(errors[1])
     assert errors[2] is None
@@ -478,7 +478,7 @@ def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied(
 
 def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Rig) -> None:
     rig.copies.submit(load(1, 0))
-    assert rig.copies.wait([1], PATIENCE_S)
+    assert rig.copies.wait([1], PINNED_WAIT_S)
     rig.cuda.fail("cuStreamWaitEvent", INVALID_VALUE)
     assert [result.error for result in rig.copies.poll()] == [None]
     assert rig.copies.is_alive()
@@ -505,7 +505,7 @@ def test_a_stream_that_cannot_be_named_when_loads_have_ended_loses_no_result() -
         current_stream=current_stream,
     )
     copies.submit(load(1, 1))
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     broken.append(True)
     assert [(result.job_id, result.error) for result in copies.poll()] == [(1, None)]
     before = cuda.calls["cuStreamWaitEvent"]
@@ -527,7 +527,7 @@ def test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run(
     with rig.cuda.held():
         rig.cuda.launch(lambda: rig.blocks.fill(77))
         rig.copies.submit(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))
-        wait_until(lambda: rig.cuda.calls["cuStreamSynchronize"] > 3, "it is asked until it answers", PATIENCE_S)
+        wait_until(lambda: rig.cuda.calls["cuStreamSynchronize"] > 3, "it is asked until it answers", PINNED_WAIT_S)
         assert not rig.copies.wait([1], 0.05)
         assert rig.cuda.num_queued_copies() == 2
     assert call in str(rig.ends([1])[1].error)
@@ -600,7 +600,7 @@ def test_whatever_fails_every_job_ends_once_and_what_succeeded_is_right(
         source = blocks if direction is Direction.STORE else contents(pool)[:, 0]
         expected[number] = source[here].copy()
         copies.submit(job(number, direction, here, here))
-    assert copies.wait(range(12), PATIENCE_S)
+    assert copies.wait(range(12), PINNED_WAIT_S)
     results = copies.poll()
     assert sorted(result.job_id for result in results) == list(range(12))
     for result in results:
@@ -648,7 +648,7 @@ def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptur
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), HostPool(4, 64), fail)
     for number in range(1, 4):
         copies.submit(store(number, number))
-        assert copies.wait([number], PATIENCE_S)
+        assert copies.wait([number], PINNED_WAIT_S)
     assert [(result.job_id, result.error) for result in copies.poll()] == [(1, None), (2, None), (3, None)]
     assert copies.is_alive()
     copies.close()
@@ -665,18 +665,18 @@ def test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has() ->
     with cuda.held():
         cuda.launch(lambda: blocks.fill(55))
         copies.submit(store(1, 0))
-        assert pool.asked.wait(PATIENCE_S)
+        assert pool.asked.wait(PINNED_WAIT_S)
         copies.submit(store(2, 1))
         closing = threading.Thread(target=copies.close)
         closing.start()
-        wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+        wait_until(lambda: not copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
         copies.submit(store(3, 2))
         pool.go_on.set()
-        wait_until(lambda: cuda.num_queued_copies() > 0, "the copy is queued", PATIENCE_S)
+        wait_until(lambda: cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)
         assert closing.is_alive()
         # The compute that the copy waits for has not run: the memory must not go yet.
         assert 1 not in {result.job_id for result in copies.poll()}
-    closing.join(PATIENCE_S)
+    closing.join(PINNED_WAIT_S)
     copies.close()
     assert not closing.is_alive()
     assert cuda.num_queued_copies() == 0
@@ -689,14 +689,14 @@ def test_what_close_and_later_jobs_are_told() -> None:
     cuda, pool = FakeCuda(), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
     copies.submit(store(1, 0))
-    assert pool.asked.wait(PATIENCE_S)
+    assert pool.asked.wait(PINNED_WAIT_S)
     copies.submit(store(2, 1))
     closing = threading.Thread(target=copies.close)
     closing.start()
-    wait_until(lambda: not copies.is_alive(), "the engine is closing", PATIENCE_S)
+    wait_until(lambda: not copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
     copies.submit(load(3, 2))
     pool.go_on.set()
-    closing.join(PATIENCE_S)
+    closing.join(PINNED_WAIT_S)
     errors = {result.job_id: result.error for result in copies.poll()}
     assert errors[1] is None
     assert "closed before the job started" in str(errors[2])
@@ -706,7 +706,7 @@ def test_what_close_and_later_jobs_are_told() -> None:
 def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: Rig) -> None:
     with rig.cuda.held():
         rig.copies.submit(job(1, Direction.STORE, list(range(8)), list(range(8))))
-        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PATIENCE_S)
+        wait_until(lambda: rig.cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)
         rig.pool.close()
     assert rig.ends([1])[1].error is None
 
@@ -722,11 +722,11 @@ def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -
     try:
         for one in (store(1, 7), load(2, 7)):
             copies.submit(one)
-            assert copies.wait([one.job_id], PATIENCE_S)
+            assert copies.wait([one.job_id], PINNED_WAIT_S)
             assert [result.error for result in copies.poll()] == [None]
         left = weakref.ref(pool.slot(7).base)
         pool.remove_extents(1)
-        wait_until(lambda: left() is None, "the memory to go", PATIENCE_S)
+        wait_until(lambda: left() is None, "the memory to go", PINNED_WAIT_S)
     finally:
         copies.close()
         pool.close()
@@ -767,7 +767,7 @@ def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool
         current_stream=lambda: cuda.compute,
     )
     copies.submit(store(1, 0))
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     assert pool.slot(0).tolist() == [3] * 4096
     # What a batch does with memory that the device does not know is not said anywhere.
     assert cuda.batches == []
@@ -870,7 +870,7 @@ def test_bytes_go_to_a_device_and_back() -> None:
     order = np.random.default_rng(1).permutation(64).tolist()
     for number, direction in ((1, Direction.STORE), (2, Direction.LOAD)):
         copies.submit(job(number, direction, list(range(64)), order))
-        assert copies.wait([number], PATIENCE_S)
+        assert copies.wait([number], PINNED_WAIT_S)
         assert [result.error for result in copies.poll()] == [None]
         if direction is Direction.STORE:
             # Nothing but its end says that a store has read its blocks.

@@ -93,10 +93,10 @@ def test_a_seal_is_abandoned_for_slots_that_were_given_out_again(path: Path) -> 
 
 def test_what_left_the_pool_does_not_come_back_also_when_it_is_sealed_afterwards(full: Path) -> None:
     with attached(full) as kept:
-        kept.record.void(np.array([0, 1]), np.array([1, 1]))
+        kept.record.invalidate(np.array([0, 1]), np.array([1, 1]))
         late = kept.label([50, 51], [2, 3], 7)
         kept.headers.begin(late)
-        kept.record.void(np.array([2]), np.array([7]))
+        kept.record.invalidate(np.array([2]), np.array([7]))
         for number, slot in ((50, 2), (51, 3)):
             kept.pool.slot(slot)[:] = bytes_of(number)
         kept.headers.seal(late)
@@ -109,7 +109,7 @@ def test_a_reset_leaves_nothing_of_the_epochs_before(full: Path) -> None:
     with attached(full) as kept:
         late = kept.label([60], [1], 2)
         kept.headers.begin(late)
-        kept.record.void_before(5)
+        kept.record.invalidate_before(5)
         kept.write_invalidations()
         kept.pool.slot(1)[:] = bytes_of(60)
         kept.headers.seal(late)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
@@ -42,10 +42,10 @@ def full_manager(record: KeptRecord) -> OffloadManager:
     """A full pool whose next victims have their headers on different pages."""
     manager = OffloadManager(SHAPE.num_slots, SHAPE.slot_bytes, record=record)
     keys = [key_of(number) for number in range(SHAPE.num_slots)]
-    answer = manager.offer(keys, Origin("first"), np.arange(len(keys)), 1, 1.0)
-    manager.publish(answer.slots, 1.0)
+    answer = manager.prepare_store(keys, RequestIdentity("first"), np.arange(len(keys)), 1, 1.0)
+    manager.complete_store(answer.slots, 1.0)
     others = [key for key, slot in zip(keys, answer.slots.tolist(), strict=True) if slot % SLOTS_PER_PAGE]
-    manager.offer(others, Origin("second"), np.arange(len(others)), 1, 2.0)
+    manager.prepare_store(others, RequestIdentity("second"), np.arange(len(others)), 1, 2.0)
     return manager
 
 
@@ -69,8 +69,10 @@ def test_an_offer_that_evicts_touches_no_page_of_the_file(tmp_path: Path) -> Non
     with attached(tmp_path / "engine.pool", SHAPE) as kept:
         manager = full_manager(kept.record)
         keys = [key_of(1_000_000 + number) for number in range(VICTIMS)]
-        taken = faults_on_headers(kept, lambda: manager.offer(keys, Origin("third"), np.arange(VICTIMS), 1, 3.0))
-        slots = manager.find_prefix([key_of(number) for number in range(SHAPE.num_slots)])
+        taken = faults_on_headers(
+            kept, lambda: manager.prepare_store(keys, RequestIdentity("third"), np.arange(VICTIMS), 1, 3.0)
+        )
+        slots = manager.lookup([key_of(number) for number in range(SHAPE.num_slots)])
         assert taken < VICTIMS / 2
         assert len(slots) < SHAPE.num_slots
         kept.write_invalidations()
@@ -105,15 +107,15 @@ def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> N
         kept.record.fillings = copies
         labels = on_other_pages(1)
         states = kept.file.headers(0)["state"]
-        assert faults_on_headers(kept, lambda: kept.record.begin_filling(labels)) < VICTIMS / 2
+        assert faults_on_headers(kept, lambda: kept.record.begin_tier_write(labels)) < VICTIMS / 2
         assert not states.any()
         slots = labels.slots.tolist()
-        kept.record.before_filling(slots[0])
+        kept.record.before_tier_write(slots[0])
         assert states.nonzero()[0].tolist() == slots[:1]
-        kept.record.void(labels.slots[1:], labels.generations[1:])
-        kept.record.before_filling(slots[1])
+        kept.record.invalidate(labels.slots[1:], labels.generations[1:])
+        kept.record.before_tier_write(slots[1])
         assert states.nonzero()[0].tolist() == slots[:1], "a fill that was given up marks nothing"
-        kept.record.end_filling(labels.part(0, 1))
+        kept.record.end_tier_write(labels.part(0, 1))
         copies.close()
         assert states[slots[0]] == HeaderState.VALID
 
@@ -123,7 +125,7 @@ def test_a_late_invalidation_leaves_the_next_block_of_the_slot_alone(tmp_path: P
     with attached(path) as kept:
         kept.store([1, 2], [0, 1], 1)
     with attached(path, is_started=False) as kept:
-        kept.record.void(np.array([0, 1]), np.array([1, 1]))
+        kept.record.invalidate(np.array([0, 1]), np.array([1, 1]))
         kept.store([3], [0], 2)
         kept.record.start()
     with attached(path) as kept:
@@ -135,7 +137,7 @@ def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path
     with attached(path) as kept:
         kept.store([1, 2, 3], [0, 1, 2], 1)
     with attached(path, is_started=False) as kept:
-        kept.record.void(np.array([0, 1, 2]), np.array([1, 1, 1]))
+        kept.record.invalidate(np.array([0, 1, 2]), np.array([1, 1, 1]))
         # The first is stored again elsewhere, its slot is overwritten by a store that ends, the next one's by none.
         kept.store([1], [5], 4)
         kept.store([9], [0], 2)
@@ -148,12 +150,12 @@ def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path
 def test_what_waits_to_be_written_takes_one_entry_a_slot(tmp_path: Path) -> None:
     slots = np.arange(0, SHAPE.num_slots, 7)
     with attached(tmp_path / "engine.pool", SHAPE, is_started=False) as kept:
-        kept.record.void(slots, np.full(len(slots), 1))
+        kept.record.invalidate(slots, np.full(len(slots), 1))
         tracemalloc.start()
         try:
             for generation in range(2, 5000):
-                kept.record.void(slots[:9], np.full(9, generation))
-                kept.record.void_before(generation)
+                kept.record.invalidate(slots[:9], np.full(9, generation))
+                kept.record.invalidate_before(generation)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -172,13 +174,13 @@ def test_a_ticket_is_good_once_all_queued_before_it_is_written(tmp_path: Path) -
     shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
     with attached(tmp_path / "engine.pool", shape, is_started=False) as kept:
         for start in range(0, count, 64):
-            kept.record.void(np.arange(start, start + 64), np.full(64, 1))
+            kept.record.invalidate(np.arange(start, start + 64), np.full(64, 1))
         ticket = kept.record.num_invalidations()
         dropped = kept.file.headers(0)["dropped_generation"]
         kept.record.start()
         wait_until(lambda: kept.record.are_written(ticket), "written", 30)
         assert (dropped == 1).all()
-        kept.record.void(np.arange(count), np.full(count, 2))
+        kept.record.invalidate(np.arange(count), np.full(count, 2))
         kept.write_invalidations()
         assert (dropped == 2).all()
 
@@ -190,8 +192,8 @@ def test_a_dead_thread_is_a_problem_until_it_is_started_again(
         assert kept.record.problem() is None
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         monkeypatch.setattr(kept.file, "write_min_epoch", lambda epoch: sys.exit(1))
-        kept.record.void(np.array([3]), np.array([1]))
-        kept.record.void_before(7)
+        kept.record.invalidate(np.array([3]), np.array([1]))
+        kept.record.invalidate_before(7)
         wait_until(lambda: kept.record.problem() is not None, "the thread is dead", 30)
         assert not kept.record.are_written(2)
         monkeypatch.undo()
@@ -220,7 +222,7 @@ def test_a_file_that_was_cut_fails_jobs_instead_of_the_process(tmp_path: Path) -
         errors = [result.error for result in copies.poll()]
         assert len(errors) == 2
         assert all("was truncated to 75,000 bytes" in str(error) for error in errors)
-        kept.record.void(np.array([0]), np.array([1]))
+        kept.record.invalidate(np.array([0]), np.array([1]))
         copies.close()
         kept.record.close()
         assert not kept.record.are_written(1)

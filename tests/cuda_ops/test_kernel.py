@@ -38,7 +38,7 @@ from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, 
 from tests.cuda_ops.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.cuda_ops.test_cuda_copy import job
 
-PATIENCE_S = 30.0
+PINNED_WAIT_S = 30.0
 FOUND = Crossover({Direction.STORE: ((64, 8192), (1024, 32768)), Direction.LOAD: ((64, 0), (1024, 8192))})
 
 
@@ -78,7 +78,7 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
     one = data.draw(jobs(device.layout, pool, Direction.STORE))
     before = contents(pool)
     copies.submit(one)
-    assert copies.wait([one.job_id], PATIENCE_S)
+    assert copies.wait([one.job_id], PINNED_WAIT_S)
     assert copies.poll()[0].error is None
     after = contents(pool)
     for slot in range(pool.num_slots):
@@ -364,7 +364,7 @@ def test_where_the_device_has_pinned_memory_elsewhere_blocks_go_one_by_one(
     blocks = np.full((8, 4096), 5, dtype=np.uint8)
     copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
     copies.submit(job(1, Direction.STORE, [0, 2], [1, 3]))
-    assert copies.wait([1], PATIENCE_S)
+    assert copies.wait([1], PINNED_WAIT_S)
     assert copies.poll()[0].error is None
     assert pool.slot(3).tolist() == [5] * 4096
     assert (cuda.batches, sum(launches.words.values())) == ([], 0)
@@ -388,7 +388,7 @@ def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
     launches.words.clear()
     copies.submit(job(1, Direction.STORE, [0, 2, 4], [1, 3, 5]))
     copies.submit(job(2, Direction.STORE, [5, 6, 7], [6, 7, 0]))
-    assert copies.wait([1, 2], PATIENCE_S)
+    assert copies.wait([1, 2], PINNED_WAIT_S)
     assert [result.error for result in copies.poll()] == [None, None]
     for block, slot in zip([0, 2, 4, 5, 6, 7], [1, 3, 5, 6, 7, 0], strict=True):
         assert np.array_equal(pool.slot(slot), blocks[block])

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.offload_guard import ErrorLog, GuardedCopies, OffloadGuard
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook, RequestPolicy
-from kvferry.core.rates import LoadDecision, LoadOrCompute
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
@@ -104,7 +104,7 @@ class Offloaded:
         self.engine = engine
         self.pool = HostPool(num_slots, engine.info.block_bytes)
         self.manager = OffloadManager(num_slots, engine.info.block_bytes)
-        policies = PolicyBook(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
+        policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
         layout = GroupLayout([GroupSpec(engine.info.block_size, engine.info.block_bytes)])
         self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)

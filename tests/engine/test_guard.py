@@ -12,7 +12,7 @@ from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.offload_guard import MAX_ERRORS
-from kvferry.core.manager import OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
@@ -125,7 +125,7 @@ def test_offloading_is_off_after_repeated_errors_until_a_reset(
         calls += 1
         raise RuntimeError("no offer, says the test")
 
-    monkeypatch.setattr(OffloadManager, "offer", fail)
+    monkeypatch.setattr(OffloadManager, "prepare_store", fail)
     assert_answered(offloaded, prompts, answers)
     status = offloaded.guard.status
     assert not status.is_on

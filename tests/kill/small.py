@@ -19,10 +19,11 @@ import numpy as np
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.ferry import EngineSide, Ferry, PoolSide
 from kvferry.app.settings import Settings
-from kvferry.core.engine import StepProgress
+from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
+from kvferry.core.keys import RequestFilter
 from kvferry.core.loads import Hit, Later
-from kvferry.core.origins import OriginMatch
+from kvferry.core.pool.inventory import Inventory
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape
@@ -162,7 +163,7 @@ class Small:
         self.notes[Note.CORRUPT] = 0
         self.notes[Note.HITS] = 0
         self._check_recovered()
-        self.notes[Note.READY] = self._manager.inventory.counts().ready
+        self.notes[Note.READY] = self._manager.counts().ready
 
     def step(self) -> None:
         """One step of the engine, and now and then a reset, a resize or a deletion."""
@@ -255,16 +256,16 @@ class Small:
         tenant = None if self._random.random() < 0.3 else self._random.randrange(NUM_TENANTS)
         for request in [each for each in self._running if tenant in (None, each.tenant_index)]:
             self._finish(request, now_s)
-        self._scheduler.resets.reset(now_s, None if tenant is None else OriginMatch(tenant=f"tenant{tenant}"))
+        self._scheduler.resets.reset(now_s, None if tenant is None else RequestFilter(tenant=f"tenant{tenant}"))
         self._wait_until_written()
-        self.notes[Note.READY] = self._manager.inventory.counts().ready
+        self.notes[Note.READY] = self._manager.counts().ready
         for each in range(NUM_TENANTS) if tenant is None else [tenant]:
             self.notes[Note.ERAS + each] += 1
         self.notes[Note.RESETS] += 1
 
     def _delete(self, now_s: float) -> None:
         """Delete a block, of which an earlier copy may have been evicted just now; it may be asked for later."""
-        rows = self._manager.inventory.list_blocks(self._random.randrange(self._manager.num_slots), 1)
+        rows = Inventory(self._manager).list_blocks(self._random.randrange(self._manager.num_slots), 1)
         # A store under way may be of the same block, and would be published after the deletion.
         families = {family_of(request.block_hashes[0]) for request in self._running}.union(*self._storing.values())
         if not rows.keys or family_of(rows.keys[0]) in families:
@@ -290,7 +291,7 @@ class Small:
 
     def _check_recovered(self) -> None:
         """Nothing that a reset dropped is there, and whatever verifies has the bytes of its key."""
-        rows = self._manager.inventory.list_blocks(0, MAX_SLOTS)
+        rows = Inventory(self._manager).list_blocks(0, MAX_SLOTS)
         bad = set(self._headers.verify(rows.slots).tolist())
         for slot, key in zip(rows.slots.tolist(), rows.keys, strict=True):
             tenant, era = tenant_and_era(key)

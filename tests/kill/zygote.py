@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from kvferry.core.manager import OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.copy.native import segment_copier
 from tests.kill.small import Small
 

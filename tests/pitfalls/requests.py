@@ -23,4 +23,4 @@ def answer(engine: ToyEngine, name: str, blocks: int, **fields) -> ToyRequest:
 
 def findable(engine: ToyEngine, one: ToyRequest) -> int:
     """How many of a request's first blocks the pool has."""
-    return len(engine.manager.find_prefix(make_keys(one.block_hashes, 0)))
+    return len(engine.manager.lookup(make_keys(one.block_hashes, 0)))

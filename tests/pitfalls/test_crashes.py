@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.engine import StepProgress
+from kvferry.core.engine_api import StepProgress
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler import Hit
 from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine
@@ -40,7 +40,7 @@ def test_a_hit_that_cannot_be_honored_any_more_becomes_a_shorter_one() -> None:
     second = request("second", 4)
     engine.add(second)
     assert engine.offload.match("second", 0, engine.now_s) == Hit(4 * BLOCK_SIZE)
-    assert engine.manager.leaving.drop_key(first.block_hashes[2] + b"\0", engine.now_s)
+    assert engine.manager.drop_key(first.block_hashes[2] + b"\0", engine.now_s)
     assert engine.offload.match("second", 0, engine.now_s) == Hit(2 * BLOCK_SIZE)
     engine.run()
     assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.host_hit == 2 * BLOCK_SIZE

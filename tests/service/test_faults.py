@@ -25,8 +25,8 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.serving import listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.wiring import Process
-from kvferry.core.grants import Pin
 from kvferry.core.jobs import OpenJob
+from kvferry.core.pool.pins import Pin
 from kvferry.core.requests import RequestState
 from kvferry.core.tier_links import OpenTierJob
 from kvferry.cuda_ops.copy.engine import JobLedger
@@ -52,10 +52,10 @@ KEEP_OUT = {"load": False, "store": False}
 
 PATCHED = {
     "kvferry.core": (
-        "admission", "arc", "arc_ghosts", "cascades", "eviction", "expiry", "ghosts", "hits", "index", "inventory",
-        "jobs", "lazy", "leaders", "leaving", "loads", "lru", "manager", "mark_table", "misses", "missing", "occupied",
-        "operator_pins", "patience", "pins", "policy", "pool_index", "prefills", "prefixes", "promotions", "rates",
-        "recency", "recovered", "request_views", "requests", "resets", "resize", "room", "scheduler", "slots", "stores",
+        "cascades", "cost_model", "expiry", "hits", "jobs", "lazy", "leaders", "loads", "patience", "policy",
+        "pool.admission", "pool.eviction.arc", "pool.eviction.evictor", "pool.eviction.history", "pool.eviction.lru",
+        "pool.eviction.queue", "pool.index", "pool.inventory", "pool.manager", "pool.pins", "pool.resize", "pool.slots",
+        "prefills", "prefixes", "promotions", "request_views", "requests", "resets", "scheduler", "stores",
         "tier_links", "tier_sessions", "tier_side",
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),

@@ -11,9 +11,9 @@ import pytest
 
 from kvferry.app.pool_size import PoolSize, ResizeEnd
 from kvferry.app.settings import BadSettings
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
-from kvferry.core.resize import PoolResize
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.resize import PoolResize
 from kvferry.cuda_ops.pool.extents import plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -48,7 +48,7 @@ class Rig:
         self.size.begin()
 
     def has(self, num_slots: int) -> bool:
-        return self.pool.num_slots == self.manager.inventory.counts().slots == num_slots
+        return self.pool.num_slots == self.manager.counts().slots == num_slots
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is(
     wait_until(lambda: rig.told, "the event")
     assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "somebody else has taken it")
     assert rig.has(64)
-    assert rig.manager.inventory.counts().wanted_slots == 64
+    assert rig.manager.counts().wanted_slots == 64
     assert "the pool stays at 64 slots: somebody else has taken it" in caplog.text
     rig.pool.full_at = 1 << 40
     rig.to(640 * SLOT_BYTES)
@@ -157,7 +157,7 @@ def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
     with pytest.raises(BadSettings, match="more than this process can come to have, which is 16,777,216 bytes"):
         rig.size.check(1 << 40)
     rig.size.begin()
-    assert rig.manager.inventory.counts().wanted_slots == 64
+    assert rig.manager.counts().wanted_slots == 64
 
 
 def test_a_size_whose_memory_is_being_taken_may_be_asked_for_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
     assert rig.told[-1].error == "can't start new thread"
-    assert rig.manager.inventory.counts().wanted_slots == 64
+    assert rig.manager.counts().wanted_slots == 64
 
 
 def test_slots_that_stay_in_use_are_told_of_once(
@@ -208,7 +208,7 @@ def test_slots_that_stay_in_use_are_told_of_once(
 
     monkeypatch.setattr(rig.pool, "remove_extents", note_and_remove)
     keys = [bytes([number]) * 33 for number in range(64)]
-    slots = rig.manager.offer(keys, Origin("r"), np.arange(64), 1, 1.0).slots
+    slots = rig.manager.prepare_store(keys, RequestIdentity("r"), np.arange(64), 1, 1.0).slots
     rig.to(8 * SLOT_BYTES)
     assert rig.size.reasons() == []
     wait_until(lambda: "some that are to go are in use" in caplog.text, "the line in the log")
@@ -216,7 +216,7 @@ def test_slots_that_stay_in_use_are_told_of_once(
         "pool_bytes: the pool is to have 8 slots, and still has memory for 64: of those that are to go these are in "
         "use: 56 being stored, or brought by a tier"
     ]
-    rig.manager.abandon(slots)
+    rig.manager.abort_store(slots)
     wait_until(lambda: rig.has(8), "the size")
     assert caplog.text.count("some that are to go are in use") == 1
     # Also as soon as anybody could see the new size.

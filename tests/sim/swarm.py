@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.core.engine import StoreMode
-from kvferry.core.eviction import EVICTION_POLICIES
+from kvferry.core.cost_model import LoadDecision, LoadOrCompute, Rate
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.policy import Level, RequestPolicy
-from kvferry.core.rates import LoadDecision, LoadOrCompute, Rate
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from tests.core.toy_engine import Habits, ToyEngine
 from tests.sim.picks import Picks
 

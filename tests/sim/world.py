@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvferry.core.engine import StoreMode
-from kvferry.core.eviction import EVICTION_POLICIES
-from kvferry.core.origins import OriginMatch
+from kvferry.core.engine_api import StoreMode
+from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level, Override
-from kvferry.core.resize import Todo
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.resize import Todo
 from kvferry.core.rules import Rule, RuleMatch, Span
 from kvferry.core.tiers import HOST, TIER_METHODS
 from kvferry.core.transfers import TransferResult
@@ -52,12 +53,12 @@ _PATCHES = (
     {"tiers": None},
 )
 _RESETS = (
-    OriginMatch(tenant="tenant*"),
-    OriginMatch(tenant="tenant1"),
-    OriginMatch(lora="lora"),
-    OriginMatch(request="r*1"),
-    OriginMatch(request="alias1", tenant=""),
-    OriginMatch(request="nobody"),
+    RequestFilter(tenant="tenant*"),
+    RequestFilter(tenant="tenant1"),
+    RequestFilter(lora="lora"),
+    RequestFilter(request="r*1"),
+    RequestFilter(request="alias1", tenant=""),
+    RequestFilter(request="nobody"),
 )
 _RULES = (
     RuleMatch(request="r*2"),
@@ -403,7 +404,7 @@ class World:
             self.engine.events[f"asked to {kind}"] += 1
             self.engine.events["another size was wanted before that one came"] += resize.is_open
             self.engine.events["asked to grow again while shrinking"] += manager.table.is_shrinking and kind == "grow"
-        resize.want(num_slots)
+        resize.request(num_slots)
 
     def get_on_with_resize(self) -> None:
         """Whoever drives a resize takes some steps; ranks add memory, or free it, at their own pace, or cannot."""
@@ -433,10 +434,10 @@ class World:
         key = self._some_key()
         if key is not None:
             assert self.engine.offload.resets.drop_block(key, self.engine.now_s)
-            assert self.engine.manager.inventory.find_block(key) is None
+            assert Inventory(self.engine.manager).find_block(key) is None
 
     def _some_key(self) -> bytes | None:
-        rows = self.engine.manager.inventory.list_blocks(0, 100)
+        rows = Inventory(self.engine.manager).list_blocks(0, 100)
         return self.picks.choice(rows.keys) if len(rows.keys) else None
 
     def look(self) -> None:
@@ -449,8 +450,8 @@ class World:
         assert all(isinstance(reason, str) for reason in offload.tiers.health())
         engine.expire()
         assert offload.overdue_jobs(engine.now_s, 0.0) <= offload.snapshot().open_jobs
-        engine.manager.inventory.dirty_rows(5)
-        engine.manager.inventory.slot_states()
+        Inventory(engine.manager).dirty_rows(5)
+        Inventory(engine.manager).slot_states()
 
     def jump(self) -> None:
         """The clock is set, forwards or backwards."""

@@ -18,12 +18,12 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from kvferry.app.store import Store
-from kvferry.core.events import EvictionBatch, SlotRows
-from kvferry.core.keys import Key
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
-from kvferry.core.reasons import EvictionReason
-from kvferry.core.records import SLOT_RECORD, lines_of
+from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.pool.events import EvictionBatch
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
+from kvferry.core.stats import EvictionReason
 from tests import waiting
 
 DEADLINE_S = 30.0
@@ -66,24 +66,28 @@ def eviction(
         slots=np.arange(count, dtype=np.int64),
         keys=keys_of(numbers),
         live=np.ones(count, dtype=np.bool_),
-        origins=[Origin(request, tenant)] * count,
+        origins=[RequestIdentity(request, tenant)] * count,
         lines=lines_of(records),
     )
     return EvictionBatch(time_s, reason, "lru", rows, needed_by)
 
 
-def fill(manager: OffloadManager, numbers: Sequence[int], now_s: float = START_S, origin: Origin | None = None) -> None:
+def fill(
+    manager: OffloadManager, numbers: Sequence[int], now_s: float = START_S, origin: RequestIdentity | None = None
+) -> None:
     """Store blocks in the pool as an engine does."""
     positions = np.arange(len(numbers), dtype=np.int64)
-    offer = manager.offer(keys_of(numbers), origin or Origin("r", "t" * 16, "lora"), positions, 1, now_s)
-    manager.publish(offer.slots, now_s)
+    offer = manager.prepare_store(
+        keys_of(numbers), origin or RequestIdentity("r", "t" * 16, "lora"), positions, 1, now_s
+    )
+    manager.complete_store(offer.slots, now_s)
 
 
 def hit(manager: OffloadManager, numbers: Sequence[int], now_s: float) -> None:
     """Load blocks from the pool as an engine does."""
-    pin = manager.pins.pin(manager.find_prefix(keys_of(numbers)))
-    assert manager.pins.begin_load(pin, now_s)
-    manager.pins.end_load(pin)
+    pin = manager.pin(manager.lookup(keys_of(numbers)))
+    assert manager.prepare_load(pin, now_s)
+    manager.complete_load(pin)
 
 
 def shell(path: Where, sql: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -100,7 +104,7 @@ Projected = dict[int, tuple[Any, ...]]
 
 def in_memory(manager: OffloadManager) -> Projected:
     """What `slots` should say."""
-    rows = manager.inventory.list_blocks(0, manager.table.num_slots)
+    rows = Inventory(manager).list_blocks(0, manager.table.num_slots)
     return {
         int(slot): (
             rows.keys[i].hex(),
@@ -144,7 +148,7 @@ def open_store(path: Where, slots: int = 8, engine: str = "e", **options: Any) -
 def running(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
     """A store on a file, with its journal behind a pool that reports to it."""
     store, manager = open_store(path, slots, engine, **options)
-    store.start(manager.inventory)
+    store.start(Inventory(manager))
     try:
         yield store, manager
     finally:

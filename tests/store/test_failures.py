@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvferry.app.store import AuditEntry, Store, StoreUnavailable
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.inventory import Inventory
 
 from .helpers import (
     DEADLINE_S,
@@ -45,13 +46,13 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
 
             def traffic() -> None:
                 for step in range(1, 40):
-                    fill(manager, range(step * 100, step * 100 + 100), START_S + step, Origin(f"r{step}"))
+                    fill(manager, range(step * 100, step * 100 + 100), START_S + step, RequestIdentity(f"r{step}"))
                     hit(manager, range(step * 100, step * 100 + 10), START_S + step)
 
             within_deadline(traffic)
             wait_until(lambda: told(store, "locked"), "health says that the database is locked")
             stats = store.journal_stats()
-            evicted = manager.inventory.counts().slots and manager.leaving.counts.total
+            evicted = manager.counts().slots and manager.evictions.total
             assert stats.written + stats.queued + stats.dropped == evicted == 3800
             assert stats.queued <= 500
             assert stats.dropped >= 3300
@@ -84,7 +85,7 @@ def test_a_lock_is_noticed_without_traffic(path: Path) -> None:
 
 def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, manager = open_store(path)
-    store.start(manager.inventory)
+    store.start(Inventory(manager))
     assert store.journal.flush(DEADLINE_S)
     with held_exclusively(path):
         store.journal.evicted(eviction([1]))
@@ -101,9 +102,9 @@ def test_a_full_database_is_told_and_recovers(path: Path) -> None:
         pages = shell(path, "PRAGMA page_count")[0][0]
         store.database.limit_bytes((pages + 4) * 4096)
         for step in range(1, 60):
-            fill(manager, range(step * 50, step * 50 + 50), START_S + step, Origin("long " * 20))
+            fill(manager, range(step * 50, step * 50 + 50), START_S + step, RequestIdentity("long " * 20))
         wait_until(lambda: told(store, "full", "EVICTION_HISTORY_ROWS"), "health says that the database is full")
-        assert manager.inventory.counts().ready == 50
+        assert manager.counts().ready == 50
         assert store.reader.slots() != []
         store.database.limit_bytes(None)
         wait_until(lambda: store.health() == [], "health is well again")
@@ -162,9 +163,9 @@ with running(path, 50, max_queued_rows=1000) as (store, manager):
     size = max(f.stat().st_size for f in path.parent.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4096, hard))
     for step in range(1, 60):
-        fill(manager, range(step * 50, step * 50 + 50), START_S + step, Origin("long " * 20))
+        fill(manager, range(step * 50, step * 50 + 50), START_S + step, RequestIdentity("long " * 20))
     wait_until(lambda: any("cannot grow" in r or "full" in r for r in store.health()), "health says it cannot grow")
-    assert manager.inventory.counts().ready == 50
+    assert manager.counts().ready == 50
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     wait_until(lambda: store.health() == [], "health is well again")
     assert store.journal.flush(DEADLINE_S)

@@ -10,10 +10,11 @@ import pytest
 
 from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
 from kvferry.app.store.queue import HistoryQueue
-from kvferry.core.events import EvictionBatch
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin
-from kvferry.core.reasons import EvictionReason
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.events import EvictionBatch
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.stats import EvictionReason
 
 from .helpers import (
     DEADLINE_S,
@@ -36,9 +37,9 @@ from .helpers import (
 
 def test_evictions_of_a_real_pool_are_written_with_all_that_is_known(where: Where) -> None:
     with running(where, 4) as (store, manager):
-        fill(manager, range(4), START_S, Origin("first", "a" * 16))
+        fill(manager, range(4), START_S, RequestIdentity("first", "a" * 16))
         hit(manager, [0], START_S + 7)
-        fill(manager, range(10, 14), START_S + 10, Origin("second", None))
+        fill(manager, range(10, 14), START_S + 10, RequestIdentity("second", None))
         assert store.journal.flush(DEADLINE_S)
         page = store.reader.evictions()
         found = {item.key: item for item in page.items}
@@ -81,8 +82,8 @@ def test_regrets_of_a_real_pool_reach_the_row(where: Where) -> None:
     with running(where, 2) as (store, manager):
         fill(manager, [1, 2], START_S)
         fill(manager, [3, 4], START_S + 1)
-        manager.missing.explain(keys_of([1, 77]), START_S + 2)
-        assert manager.leaving.counts.regretted == 1
+        manager.history.explain(keys_of([1, 77]), START_S + 2)
+        assert manager.evictions.regretted == 1
         assert store.journal.flush(DEADLINE_S)
         marked = [item.key for item in store.reader.evictions().items if item.regretted_at_s == START_S + 2]
         assert marked == [key_of(1).hex()]
@@ -153,7 +154,7 @@ def test_history_is_trimmed_by_rows_and_by_age_for_every_engine(where: Where) ->
     limits = HistoryLimits(eviction_rows=10_000, eviction_days=1)
     store, _ = open_store(where, engine="here", limits=limits)
     store.journal._clock = lambda: now_s
-    store.start(OffloadManager(4, SLOT_BYTES).inventory)
+    store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     store.journal.evicted(eviction(range(30), now_s - 2 * 86400))
     store.journal.evicted(eviction(range(40), now_s - 100))
     assert store.journal.flush(DEADLINE_S)
@@ -170,7 +171,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store.intents.save_override("over", {"store": False}, START_S, START_S + 1)
     store.intents.save_override("holds", {"store": False}, START_S, START_S + 5000)
     store.journal._clock = lambda: START_S + 100
-    store.start(OffloadManager(4, SLOT_BYTES).inventory)
+    store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")
     assert [record.entry.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
     assert shell(where, "SELECT request FROM overrides") == [("holds",)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.core.events import SlotRows
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.records import SlotRows
 
 from .helpers import (
     DEADLINE_S,
@@ -33,10 +34,10 @@ def test_the_projection_follows_the_pool_through_traffic(where: Where) -> None:
             now_s = START_S + step
             first = int(random.integers(0, 6000))
             numbers = range(first, first + int(random.integers(1, 400)))
-            fill(manager, numbers, now_s, Origin(f"request-{step}", f"{step % 3:016x}"))
+            fill(manager, numbers, now_s, RequestIdentity(f"request-{step}", f"{step % 3:016x}"))
             hit(manager, numbers[:50], now_s)
             if step % 9 == 8:
-                manager.leaving.drop_key(key_of(first), now_s)
+                manager.drop_key(key_of(first), now_s)
             if step in (20, 41):
                 manager.reset(np.empty(0, dtype=np.int64), now_s)
             if step in (10, 20, 30, 45):
@@ -73,14 +74,14 @@ def test_rows_read_before_a_reset_are_not_written_after_it(where: Where) -> None
             self.asked = 0
 
         def dirty_rows(self, limit: int) -> SlotRows | None:
-            rows = manager.inventory.dirty_rows(limit)
+            rows = Inventory(manager).dirty_rows(limit)
             self.asked += 1
             if self.asked == 1:
                 manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
             return rows
 
         def mark_all_dirty(self) -> None:
-            manager.inventory.mark_all_dirty()
+            Inventory(manager).mark_all_dirty()
 
     store.start(ResetsWhileAsked())
     assert store.journal.flush(DEADLINE_S)
@@ -93,16 +94,16 @@ def test_a_reset_during_the_sweep_of_another_leaves_no_row_behind(where: Where) 
     store, manager = open_store(where, 20_000)
     projection, database = store.journal._projection, store.database
     fill(manager, range(20_000))
-    while projection.step(database, manager.inventory):
+    while projection.step(database, Inventory(manager)):
         pass
     assert count(where, "slots") == 20_000
     manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
     fill(manager, range(30_000, 30_010), START_S + 2)
-    assert projection.step(database, manager.inventory), "the sweep is not over"
+    assert projection.step(database, Inventory(manager)), "the sweep is not over"
     assert shell(where, "SELECT count(*) FROM slots WHERE epoch = 1") == [(10,)]
     assert count(where, "slots") > 10
     manager.reset(np.empty(0, dtype=np.int64), START_S + 3)
-    while projection.step(database, manager.inventory):
+    while projection.step(database, Inventory(manager)):
         pass
     assert in_file(where) == {} == in_memory(manager)
     assert projection.up_to_date
@@ -144,7 +145,7 @@ def test_engines_that_share_a_database_do_not_see_each_other(where: Where) -> No
 
 def test_close_writes_what_is_left(where: Where) -> None:
     store, manager = open_store(where, 64)
-    store.start(manager.inventory)
+    store.start(Inventory(manager))
     fill(manager, range(64))
     fill(manager, range(100, 164), START_S + 1)
     assert store.close(DEADLINE_S)
@@ -157,10 +158,10 @@ def test_close_writes_what_is_left(where: Where) -> None:
 def test_the_thread_can_be_started_again(where: Where) -> None:
     with running(where, 4) as (store, manager):
         thread = store.journal._thread
-        store.start(manager.inventory)
+        store.start(Inventory(manager))
         assert store.journal._thread is thread, "one thread is enough"
         assert store.journal.close(DEADLINE_S)
-        store.start(manager.inventory)
+        store.start(Inventory(manager))
         fill(manager, range(4))
         assert store.journal.flush(DEADLINE_S)
         assert count(where, "slots") == 4
@@ -203,7 +204,7 @@ def test_a_dead_thread_is_told_and_can_be_started_again(where: Where) -> None:
     store.start(Deadly())
     wait_until(lambda: any("does not run" in reason for reason in store.health()), "health says that it died")
     fill(manager, range(3))
-    store.start(manager.inventory)
+    store.start(Inventory(manager))
     assert store.journal.flush(DEADLINE_S)
     assert store.health() == []
     assert in_file(where) == in_memory(manager) != {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.app.store.kept_rows import KeptRows
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity
 from tests.store.helpers import DEADLINE_S, START_S, Where, fill, hit, key_of, running
 
 
@@ -19,7 +19,7 @@ def by_slot(rows: KeptRows) -> dict[int, tuple[object, ...]]:
 
 
 def test_rows_come_back_as_they_were_written(where: Where) -> None:
-    odd = Origin("a,b'\x1f%", None, "lo,ra")
+    odd = RequestIdentity("a,b'\x1f%", None, "lo,ra")
     with running(where, 8) as (store, manager), running(where, 8, "another") as (other, others):
         fill(manager, range(3), START_S + 0.25)
         fill(manager, range(10, 12), START_S + 1, odd)
@@ -27,7 +27,7 @@ def test_rows_come_back_as_they_were_written(where: Where) -> None:
         hit(manager, [0, 1], START_S + 2)
         assert store.journal.flush(DEADLINE_S)
         assert other.journal.flush(DEADLINE_S)
-        first = Origin("r", "t" * 16, "lora")
+        first = RequestIdentity("r", "t" * 16, "lora")
         assert by_slot(store.kept_rows()) == {
             0: (key_of(0), first, 1, 0, 1, START_S + 0.25, START_S + 2),
             1: (key_of(1), first, 1, 1, 1, START_S + 0.25, START_S + 2),
@@ -50,8 +50,8 @@ def test_rows_are_read_in_parts_whatever_the_lengths_of_their_keys(
         fill(others, range(4))
         assert other.journal.flush(DEADLINE_S)
         for number, key in enumerate(keys):
-            origin, positions = Origin(f"r{number % 2}"), np.array([number])
-            manager.publish(manager.offer([key], origin, positions, number % 3, START_S).slots, START_S)
+            origin, positions = RequestIdentity(f"r{number % 2}"), np.array([number])
+            manager.complete_store(manager.prepare_store([key], origin, positions, number % 3, START_S).slots, START_S)
         assert store.journal.flush(DEADLINE_S)
         rows = store.kept_rows()
         found = sorted(zip(rows.positions, rows.keys, rows.origin_numbers, rows.classes, strict=True))

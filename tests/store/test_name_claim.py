@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store import NameClaim, StoreError, claim_name
+from kvferry.core.pool.inventory import Inventory
 
 from .helpers import DEADLINE_S, Where, open_store, url_of, wait_until
 from .postgres import new_database, own_server
@@ -90,7 +91,7 @@ def test_store_when_its_name_was_taken_is_degraded(path: Path) -> None:
     (lock,) = path.parent.glob("*.lock")
     lock.unlink()
     with other_process(path) as other:
-        store.start(manager.inventory)
+        store.start(Inventory(manager))
         wait_until(lambda: store.degraded() != [], "the other process shows")
         (told,) = store.degraded()
         assert f"pid {other.pid} on" in told

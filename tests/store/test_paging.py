@@ -17,7 +17,8 @@ from sqlalchemy import delete
 from kvferry.app.store import AuditEntry, EvictionFilter, EvictionRecord, Page, RuleRecord, Store
 from kvferry.app.store.cursors import decode_cursor, encode_cursor
 from kvferry.app.store.models import EvictionRow
-from kvferry.core.reasons import EvictionReason
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.stats import EvictionReason
 
 from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
 
@@ -43,7 +44,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.store, manager = open_store(Path(self.folder.name) / "kvferry.db")
-        self.store.start(manager.inventory)
+        self.store.start(Inventory(manager))
 
     def teardown(self) -> None:
         self.store.close(DEADLINE_S)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvferry.app.store import AuditEntry, OverrideRecord, Store, StoreUnavailable
-from kvferry.core.events import SlotRows
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.records import SlotRows
 
 from .helpers import (
     DEADLINE_S,
@@ -163,7 +164,7 @@ def test_rows_of_an_older_copy_go_even_if_memory_tells_of_live_slots_only(path: 
 
     class TellsOfLiveSlots:
         def dirty_rows(self, limit: int) -> SlotRows | None:
-            return manager.inventory.dirty_rows(limit)
+            return Inventory(manager).dirty_rows(limit)
 
         def mark_all_dirty(self) -> None:
             for slot in in_memory(manager):
@@ -176,7 +177,7 @@ def test_rows_of_an_older_copy_go_even_if_memory_tells_of_live_slots_only(path: 
     with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     for number in range(30):
-        assert manager.leaving.drop_key(key_of(number), START_S + 1)
+        assert manager.drop_key(key_of(number), START_S + 1)
     assert store.journal.flush(DEADLINE_S)
     os.replace(copy, path)
     wait_until(lambda: store.health() != [], "health says that the file was replaced")

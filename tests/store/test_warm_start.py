@@ -13,9 +13,10 @@ import pytest
 
 from kvferry.app.store import Store
 from kvferry.app.warm_start import BootVerification, warm_start
-from kvferry.core.manager import OffloadManager
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.cuda_ops.persistent import pool_file as kept_file
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
@@ -47,7 +48,7 @@ class Engine:
         )
         self.started = warm_start(self.file, self.store, self.manager)
         if journal:
-            self.store.start(self.manager.inventory)
+            self.store.start(Inventory(self.manager))
 
     def put(
         self,
@@ -58,18 +59,18 @@ class Engine:
         priority: Priority = Priority.NORMAL,
     ) -> None:
         keys = [key_of(number) for number in numbers]
-        origin = Origin(request, "tenant", aliases=aliases)
-        offer = self.manager.offer(keys, origin, np.arange(len(keys)), PRIORITY_CLASS[priority], now_s)
+        origin = RequestIdentity(request, "tenant", aliases=aliases)
+        offer = self.manager.prepare_store(keys, origin, np.arange(len(keys)), PRIORITY_CLASS[priority], now_s)
         labels = self.manager.labels(offer.slots)
         assert labels is not None
         self.headers.begin(labels)
         for number, slot in zip(numbers, offer.slots.tolist(), strict=True):
             self.pool.slot(slot)[:] = bytes_of(number)
-        self.manager.publish(offer.slots, now_s)
+        self.manager.complete_store(offer.slots, now_s)
         self.headers.seal(labels)
 
     def present(self) -> set[int]:
-        rows = self.manager.inventory.list_blocks(0, NUM_SLOTS)
+        rows = Inventory(self.manager).list_blocks(0, NUM_SLOTS)
         return {int.from_bytes(key[:-1], "big") for key in rows.keys}
 
     def die(self) -> None:
@@ -86,17 +87,17 @@ def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path
     first = Engine(tmp_path)
     first.put([1, 2, 3, 4], "early", 10.0)
     first.put([5, 6, 7, 8], "late", 20.0)
-    hit = first.manager.pins.pin(first.manager.find_prefix([key_of(1), key_of(2)]))
-    assert first.manager.pins.begin_load(hit, 30.0)
-    first.manager.pins.end_load(hit)
+    hit = first.manager.pin(first.manager.lookup([key_of(1), key_of(2)]))
+    assert first.manager.prepare_load(hit, 30.0)
+    first.manager.complete_load(hit)
     assert first.store.journal.flush(DEADLINE_S)
     first.store.close(DEADLINE_S)
     first.put([9, 10, 11, 12], "unwritten", 40.0)
     first.let_go()
     second = Engine(tmp_path)
     assert (second.started.recovered, second.started.known, second.started.dropped) == (12, 8, {})
-    assert second.manager.inventory.counts().unverified == 12
-    found = second.manager.inventory.find_block(key_of(2))
+    assert second.manager.counts().unverified == 12
+    found = Inventory(second.manager).find_block(key_of(2))
     assert found is not None
     assert (found.origins[0].request_id, found.hits.tolist(), found.hit_s.tolist()) == ("early", [1], [30.0])
     for gone, number in zip(([12, 11, 10, 9], [4, 3], [8, 7, 6, 5], [2, 1]), (100, 200, 300, 400), strict=True):
@@ -115,7 +116,7 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     assert first.store.journal.flush(DEADLINE_S)
     first.store.close(DEADLINE_S)
     first.put([4], "r", 20.0)
-    first.manager.leaving.drop_key(key_of(2), 1.0)
+    first.manager.drop_key(key_of(2), 1.0)
     first.let_go()
     second = Engine(tmp_path)
     assert second.present() == {1, 3, 4}
@@ -133,10 +134,10 @@ def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) ->
     before_s = time.time()
     second = Engine(tmp_path)
     assert (second.started.recovered, second.started.known) == (3, 0)
-    rows = second.manager.inventory.list_blocks(0, NUM_SLOTS)
+    rows = Inventory(second.manager).list_blocks(0, NUM_SLOTS)
     assert (rows.stored_s >= before_s).all()
     assert (rows.hit_s == 0).all()
-    second.manager.leaving.drop_key(key_of(1), time.time())
+    second.manager.drop_key(key_of(1), time.time())
     assert second.store.journal.flush(DEADLINE_S)
     ((age_s, idle_s),) = shell(tmp_path / "e.db", "SELECT age_s, idle_s FROM evictions")
     assert age_s == idle_s <= time.time() - before_s
@@ -165,8 +166,8 @@ def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_p
     first.die()
     second = Engine(tmp_path)
     assert second.started.known == 3
-    assert second.manager.leaving.drop_matching(OriginMatch(request="d").matches, 0, 30.0) == (0, None)
-    assert second.manager.leaving.drop_matching(OriginMatch(request='ask "b"*').matches, 0, 30.0) == (2, None)
+    assert second.manager.drop_matching(RequestFilter(request="d").matches, 0, 30.0) == (0, None)
+    assert second.manager.drop_matching(RequestFilter(request='ask "b"*').matches, 0, 30.0) == (2, None)
     assert second.present() == {3}
     second.die()
 
@@ -177,7 +178,7 @@ def test_what_is_worth_more_or_less_to_keep_still_is_after_a_restart(tmp_path: P
     first.put([3, 4], "raised", 20.0)
     assert first.store.journal.flush(DEADLINE_S)
     again = [key_of(3), key_of(4)]
-    first.manager.offer(again, Origin("again"), np.arange(2), PRIORITY_CLASS[Priority.HIGH], 30.0)
+    first.manager.prepare_store(again, RequestIdentity("again"), np.arange(2), PRIORITY_CLASS[Priority.HIGH], 30.0)
     first.put([5, 6], "plain", 40.0)
     first.put([7, 8], "let go", 50.0, priority=Priority.LOW)
     first.die()
@@ -241,8 +242,8 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     verification.run(stopping)
     assert verification.reason() is None
     assert second.present() == {1, 2, 4}
-    assert second.manager.inventory.counts().unverified == 0
-    assert second.manager.leaving.counts.by_reason == {"failed_verification": 1}
+    assert second.manager.counts().unverified == 0
+    assert second.manager.evictions.by_reason == {"failed_verification": 1}
     assert second.store.journal.flush(DEADLINE_S)
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
     second.die()

@@ -7,15 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 
 
 class DictionaryStore:
     """See `BlockStore`. It answers no `glance`, as a server elsewhere would not. `gate` is shut to hang its calls."""
 
     def __init__(self, max_bytes: int = 1 << 40) -> None:
-        self.blocks: OrderedDict[Key, tuple[bytes, Origin]] = OrderedDict()
+        self.blocks: OrderedDict[Key, tuple[bytes, RequestIdentity]] = OrderedDict()
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
@@ -41,7 +40,7 @@ class DictionaryStore:
             self._num_inside -= 1
             return [key in self.blocks for key in keys]
 
-    def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
+    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         content = bytes(data)
         self._pass()
         with self._lock:
@@ -69,7 +68,7 @@ class DictionaryStore:
             for key in keys:
                 self.blocks.pop(key, None)
 
-    def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
         self.overlapped |= self._num_inside > 0
         self._pass()
         with self._lock:

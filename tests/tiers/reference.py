@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
@@ -34,7 +33,7 @@ class ReferenceTier:
     def __init__(
         self, slots: SlotBytes, clock: Callable[[], float], *, max_blocks: int = 1 << 20, timeout_s: float = 10.0
     ) -> None:
-        self.blocks: dict[Key, tuple[bytes, Origin]] = {}
+        self.blocks: dict[Key, tuple[bytes, RequestIdentity]] = {}
         self.level = Level.BLOCK
         self.latency_s = 0.0
         self.dead = False
@@ -98,7 +97,7 @@ class ReferenceTier:
         for key in keys:
             self.blocks.pop(key, None)
 
-    def reset(self, number: int, match: OriginMatch | None) -> None:
+    def reset(self, number: int, match: RequestFilter | None) -> None:
         self._maybe_raise("reset")
         meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
         for job in self._open.values():
@@ -141,7 +140,7 @@ class ReferenceTier:
         if job.kind == "reset":
             return TierResetResult(number, len(job.dropped), sum(map(len, job.dropped)))
         ok = np.zeros(len(job.keys), dtype=np.bool_)
-        origins: list[Origin | None] = [None] * len(job.keys) if job.kind == "load" else []
+        origins: list[RequestIdentity | None] = [None] * len(job.keys) if job.kind == "load" else []
         num_bytes = 0
         for place, key in enumerate(job.keys):
             if job.void:
@@ -158,7 +157,7 @@ class ReferenceTier:
             num_bytes += size if ok[place] else 0
         return TierResult(number, ok, origins, num_bytes, self._clock() - job.started_s)
 
-    def _keep(self, key: Key, content: bytes, origin: Origin) -> bool:
+    def _keep(self, key: Key, content: bytes, origin: RequestIdentity) -> bool:
         if key in self.blocks:
             if self.blocks[key][0] != content:
                 self.wrongs.append(f"block {key.hex()} comes with other bytes than before")

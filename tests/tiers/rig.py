@@ -12,8 +12,7 @@ from kvferry.app.tiers.block_store import BlockStore
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.queued import JobInProgress, QueuedTier
 from kvferry.app.tiers.threaded import ThreadedTier
-from kvferry.core.keys import Key, make_keys
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
 from kvferry.core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.reference import ReferenceTier
@@ -55,7 +54,7 @@ class Rig:
         assert isinstance(result, TierResult)
         return result
 
-    def submit_store(self, keys: Sequence[Key], origin: Origin = ORIGIN, first_slot: int = 0) -> int:
+    def submit_store(self, keys: Sequence[Key], origin: RequestIdentity = ORIGIN, first_slot: int = 0) -> int:
         number = next(self.numbers)
         for slot, key in enumerate(keys, start=first_slot):
             self.slots.fill(slot, key)
@@ -67,7 +66,7 @@ class Rig:
         self.tier.load(job_of(number, keys, first_slot))
         return number
 
-    def store(self, keys: Sequence[Key], origin: Origin = ORIGIN) -> list[bool]:
+    def store(self, keys: Sequence[Key], origin: RequestIdentity = ORIGIN) -> list[bool]:
         return self.wait(self.submit_store(keys, origin)).ok.tolist()
 
     def load(self, keys: Sequence[Key]) -> list[bool]:
@@ -83,7 +82,7 @@ class Rig:
         self.tier.look_up(number, keys)
         return self.wait(number).ok.tolist()
 
-    def reset(self, match: OriginMatch | None = None) -> TierResetResult:
+    def reset(self, match: RequestFilter | None = None) -> TierResetResult:
         number = next(self.numbers)
         self.tier.reset(number, match)
         wait_until(lambda: self.has(number), "the reset", WAIT_S)

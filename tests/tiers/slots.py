@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.keys import Key, make_keys
-from kvferry.core.origins import Origin
+from kvferry.core.keys import Key, RequestIdentity, make_keys
 from kvferry.core.tiers import TierJob
 
 SLOT_BYTES = 700_000
 """More than one piece of a copy."""
-ORIGIN = Origin("r1", "0123456789abcdef", "sql", ("alias-1",))
+ORIGIN = RequestIdentity("r1", "0123456789abcdef", "sql", ("alias-1",))
 
 
 def key_of(number: int, group: int = 0) -> Key:
@@ -64,7 +63,11 @@ class SlotArray:
 
 
 def job_of(
-    number: int, keys: Sequence[Key], first_slot: int = 0, origins: Sequence[Origin] | None = None, request: str = "r1"
+    number: int,
+    keys: Sequence[Key],
+    first_slot: int = 0,
+    origins: Sequence[RequestIdentity] | None = None,
+    request: str = "r1",
 ) -> TierJob:
     """A store of these keys, or without origins a load."""
     return TierJob(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers import TIER_METHODS, Tier, TierRequest
 from tests.tiers.dictionary import DictionaryStore
@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[Path], Rig]] = {
     "queued threads": lambda path: queued_rig(dictionary_tier),
     "files": lambda path: file_rig(path / "tier"),
 }
-OTHER = Origin("r2", "fedcba9876543210", None)
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 @pytest.fixture(params=list(KINDS))
@@ -180,13 +180,13 @@ def test_a_store_submitted_before_a_reset_is_not_kept(rig: Rig) -> None:
 @pytest.mark.parametrize(
     "match",
     [
-        OriginMatch(tenant="fedc*"),
-        OriginMatch(request="r2"),
-        OriginMatch(request="r?", tenant="f*"),
-        OriginMatch(lora=""),
+        RequestFilter(tenant="fedc*"),
+        RequestFilter(request="r2"),
+        RequestFilter(request="r?", tenant="f*"),
+        RequestFilter(lora=""),
     ],
 )
-def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match: OriginMatch) -> None:
+def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match: RequestFilter) -> None:
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3, 4]), OTHER)
     assert rig.reset(match).dropped_blocks == 3
@@ -196,7 +196,7 @@ def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match:
 
 def test_a_request_goes_by_its_aliases_too(rig: Rig) -> None:
     rig.store(keys_of([0]), ORIGIN)
-    assert rig.reset(OriginMatch(request="alias-?")).dropped_blocks == 1
+    assert rig.reset(RequestFilter(request="alias-?")).dropped_blocks == 1
 
 
 def test_resets_in_a_row_all_end(rig: Rig) -> None:
@@ -270,7 +270,7 @@ def test_any_order_of_calls_gives_what_the_obvious_tier_gives(
                 elif what == "cancel":
                     one.cancel(one.submit_load(keys))
                 else:
-                    answers.append([one.reset(OriginMatch(tenant="f*") if what == "match" else None).dropped_blocks])
+                    answers.append([one.reset(RequestFilter(tenant="f*") if what == "match" else None).dropped_blocks])
             assert answers[:1] == answers[1:], (what, numbers)
         assert rig.tier.counts().blocks == obvious.tier.counts().blocks
     finally:

@@ -13,13 +13,13 @@ import pytest
 
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import close_tiers, open_tiers
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.waiting import wait_until
 
-OTHER = Origin("r2", "fedcba9876543210", None)
+OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_reset_by_match_is_durable_and_reaches_what_an_earlier_process_stored(
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3]), OTHER)
     again = restarted(rig, path)
-    assert again.reset(OriginMatch(tenant=OTHER.tenant)).dropped_blocks == 2
+    assert again.reset(RequestFilter(tenant=OTHER.tenant)).dropped_blocks == 2
     third = restarted(again, path)
     assert third.find(keys_of(range(4))) == [True, True, False, False]
     third.close()
@@ -320,14 +320,14 @@ def test_a_reset_by_match_is_durable_and_reaches_what_an_earlier_process_stored(
 
 def test_a_reset_by_match_takes_what_does_not_say_whose_it_is(path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1, 2]), ORIGIN)
-    rig.store(keys_of([3]), Origin("x" * 100_000))
+    rig.store(keys_of([3]), RequestIdentity("x" * 100_000))
     empty(file_of(path, 1))
-    assert rig.reset(OriginMatch(tenant="nobody")).dropped_blocks == 2
+    assert rig.reset(RequestFilter(tenant="nobody")).dropped_blocks == 2
     assert rig.find(keys_of(range(4))) == [True, False, True, False]
 
 
 def test_strange_names_of_requests_are_kept(rig: Rig) -> None:
-    origin = Origin('"\n\x00\ud800é', "ü", "", ("", "a", "]"))
+    origin = RequestIdentity('"\n\x00\ud800é', "ü", "", ("", "a", "]"))
     rig.store(keys_of([0]), origin)
     assert list(rig.wait(rig.submit_load(keys_of([0]))).origins) == [origin]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.app.tiers.fs.index import FileIndex, Verdict
-from kvferry.core.index import KeyIndex
+from kvferry.core.pool.index import BlockIndex
 
 names = st.integers(0, 19).map(lambda number: bytes([number]) * 3)
 sizes = st.integers(1, 40)
@@ -149,16 +149,16 @@ def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index = FileIndex(10**12, 4096)
-    assert index._entries.room < 200_000
+    assert index._entries.size < 200_000
     most = 0
-    move = KeyIndex.move
+    move = BlockIndex.move
 
-    def watched(self: KeyIndex, end: int, limit: int) -> object:
+    def watched(self: BlockIndex, end: int, limit: int) -> object:
         nonlocal most
         most = max(most, limit)
         return move(self, end, limit)
 
-    monkeypatch.setattr(KeyIndex, "move", watched)
+    monkeypatch.setattr(BlockIndex, "move", watched)
     names = [number.to_bytes(40, "big") for number in range(400_000)]
     taken: set[bytes] = set()
     for first in range(0, len(names), 1000):
@@ -168,7 +168,7 @@ def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(
             gone = index.take([*names[first // 2 : first // 2 + 100], names[first // 2]])
             assert len(set(gone)) == len(gone)
             taken.update(gone)
-    assert index._entries.room > len(names)
+    assert index._entries.size > len(names)
     assert [name for name, there in zip(names, index.find(names), strict=True) if not there] == sorted(taken)
     assert len(index) == len(names) - len(taken)
     assert len(taken) > 1000
@@ -186,7 +186,7 @@ def test_an_index_grows_while_most_of_its_names_have_left_and_others_came() -> N
         assert index.commit(name)
         if int.from_bytes(name, "big") % 10 == 0:
             assert index.begin(name, 4096).verdict is Verdict.PRESENT
-    assert index._entries.room > 100_000
+    assert index._entries.size > 100_000
     assert not index._entries.is_growing
     assert not any(index.find(first[:40_000]))
     assert all(index.find([*first[40_000:], *other]))

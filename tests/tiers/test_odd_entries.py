@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.tiers.fs.folder import Folder
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import RequestFilter
 from tests.tiers.mounts import unwritable
 from tests.tiers.rig import WAIT_S, Rig, file_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of
@@ -134,7 +134,7 @@ def test_odd_entry_at_start_is_not_found_and_costs_nothing(path: Path, rig: Rig,
 def test_reset_by_match_with_an_odd_entry_is_carried_out(path: Path, rig: Rig, kind: str) -> None:
     rig.store(keys_of(range(3)), ORIGIN)
     replace(file_of(path, 1), kind)
-    assert rig.reset(OriginMatch(tenant=ORIGIN.tenant)).dropped_blocks >= 2
+    assert rig.reset(RequestFilter(tenant=ORIGIN.tenant)).dropped_blocks >= 2
     assert rig.find(keys_of(range(3))) == [False] * 3
     check_tier_is_well(rig, 10)
 
@@ -215,7 +215,7 @@ def test_deeply_nested_trash_is_deleted(path: Path, rig: Rig) -> None:
 _UNREADABLE = """
 import os, sys
 from pathlib import Path
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import RequestFilter
 from tests.tiers.rig import file_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of
 if os.geteuid() == 0:
@@ -242,7 +242,7 @@ assert rig.load(keys_of(numbers)) == [True, False, False]
 assert rig.store(keys_of(numbers[1:2])) == [False]
 assert not rig.tier.health(), rig.tier.health()
 assert rig.store(keys_of([10])) == [True] == rig.load(keys_of([10]))
-rig.reset(OriginMatch(tenant=ORIGIN.tenant))
+rig.reset(RequestFilter(tenant=ORIGIN.tenant))
 shard.exists() and shard.chmod(0o700)
 rig.close()
 rig = file_rig(path)

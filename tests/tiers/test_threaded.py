@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.core.origins import OriginMatch
+from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers import TierRequest
 from tests.tiers.dictionary import DictionaryStore
@@ -247,7 +247,7 @@ def test_a_dead_housekeeper_is_restarted_and_carries_out_its_reset(rig: Rig, sto
 def test_a_reset_that_fails_is_tried_again(rig: Rig, store: DictionaryStore) -> None:
     rig.store(keys_of([1]))
     store.error = OSError("no disk")
-    rig.tier.reset(number := next(rig.numbers), OriginMatch(request="*"))
+    rig.tier.reset(number := next(rig.numbers), RequestFilter(request="*"))
     let_in(store, 2)
     assert rig.find(keys_of([1])) == [False]
     assert not rig.has(number)

@@ -35,7 +35,7 @@ from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
 from tests.waiting import wait_until
 
-PATIENCE_S = 30.0
+PINNED_WAIT_S = 30.0
 LAYOUTS = [pytest.param(layout, id=layout.name) for layout in KVCacheLayout]
 
 
@@ -84,7 +84,7 @@ class Rig:
             errors.extend(result.error for result in self.take_reports().results)
             return len(errors) >= count
 
-        wait_until(step, "the jobs have ended", PATIENCE_S)
+        wait_until(step, "the jobs have ended", PINNED_WAIT_S)
         return errors
 
 
@@ -150,7 +150,7 @@ def test_another_size_is_known_to_the_device_when_it_is_told_of_and_forgotten_wh
             told.extend(rig.take_reports().sizes)
             return bool(told)
 
-        wait_until(step, "it is told of", PATIENCE_S)
+        wait_until(step, "it is told of", PINNED_WAIT_S)
         assert told == [SizeReport(number, 0)]
         assert (rig.pool.num_slots, rig.pool.is_pinned) == (num_slots, True)
 
@@ -183,7 +183,7 @@ def test_a_lost_device_fails_its_loads_and_vllm_is_told_of_each(rig: Rig) -> Non
         failed.update(lost)
         return len(received) == 2
 
-    wait_until(step, "both loads are told of", PATIENCE_S)
+    wait_until(step, "both loads are told of", PINNED_WAIT_S)
     assert received == failed == {"request-1", "request-2"}
 
 

@@ -41,11 +41,11 @@ from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.offload_guard import ErrorLog, OffloadGuard
 from kvferry.app.serving import listen
-from kvferry.core.engine import StoreMode
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import group_of, hash_of
-from kvferry.core.manager import OffloadManager
-from kvferry.core.policy import PolicyBook, RequestPolicy
-from kvferry.core.rates import LoadOrCompute
+from kvferry.core.policy import PolicyResolver, RequestPolicy
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
@@ -102,7 +102,7 @@ class World:
         manager = OffloadManager(64, slots.slot_bytes)
         self.core = OffloadScheduler(
             manager,
-            PolicyBook(RequestPolicy(offload_prompt_only=False), {}, manager.lock),
+            PolicyResolver(RequestPolicy(offload_prompt_only=False), {}, manager.lock),
             device,
             slots,
             choice=LoadOrCompute("always"),

@@ -14,7 +14,7 @@ from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.offload_guard import MAX_ERRORS
-from kvferry.core.manager import OffloadManager
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler import OffloadScheduler
 from kvferry.core.stores import StoreSide
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
@@ -82,7 +82,7 @@ def test_offloading_is_off_after_repeated_errors_until_a_reset(
     def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
         raise RuntimeError("no offer, says the test")
 
-    monkeypatch.setattr(OffloadManager, "offer", fail)
+    monkeypatch.setattr(OffloadManager, "prepare_store", fail)
     assert_same(engine.generate(PROMPTS), truth)
     assert not engine.side.offload.status.is_on
     monkeypatch.undo()

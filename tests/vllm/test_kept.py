@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
-from kvferry.core.misses import MissCause
+from kvferry.core.stats import MissCause
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY

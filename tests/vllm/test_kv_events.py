@@ -16,10 +16,10 @@ from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvferry.app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
-from kvferry.core.events import ResetEvent, StoreBatch
 from kvferry.core.groups import GroupLayout, GroupSpec
-from kvferry.core.keys import group_of, hash_of, make_keys
-from kvferry.core.origins import Origin
+from kvferry.core.keys import RequestIdentity, group_of, hash_of, make_keys
+from kvferry.core.pool.events import ResetEvent, StoreBatch
+from kvferry.core.pool.inventory import Inventory
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import free_port
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
@@ -88,7 +88,7 @@ class Router:
             self.events.append(event)
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
-                self.index.clear()
+                self.index.reset()
                 self.patient.pop("GPU", None)
             for index in (self.index, self.patient):
                 for block_hash in getattr(event, "block_hashes", ()):
@@ -129,7 +129,7 @@ class Routed(InProcess):
         self.catch_up()
         pool = {
             (group_of(key), maybe_convert_block_hash(hash_of(key)))
-            for key in self.core.manager.inventory.list_blocks(0, 1 << 20).keys
+            for key in Inventory(self.core.manager).list_blocks(0, 1 << 20).keys
         }
         for index in (self.router.index, self.router.patient):
             assert set(index.get("CPU", ())) == pool
@@ -190,7 +190,7 @@ def test_router_index_when_blocks_come_and_go_equals_pool(
         assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
         for prompt in PROMPTS[:12]:
             engine.ask(prompt)
-        (key, *_) = engine.core.manager.inventory.list_blocks(0, 1).keys
+        (key, *_) = Inventory(engine.core.manager).list_blocks(0, 1).keys
         assert engine.core.resets.drop_block(key, time.time())
         engine.ask(PROMPTS[5])
 
@@ -252,9 +252,9 @@ def test_a_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     sink = KVEventSink(GroupLayout([spec]), num_blocks=8, hash_bytes=32)
     count = 2 * MAX_BLOCKS_PER_TAKE + 10
     keys = make_keys((number.to_bytes(32, "big") for number in range(count)), 0)
-    sink.stored(StoreBatch(0.0, Origin("r"), keys))
+    sink.stored(StoreBatch(0.0, RequestIdentity("r"), keys))
     sink.was_reset(ResetEvent(0.0, 1, count))
-    sink.stored(StoreBatch(0.0, Origin("r"), keys[:1]))
+    sink.stored(StoreBatch(0.0, RequestIdentity("r"), keys[:1]))
     known: set[Any] = set()
     num_takes = 0
     while num_takes == 0 or sink.is_behind:

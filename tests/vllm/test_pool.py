@@ -32,7 +32,7 @@ from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
 from tests.waiting import wait_until
 
-PATIENCE_S = 120.0
+PINNED_WAIT_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
 LAYOUT = read_layout(CACHE)
 
@@ -161,18 +161,18 @@ def test_weights_that_change_after_a_worker_began_are_of_this_start(base: VllmCo
     model = Path(shutil.copytree(base.model_config.model, tmp_path / "copy"))
     # The kernel counts the start of a process in ticks of 10 ms, rounded down.
     copied_s = max(path.stat().st_ctime for path in model.iterdir())
-    wait_until(lambda: time.time() > copied_s + 0.1, "the copy is older than the worker", PATIENCE_S)
+    wait_until(lambda: time.time() > copied_s + 0.1, "the copy is older than the worker", PINNED_WAIT_S)
     context = multiprocessing.get_context("spawn")
     tell = context.Queue()
     config = changed(base, "model_config", model=str(model))
     worker = context.Process(target=revision_in_a_process, args=(config, tell))
     worker.start()
     try:
-        before, after = tell.get(timeout=PATIENCE_S)
+        before, after = tell.get(timeout=PINNED_WAIT_S)
         assert str(before).startswith("files-")
         assert after == [f"start-{start_digest(config)}"] * 2
     finally:
-        worker.join(PATIENCE_S)
+        worker.join(PINNED_WAIT_S)
 
 
 def start(config: Any, *roles: KVConnectorRole) -> None:
@@ -219,9 +219,9 @@ def test_a_rank_copies_beside_the_processors_that_it_computes_on(base: VllmConfi
     rank = context.Process(target=where_a_bound_rank_copies, args=(config, {first}, tell))
     rank.start()
     try:
-        assert tell.get(timeout=PATIENCE_S) == [set(others) or allowed] * 2
+        assert tell.get(timeout=PINNED_WAIT_S) == [set(others) or allowed] * 2
     finally:
-        rank.join(PATIENCE_S)
+        rank.join(PINNED_WAIT_S)
 
 
 def test_memory_of_the_engines_own_is_taken_before_the_first_request(base: VllmConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.reasons import SkipReason
+from kvferry.core.stats import SkipReason
 from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.vllm.engines import InProcess, in_process, transfer_config

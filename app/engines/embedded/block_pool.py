@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class BlockPool:
     """Reference counts, the prefix cache and the free queue of blocks 0 to `num_blocks - 1`.
 
-    Implements `kvferry.core.engine.DeviceView`. Used on the engine's thread only.
+    Implements `kvferry.core.engine_api.DeviceView`. Used on the engine's thread only.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -75,14 +75,14 @@ class BlockPool:
             self._block_of[block_hash] = block
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks from being freed or reused while a transfer touches them (`kvferry.core.engine.DeviceView`)."""
+        """Keep blocks from being freed or reused while a transfer touches them (`kvferry.core.engine_api.DeviceView`)."""
         for block in block_ids:
             self._num_held += self._holds[block] == 0
             self._holds[block] += 1
             self._free.discard(block)
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """Undo one `hold` of each block (`kvferry.core.engine.DeviceView`); the tail is reused first."""
+        """Undo one `hold` of each block (`kvferry.core.engine_api.DeviceView`); the tail is reused first."""
         for block in reversed(block_ids):
             if self._holds[block] == 0:
                 self._complain(block)
@@ -92,22 +92,22 @@ class BlockPool:
             self._queue_if_free(block, reuse_first=reuse_first)
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """Free blocks in the order of their reuse (`kvferry.core.engine.DeviceView`)."""
+        """Free blocks in the order of their reuse (`kvferry.core.engine_api.DeviceView`)."""
         if after is None:
             return iter(self._free)
         return self._free.behind(after) if after in self._free else None
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
-        """What each block can be found by (`kvferry.core.engine.DeviceView`); there is one group."""
+        """What each block can be found by (`kvferry.core.engine_api.DeviceView`); there is one group."""
         hashes = [self._hash_of[block] for block in block_ids]
         return [None if block_hash is None else make_keys((block_hash,), 0)[0] for block_hash in hashes]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Which keys some block holds (`kvferry.core.engine.DeviceView`)."""
+        """Which keys some block holds (`kvferry.core.engine_api.DeviceView`)."""
         return [hash_of(key) in self._block_of for key in keys]
 
     def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
-        """Blocks given out since the last call (`kvferry.core.engine.DeviceView`); there is one group."""
+        """Blocks given out since the last call (`kvferry.core.engine_api.DeviceView`); there is one group."""
         given_out, self._given_out = self._given_out, {}
         return {
             block: None if block_hash is None else make_keys((block_hash,), 0)[0]

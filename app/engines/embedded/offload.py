@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from kvferry.core.engine import BlockTables, EngineRequest, StepProgress
+from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 

@@ -1,6 +1,6 @@
 """A request as the engine holds it: its tokens, its blocks, how far it is, and how it ends.
 
-Satisfies `kvferry.core.engine.EngineRequest`, so that an offload scheduler can read it.
+Satisfies `kvferry.core.engine_api.EngineRequest`, so that an offload scheduler can read it.
 """
 
 from __future__ import annotations

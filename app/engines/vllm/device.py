@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from kvferry.app.engines.vllm.adapters import Adapters
-from kvferry.core.engine import OVERWRITTEN
+from kvferry.core.engine_api import OVERWRITTEN
 from kvferry.core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _GROUP_BYTES = 4
 
 
 class VllmDevice:
-    """Implements `kvferry.core.engine.DeviceView`. On the engine's thread only."""
+    """Implements `kvferry.core.engine_api.DeviceView`. On the engine's thread only."""
 
     def __init__(self, adapters: Adapters, hash_bytes: int) -> None:
         """vLLM's own hashes have `hash_bytes` bytes; `adapters` knows which of them have others with us."""

@@ -25,8 +25,9 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.starting import StartRefused
 from kvferry.app.store import StoreError, claim_name
-from kvferry.core.events import EventSink
 from kvferry.core.keys import Key
+from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.inventory import Inventory
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.recovery import DropReason
@@ -154,7 +155,7 @@ class EngineCoreHost:
         started = self.ferry.warm_start
         if started is None:
             return
-        self.ferry.manager.missing.note_foreign(facts.foreign_keys)
+        self.ferry.manager.history.record_foreign(facts.foreign_keys)
         counts = {DropReason.TRUNCATED: facts.num_cut_off}
         if facts.dropped is not None:
             counts[DropReason.FOREIGN] = len(facts.foreign_keys)
@@ -166,7 +167,7 @@ class EngineCoreHost:
         """Pass the keys of all blocks of an earlier process to `report`, with the manager lock held."""
         manager = self.ferry.manager
         with manager.lock:
-            report(manager.inventory.list_blocks(0, manager.inventory.counts().slots).keys)
+            report(Inventory(manager).list_blocks(0, manager.counts().slots).keys)
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""

@@ -19,9 +19,9 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from kvferry.app.engines.vllm.fingerprint import hash_bytes
 from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.requests import VllmRequest
-from kvferry.core.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, group_of, hash_of
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_BLOCKS_PER_TAKE = 4096
 """Slots reported with one step of the engine: a reset or a warm start may concern the whole pool."""

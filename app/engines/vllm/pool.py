@@ -22,7 +22,7 @@ from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import PoolKind
 from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
-from kvferry.core.engine import StoreMode
+from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout
 from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
@@ -146,12 +146,12 @@ class EngineFillings:
         self._thread = ThreadPoolExecutor(1, "kvferry-seal")
         self._last: Future[None] | None = None
 
-    def begin_filling(self, labels: SlotLabels) -> None:
+    def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `kvferry.cuda_ops.persistent.record.Fillings`. Thread: any but the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
-    def end_filling(self, labels: SlotLabels) -> None:
+    def end_tier_write(self, labels: SlotLabels) -> None:
         """See `kvferry.cuda_ops.persistent.record.Fillings`."""
         try:
             self._last = self._thread.submit(self._seal, labels)

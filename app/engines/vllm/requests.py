@@ -41,7 +41,7 @@ def aliases_of(request_id: str) -> tuple[str, ...]:
 
 
 class VllmRequest:
-    """Wraps vLLM's own, live request object; satisfies `kvferry.core.engine.EngineRequest`."""
+    """Wraps vLLM's own, live request object; satisfies `kvferry.core.engine_api.EngineRequest`."""
 
     __slots__ = (
         "_adapter",

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin
+from kvferry.core.keys import Key, RequestIdentity
 
 _HEAD = struct.Struct("<8sIIQQ")
 """Magic and version, reserved, length of the origin, length of the bytes, checksum."""
@@ -32,7 +31,7 @@ def file_bytes(num_bytes: int, origin: bytes) -> int:
     return _HEAD.size + num_bytes + len(origin)
 
 
-def pack_origin(origin: Origin) -> bytes:
+def pack_origin(origin: RequestIdentity) -> bytes:
     """Return an origin as stored in a file; empty if it would be too long."""
     packed = json.dumps([origin.request_id, origin.tenant, origin.lora, list(origin.aliases)]).encode()
     return packed if len(packed) <= _MAX_ORIGIN_BYTES else b""
@@ -51,7 +50,7 @@ def write_block(fd: int, namespace: bytes, key: Key, data: memoryview, origin: b
             pieces[0] = pieces[0][written:]
 
 
-def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Origin | None:
+def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> RequestIdentity | None:
     """Read a block of the length of `into`, and return its origin. Raises `BadFile` and `OSError`."""
     origin_bytes = _check_regular(fd) - _HEAD.size - len(into)
     if not 0 <= origin_bytes <= _MAX_ORIGIN_BYTES:
@@ -66,7 +65,7 @@ def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Origin 
     return _unpack_origin(bytes(origin))
 
 
-def read_origin(fd: int) -> Origin | None:
+def read_origin(fd: int) -> RequestIdentity | None:
     """Read the origin of a block without its bytes. Raises `BadFile` and `OSError`."""
     length = _check_regular(fd)
     head = bytearray(_HEAD.size)
@@ -107,11 +106,11 @@ def _read_all(fd: int, pieces: Sequence[memoryview], start: int) -> None:
             left[0] = left[0][num_read:]
 
 
-def _unpack_origin(packed: bytes) -> Origin | None:
+def _unpack_origin(packed: bytes) -> RequestIdentity | None:
     if not packed:
         return None
     try:
         request_id, tenant, lora, aliases = json.loads(packed)
-        return Origin(request_id, tenant, lora, tuple(aliases))
+        return RequestIdentity(request_id, tenant, lora, tuple(aliases))
     except (ValueError, TypeError) as error:
         raise BadFile("its origin cannot be read") from error

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.index import KeyIndex
-from kvferry.core.marks import Marks, marks_of_any
-from kvferry.core.recency import RecencyQueue
+from kvferry.core.pool.eviction.queue import RecencyQueue
+from kvferry.core.pool.index import BlockIndex, KeyHashes, hash_any_keys
 
 Name = bytes
 
@@ -64,8 +63,8 @@ class FileIndex:
 
     def _begin(self) -> None:
         self._names = np.empty(self._capacity, dtype=object)
-        self._marks: Marks = np.zeros(self._capacity, dtype=np.uint64)
-        self._entries = KeyIndex(min(self._capacity, _FIRST_FILES), self._names, self._marks)
+        self._marks: KeyHashes = np.zeros(self._capacity, dtype=np.uint64)
+        self._entries = BlockIndex(min(self._capacity, _FIRST_FILES), self._names, self._marks)
         self._sizes = np.zeros(self._capacity, dtype=np.int64)
         self._order = RecencyQueue(np.zeros(self._capacity, dtype=np.int64))
         self._returned: list[int] = []
@@ -193,7 +192,7 @@ class FileIndex:
 
     def _find(self, names: Sequence[Name]) -> NDArray[np.int64]:
         # One folder may have names of several lengths.
-        return self._entries.find(names, marks_of_any(names))
+        return self._entries.find(names, hash_any_keys(names))
 
     def _touch(self, name: Name) -> bool:
         entry = self._find([name])
@@ -209,7 +208,7 @@ class FileIndex:
         entries += range(self._frontier, self._frontier + fresh)
         self._frontier += fresh
         self._names[entries] = names
-        self._marks[entries] = marks_of_any(names)
+        self._marks[entries] = hash_any_keys(names)
         self._entries.claim(np.array(entries, dtype=np.int64))
         self._sizes[entries] = sizes
         self._held_bytes += int(sizes.sum())
@@ -223,8 +222,8 @@ class FileIndex:
                 replaced = entries.move(self._frontier, _MOVED_EACH * num_names)
             # Its memory goes with it.
             del replaced
-        elif 2 * len(entries) > entries.room and entries.room < self._capacity:
-            begin = entries.begin_growing(2 * entries.room)
+        elif 2 * len(entries) > entries.size and entries.size < self._capacity:
+            begin = entries.begin_growing(2 * entries.size)
             with self._lock:
                 if not entries.is_growing:
                     begin()

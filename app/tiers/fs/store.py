@@ -30,8 +30,7 @@ from kvferry.app.tiers.fs.folder import (
 )
 from kvferry.app.tiers.fs.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
 from kvferry.app.tiers.fs.index import FileIndex, Name, Verdict
-from kvferry.core.keys import Key
-from kvferry.core.origins import Origin, OriginMatch
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class FileStore:
         """See `BlockStore`."""
         return self.glance(keys)
 
-    def put(self, key: Key, data: memoryview, origin: Origin) -> Outcome:
+    def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         """See `BlockStore`."""
         if not self.is_writable():
             return Outcome.DROPPED
@@ -172,7 +171,7 @@ class FileStore:
         self._index.touch(name)
         return Got(Outcome.LOADED, origin)
 
-    def reset(self, match: OriginMatch | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
         """See `BlockStore`. A reset by match searches the folder, not the index."""
         count = num_bytes = 0
         if match is not None:
@@ -255,7 +254,7 @@ class FileStore:
                 continue
             self._index.deleted([name])
 
-    def _is_meant(self, file: FoundFile, match: OriginMatch) -> bool:
+    def _is_meant(self, file: FoundFile, match: RequestFilter) -> bool:
         """Return whether a file was stored by a matching request, or has no readable origin."""
         try:
             fd = self._folder.open(file.name)

@@ -1,11 +1,11 @@
-"""The slot table: what every slot of the pool holds, as columns, and which slots are free.
+"""The slot table: the content of every slot of the pool, as columns, and the free slots.
 
-A slot is free, being stored, ready (its key can be found and loaded), or held: disowned by a reset while a transfer
-still touches its bytes. Columns of a slot from an older epoch mean nothing, which makes a reset O(1): a reset moves
-only the slots that open transfers touch to the new epoch.
+A slot is free, being stored, ready (its key can be found and loaded), or held: dropped while a transfer still accesses
+its bytes. Columns of a slot from an older epoch are invalid, which makes a reset O(1): it moves only the slots of open
+transfers to the new epoch.
 
-A pool changes its size at its end. Slots from `num_slots` up to `end_slot` are leaving: none of them is given out, and
-one that is free for good is retired. The columns have room for `max_slots`, which takes memory once it is used.
+A pool changes its size at its end. Slots from `num_slots` up to `end_slot` are leaving: none of them is allocated,
+and a free one is retired. The columns have room for `max_slots`, which takes memory once it is used.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.arrays import zeros_on_lines
-from kvferry.core.events import SlotRows
-from kvferry.core.kept import KeptBlocks
-from kvferry.core.keys import Key
-from kvferry.core.marks import Marks, marks_of
-from kvferry.core.origins import Origin
-from kvferry.core.records import SLOT_RECORD, lines_of, record_calls
+from kvferry.core.keys import Key, RequestIdentity
+from kvferry.core.pool.index import KeyHashes, hash_keys
+from kvferry.core.pool.native import IN_FLIGHT_BITS, aligned_zeros, record_functions, resident_zeros
+from kvferry.core.pool.records import SLOT_RECORD, KeptBlocks, SlotRows, lines_of
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 BATCH_SLOTS = 1000
-"""The most slots that anything but the engine's own batches may work on while it holds the lock."""
+"""Slots processed in one hold of the manager lock, except in calls of the engine."""
 
 _FRONTIER_CHUNK = 128
 
@@ -41,29 +38,29 @@ class SlotState(IntEnum):
     RETIRED = 4
 
 
-# Plain numbers: the columns are compared with them on the hot path, and looking up a member of an enum costs as much.
+# Plain numbers, as a lookup of an enum member costs as much as a comparison of columns on the hot path.
 _FREE, _STORING, _READY, _HELD, _RETIRED = (int(state) for state in SlotState)
 
 
 class PriorityClasses:
-    """The eviction class of each slot. `uniform` is the class of them all while there is but one, None after that."""
+    """Priority class of each slot. `uniform` is the class of all slots while they have one, None after that."""
 
     def __init__(self, column: NDArray[np.uint8]) -> None:
         self.column = column
-        self.begin_epoch()
+        self.reset()
 
-    def begin_epoch(self) -> None:
-        """No slot has a class."""
+    def reset(self) -> None:
+        """Start without classes."""
         self.uniform: int | None = None
         self._assigned = False
 
     def assign(self, slots: Slots, priority_class: int) -> None:
-        """Give slots that are no candidates for eviction a class."""
+        """Set the class of slots that are not candidates for eviction."""
         self.column[slots] = priority_class
-        self.note(priority_class)
+        self.include(priority_class)
 
-    def note(self, priority_class: int) -> None:
-        """Somebody else has given slots a class, which were no candidates for eviction."""
+    def include(self, priority_class: int) -> None:
+        """Update `uniform` after slots that are not candidates were given this class."""
         if not self._assigned:
             self._assigned = True
             self.uniform = priority_class
@@ -71,26 +68,26 @@ class PriorityClasses:
             self.uniform = None
 
     def assign_each(self, slots: Slots, classes: NDArray[np.uint8]) -> None:
-        """Give each of these slots a class of its own."""
+        """Set a class for each slot."""
         for priority_class in np.unique(classes).tolist():
             self.assign(slots[classes == priority_class], priority_class)
 
 
 class SlotTable:
-    """Columns over all slots, and the free ones: a stack of those given back, then those never given out this epoch."""
+    """Columns over all slots, and the free slots: a stack of freed ones, then those never allocated in this epoch."""
 
     def __init__(self, num_slots: int, slot_bytes: int, epoch: int = 0, max_slots: int = 0) -> None:
         self.num_slots = num_slots
-        self.wanted_slots = num_slots
-        """Slots that there are to be, once a resize is done."""
+        self.target_slots = num_slots
+        """Value of `num_slots` once the resize in progress is done."""
         self.end_slot = num_slots
         self.num_retired = 0
         self.max_slots = max(max_slots, num_slots)
         self.last_end_slot = num_slots
-        """The most that `end_slot` ever was."""
+        """Maximum of `end_slot` so far."""
         self.slot_bytes = slot_bytes
         self.epoch = epoch
-        self._records = records = zeros_on_lines(self.max_slots, SLOT_RECORD)
+        self._records = records = aligned_zeros(self.max_slots, SLOT_RECORD)
         self.states = records["state"]
         self.epochs = records["epoch"]
         self.generations = records["generation"]
@@ -103,41 +100,42 @@ class SlotTable:
         self.hit_s = records["hit_s"]
         self.hits = records["hits"]
         self.keys = np.empty(self.max_slots, dtype=object)
-        self.marks: Marks = np.zeros(self.max_slots, dtype=np.uint64)
+        self.hashes: KeyHashes = np.zeros(self.max_slots, dtype=np.uint64)
         self.origins = np.empty(self.max_slots, dtype=object)
-        # Looked through as a whole, so it is by itself.
+        # Not part of a record, as it is scanned as a whole.
         self.dirty = np.zeros(self.max_slots, dtype=np.bool_)
         self._returned = np.empty(self.max_slots, dtype=np.int64)
         self._num_returned = 0
-        self._num_sifted = 0
+        self._num_compacted = 0
         self._frontier = 0
-        self._lendings = 0
+        self._last_generation = 0
         self.num_free = num_slots
         self.num_ready = 0
         self.num_unverified = 0
         self._unverified = np.zeros(0, dtype=np.bool_)
-        self._calls = record_calls()
+        self._native = record_functions()
+        self._in_flight: KeyHashes = resident_zeros(1 << IN_FLIGHT_BITS, np.dtype(np.uint64))
         self._lines = lines_of(records)
 
     @property
     def num_present(self) -> int:
-        """Slots that there are: those that are leaving count until they are retired."""
+        """Number of slots; leaving ones count until they are retired."""
         return self.end_slot - self.num_retired
 
     @property
     def is_shrinking(self) -> bool:
-        """Whether some slots are leaving."""
+        """Whether slots are leaving."""
         return self.end_slot > self.num_slots
 
     def take_free(self, count: int) -> Slots:
-        """Up to `count` free slots, no longer free; their columns are stale."""
+        """Allocate up to `count` free slots, whose columns are stale."""
         if not self.num_free:
             return NO_SLOTS
         returned = min(count, self._num_returned)
         self._num_returned -= returned
         slots = self._returned[self._num_returned : self._num_returned + returned][::-1].copy()
         if self.end_slot > self.num_slots:
-            # They are forgotten here, and retired when it is their turn.
+            # Leaving slots are dropped here and retired later.
             slots = slots[slots < self.num_slots]
         while len(slots) < count and self._frontier < self.num_slots:
             start = self._frontier
@@ -145,17 +143,17 @@ class SlotTable:
             end = min(start + max(wanted, _FRONTIER_CHUNK), self.num_slots)
             fresh = (self.current_states(start, end) == _FREE).nonzero()[0][:wanted] + start
             self._frontier = int(fresh[-1]) + 1 if len(fresh) == wanted else end
-            # Pins of an older epoch are void; within an epoch they are zero before a slot is given back.
+            # Pins of an older epoch are invalid; within an epoch they are zero before a slot is freed.
             self.pins[fresh] = 0
             slots = np.concatenate((slots, fresh)) if len(slots) else fresh
         self.num_free -= len(slots)
         return slots
 
-    def give_back(self, slots: Slots) -> None:
-        """Make slots free again that are not."""
+    def free(self, slots: Slots) -> None:
+        """Free allocated slots."""
         self.states[slots] = _FREE
         self.num_free += len(slots)
-        # Beyond the frontier a slot is found by its state; pushing it as well would give it out twice.
+        # Beyond the frontier a free slot is found by its state; on the stack it would be allocated twice.
         passed = slots[slots < self._frontier] if self._frontier < self.end_slot else slots
         self._returned[self._num_returned : self._num_returned + len(passed)] = passed
         self._num_returned += len(passed)
@@ -163,9 +161,9 @@ class SlotTable:
     # --- growing and shrinking ----------------------------------------------------------------------------------
 
     def grow(self, end_slot: int) -> None:
-        """Give out slots up to this one, in time proportional to them. What had been retired of them comes back.
+        """Allow slots up to this one to be allocated, in time proportional to them; retired ones become free.
 
-        To be called once `sift` is done.
+        Requires: `compact_free_list` has returned False.
         """
         start = self.num_slots
         old_end = min(end_slot, self.end_slot)
@@ -175,7 +173,7 @@ class SlotTable:
         self.num_retired -= len(retired)
         self.num_free += len(retired) + end_slot - old_end
         if self._frontier == start:
-            # All before them are given out, and whoever needs a slot must not search what is still in use of these.
+            # All slots before them were allocated: push the free ones, so that `take_free` does not scan used ones.
             free = (self.current_states(start, end_slot) == _FREE).nonzero()[0] + start
             self.pins[free] = 0
             self._returned[self._num_returned : self._num_returned + len(free)] = free[::-1]
@@ -186,32 +184,32 @@ class SlotTable:
         self.last_end_slot = max(self.last_end_slot, self.end_slot)
 
     def shrink(self, num_slots: int) -> None:
-        """Give out no slot from this one on, in O(1). Those that are free are still counted until they are retired."""
+        """Stop the allocation of slots from this one on, in O(1). Free ones count until they are retired."""
         self.num_slots = num_slots
-        # Behind it a slot is found by its state, should the pool grow again.
+        # Behind the frontier a free slot is found by its state if the pool grows again.
         self._frontier = min(self._frontier, num_slots)
-        self._num_sifted = 0
+        self._num_compacted = 0
 
-    def sift(self, limit: int) -> bool:
-        """Take slots that are leaving out of those given back, looking at `limit`; True while there is more to look at.
+    def compact_free_list(self, limit: int) -> bool:
+        """Remove leaving slots from `limit` entries of the stack of free slots. Returns True while entries are left.
 
-        A slot that came back to the pool with an entry left from before would be given out twice.
+        After a growth, an old entry of a slot would let it be allocated twice.
         """
-        start = min(self._num_sifted, self._num_returned)
+        start = min(self._num_compacted, self._num_returned)
         end = min(start + limit, self._num_returned)
         staying = self._returned[start:end]
         staying = staying[staying < self.num_slots]
         num_gone = end - start - len(staying)
-        # What stands last takes the place of what goes.
+        # The last entries fill the gap.
         moved = self._returned[max(self._num_returned - num_gone, end) : self._num_returned]
         kept = np.concatenate((staying, moved))
         self._returned[start : start + len(kept)] = kept
         self._num_returned -= num_gone
-        self._num_sifted = start + len(staying)
-        return self._num_sifted < self._num_returned
+        self._num_compacted = start + len(staying)
+        return self._num_compacted < self._num_returned
 
     def retire(self, start: int, end: int) -> Slots:
-        """Retire the free ones of these slots, all of which are leaving; those that are still in use."""
+        """Retire the free ones of these leaving slots, and return those in use."""
         states = self.current_states(start, end)
         free = (states == _FREE).nonzero()[0] + start
         self.states[free] = _RETIRED
@@ -220,48 +218,59 @@ class SlotTable:
         in_use: Slots = ((states != _FREE) & (states != _RETIRED)).nonzero()[0] + start
         return in_use
 
-    def cut(self, end_slot: int) -> None:
-        """Slots from this one on, all of them retired, are no more."""
+    def truncate(self, end_slot: int) -> None:
+        """Remove the slots from this one on, which are all retired."""
         self.num_retired -= self.end_slot - end_slot
         self.end_slot = end_slot
 
-    # --- what slots hold ----------------------------------------------------------------------------------------
+    # --- content of slots ----------------------------------------------------------------------------------------
 
     def begin_storing(
         self,
         slots: Slots,
         keys: Sequence[Key],
-        marks: Marks,
-        origin: Origin,
+        hashes: KeyHashes,
+        origin: RequestIdentity,
         positions: Slots,
         priority_class: int,
         size_bytes: int | None,
     ) -> None:
-        """Give slots that were just taken to keys that are about to be stored."""
-        self._lendings += 1
-        self._calls.begin_storing(
+        """Assign keys to slots that were just allocated for a store."""
+        self._last_generation += 1
+        self._native.begin_storing(
             self._records,
-            self.marks,
+            self.hashes,
+            self._in_flight,
             slots,
-            marks,
+            hashes,
             positions,
             _STORING,
             self.epoch,
-            self._lendings,
+            self._last_generation,
             self.slot_bytes if size_bytes is None else size_bytes,
             priority_class,
         )
-        self.classes.note(priority_class)
+        self.classes.include(priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
         self.origins[slots] = origin
 
     def make_ready(self, slots: Slots, now_s: float) -> None:
         """Publish slots that were being stored."""
-        self._calls.make_ready(self._records, self.dirty, slots, _READY, now_s)
+        self._native.make_ready(self._records, self.dirty, self.hashes, self._in_flight, slots, _READY, now_s)
         self.num_ready += len(slots)
 
-    def adopt(self, blocks: KeptBlocks) -> None:
-        """Take over what an earlier process left, while every slot is free. In time proportional to all slots."""
+    def end_storing(self, slots: Slots) -> None:
+        """Stop counting the keys of slots as in flight, whose store will not be completed."""
+        self._native.end_storing(self.hashes, self._in_flight, slots)
+
+    def are_in_flight(self, hashes: KeyHashes) -> NDArray[np.bool_]:
+        """Return which of these keys are being stored. Best effort: more than 65,536 displace each other."""
+        found = np.empty(len(hashes), dtype=np.bool_)
+        self._native.are_in_flight(self._in_flight, hashes, found)
+        return found
+
+    def import_blocks(self, blocks: KeptBlocks) -> None:
+        """Fill slots with the blocks that an earlier process left. Requires: all slots free. O(slots)."""
         slots = blocks.slots
         self.states[slots] = _READY
         self.epochs[slots] = self.epoch
@@ -272,10 +281,10 @@ class SlotTable:
         self.hit_s[slots] = blocks.hit_s
         self.hits[slots] = blocks.hits
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
-        self.marks[slots] = marks_of(blocks.keys)
+        self.hashes[slots] = hash_keys(blocks.keys)
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
         self.classes.assign_each(slots, blocks.classes)
-        self._lendings = int(blocks.generations.max(initial=0))
+        self._last_generation = int(blocks.generations.max(initial=0))
         self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
         self.num_unverified = self.num_ready = len(slots)
@@ -287,36 +296,36 @@ class SlotTable:
         self._frontier = self.num_slots
 
     def unverified_of(self, slots: Slots) -> Slots:
-        """Those of these ready slots that an earlier process wrote and nobody has looked at since."""
+        """Return those of these ready slots that were recovered and not verified since."""
         return slots[self._unverified[slots]] if self.num_unverified else NO_SLOTS
 
     def unverified_in(self, start: int, end: int) -> Slots:
-        """Those slots of a range that are to be verified."""
+        """Return the slots of a range that were recovered and not verified since."""
         found: Slots = self._unverified[start:end].nonzero()[0] + start if self.num_unverified else NO_SLOTS
         return found
 
-    def end_unverified(self, slots: Slots) -> None:
-        """These slots are verified, or hold nothing that could be."""
+    def clear_unverified(self, slots: Slots) -> None:
+        """Mark slots as verified, or as emptied."""
         if self.num_unverified:
             self.num_unverified -= int(np.count_nonzero(self._unverified[slots]))
             self._unverified[slots] = False
 
     def hit(self, slots: Slots, now_s: float) -> None:
         """Count a hit on ready slots."""
-        self._calls.hit(self._records, self.dirty, slots, now_s)
+        self._native.hit(self._records, self.dirty, slots, now_s)
 
     def pin(self, slots: Slots) -> Slots:
-        """Pin slots once more; those that were not pinned before."""
+        """Add one pin to each slot, and return the slots that had none."""
         fresh = np.empty(len(slots), dtype=np.int64)
-        return fresh[: self._calls.pin(self._records, slots, fresh)]
+        return fresh[: self._native.pin(self._records, slots, fresh)]
 
     def unpin(self, slots: Slots) -> Slots:
-        """Take one pin off each of these slots; those that have none left."""
+        """Remove one pin from each slot, and return the slots that have none left."""
         freed = np.empty(len(slots), dtype=np.int64)
-        return freed[: self._calls.unpin(self._records, slots, freed)]
+        return freed[: self._native.unpin(self._records, slots, freed)]
 
     def labels(self, slots: Slots) -> SlotLabels:
-        """What is to be written beside the bytes of slots that are being stored."""
+        """Return what the headers of slots that are being stored have to contain."""
         return SlotLabels(
             slots,
             self.keys[slots].tolist(),
@@ -325,10 +334,14 @@ class SlotTable:
             self.sizes[slots],
         )
 
-    def begin_epoch(self, held: Slots) -> None:
-        """Forget every slot but `held`, those that transfers under way still touch, in time proportional to `held`."""
+    def reset(self, held: Slots) -> None:
+        """Begin a new epoch, in which `held` slots, which open transfers access, are held and all others free.
+
+        Takes time proportional to `held`.
+        """
         self.epoch += 1
-        self.classes.begin_epoch()
+        self.classes.reset()
+        self._in_flight[:] = 0
         self.num_ready = 0
         self.num_unverified = 0
         self.states[held] = _HELD
@@ -339,19 +352,19 @@ class SlotTable:
         self._frontier = 0
 
     def current_states(self, start: int, end: int) -> NDArray[np.uint8]:
-        """A copy of the states of the slots in a range, with those left over from older epochs shown as free."""
+        """Return a copy of the states of a range of slots, in which those of older epochs are free."""
         states = self.states[start:end].copy()
         states[(self.epochs[start:end] != self.epoch) & (states != _RETIRED)] = _FREE
         return states
 
     def is_ready(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which of these slots hold a block that can be found."""
+        """Return which of these slots are ready."""
         ready: NDArray[np.bool_] = (self.states[slots] == _READY) & (self.epochs[slots] == self.epoch)
         return ready
 
     def rows(self, slots: Slots, live: NDArray[np.bool_] | None = None) -> SlotRows:
-        """A copy of these slots' columns; `live` if that is known."""
-        # By position, which is quicker: in the order of `SlotRows`.
+        """Return a copy of the columns of slots; `live` if known."""
+        # Positional arguments are faster.
         return SlotRows(
             slots,
             self.keys.take(slots).tolist(),

@@ -1,4 +1,4 @@
-"""What core asks of an engine: a view of its requests and a view of its device blocks."""
+"""The interface of core to an engine: views of its requests and of its device blocks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ A device block belongs to one group at a time, and its number is not used in ano
 
 
 OVERWRITTEN: Key = b""
-"""What a block holds that cannot be stored any more; no block is found by it."""
+"""Content of a block that cannot be stored any more. No block is found by this key."""
 
 
 class EngineRequest(Protocol):
-    """A request as its engine holds it; core keeps the reference from announcement to finish and only reads it.
+    """A request of the engine. Core keeps the reference from its announcement to its end and only reads it.
 
-    `aliases` are the other ids that a client may know it by, most exact first. `tenant` is already a digest.
+    `aliases` are the other ids by which clients may know it, most exact first. `tenant` is already a digest.
     `block_hashes` is a live list with one chained hash for each full `hash_block_size` tokens, and grows with decode.
-    An engine that knows priorities has an integer `priority` besides, which policy rules may ask for.
+    An engine with priorities has an integer `priority` besides, for policy rules.
     """
 
     @property
@@ -54,7 +54,7 @@ class StoreMode(StrEnum):
 
 
 class DeviceView(Protocol):
-    """The engine's device blocks, as far as offloading needs them. Called on the engine's thread only.
+    """The engine's device blocks. Thread: engine.
 
     A `hold` or `release` that raises must have changed nothing. `free_blocks` and `contents` are called in lazy mode
     only, `resident` also for models with windows or recurrent states.
@@ -64,19 +64,19 @@ class DeviceView(Protocol):
         """Keep these blocks from being freed or reused until as many `release` calls name them."""
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """Undo one `hold` of each of these blocks. With `reuse_first` those that are free now are given out next."""
+        """Undo one `hold` of each block. With `reuse_first` those that are free now are allocated next."""
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """Free blocks in the order in which they will be given out, behind block `after` or from the head for None.
+        """Return free blocks in the order of their allocation, behind block `after` or from the head for None.
 
-        None when `after` is not free any more.
+        Returns None if `after` is not free any more.
         """
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
-        """The hash and group that each of these blocks can be found by, None where there is none."""
+        """Return the key by which each block can be found, None where there is none."""
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Which of these keys the device holds in some block, free ones among them."""
+        """Return which of these keys the device holds in a block, free ones included."""
 
     def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
         """Return the blocks of `among` that were given out of the free queue since the last call, and forget them all.

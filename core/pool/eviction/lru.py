@@ -1,4 +1,4 @@
-"""LRU: of the lowest priority class that has any, the slot that was used longest ago goes first."""
+"""LRU eviction policy: evict the least recently used slot of the lowest priority class that has one."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.core.marks import Marks
-from kvferry.core.segments import Segment
+from kvferry.core.pool.eviction.queue import Segment
+from kvferry.core.pool.index import KeyHashes
 from kvferry.core.transfers import NO_SLOTS, Slots
 
 
 class LruPolicy:
-    """See `EvictionPolicy`. Candidates are in `warm`; what another policy left in `cold` goes before them."""
+    """The policy `lru`. Candidates are in `warm`; those that another policy left in `cold` are evicted before them."""
 
     name = "lru"
 
-    def take_over(self, full: Segment, empty: Segment) -> None:
+    def import_order(self, full: Segment, empty: Segment) -> None:
         """See `EvictionPolicy`."""
         self.inherit(empty, full)
 
     def inherit(self, cold: Segment, warm: Segment) -> None:
-        """Start with candidates in both segments; all of `cold` go before any of `warm`."""
+        """Start with candidates in both segments; all of `cold` are evicted before any of `warm`."""
         self._cold = cold
         self._warm = warm
-        self._look_at_cold(len(cold) > 0)
+        self._set_has_cold(len(cold) > 0)
 
     def __len__(self) -> int:
         return sum([queue.num_live for queue in self._order])
@@ -57,19 +57,19 @@ class LruPolicy:
             slots = slots[~in_cold]
         self._warm.remove(slots)
 
-    def make_room(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
+    def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots, young: int) -> Slots:
         """See `EvictionPolicy`."""
         count = len(wanted) - len(free)
-        if len(spared):
-            self.remove(spared)
+        if len(protected):
+            self.remove(protected)
         taken = NO_SLOTS
         for queue in self._order:
-            room = min(count - len(taken), queue.num_live - young)
-            if room > 0:
-                some = queue.take_oldest(room)
+            num_next = min(count - len(taken), queue.num_live - young)
+            if num_next > 0:
+                some = queue.take_oldest(num_next)
                 taken = np.concatenate((taken, some)) if len(taken) else some
-        if len(spared):
-            self._warm.append(spared)
+        if len(protected):
+            self._warm.append(protected)
         return taken
 
     def peek_victims(self, count: int) -> Slots:
@@ -80,32 +80,32 @@ class LruPolicy:
         """See `EvictionPolicy`."""
         return lambda: None
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """See `EvictionPolicy`."""
-        self._cold.clear()
-        self._warm.clear()
-        self._look_at_cold(False)
+        self._cold.reset()
+        self._warm.reset()
+        self._set_has_cold(False)
 
-    def hand_over(self) -> tuple[Segment, Segment]:
+    def export_order(self) -> tuple[Segment, Segment]:
         """See `EvictionPolicy`."""
         return self._cold, self._warm
 
-    def settle(self, limit: int) -> bool:
-        """Put up to `limit` slots of the warm segment behind the cold one's; True once all are in one segment."""
+    def merge_segments(self, limit: int) -> bool:
+        """Move up to `limit` slots of `warm` behind those of `cold`. Returns whether all are in one segment now."""
         if self._has_cold and len(self._cold):
             for cold, warm in zip(self._cold.queues, self._warm.queues, strict=True):
                 moved = warm.take_oldest(limit)
                 limit -= len(moved)
-                # A batch comes out in the opposite order of that in which it goes in.
+                # A batch leaves a queue in the opposite order of its entry.
                 cold.append(moved[::-1])
             if len(self._warm):
                 return False
             self._cold, self._warm = self._warm, self._cold
-        self._look_at_cold(False)
+        self._set_has_cold(False)
         return True
 
-    def _look_at_cold(self, has_cold: bool) -> None:
-        """Whether there is anything in `cold`; by class, its queues come first."""
+    def _set_has_cold(self, has_cold: bool) -> None:
+        """Set whether `cold` has candidates. Its queue of a class then comes before that of `warm`."""
         self._has_cold = has_cold
         pairs = zip(self._cold.queues, self._warm.queues, strict=True)
         self._order = [queue for pair in pairs for queue in pair] if has_cold else self._warm.queues

@@ -1,14 +1,14 @@
-"""ARC: adapts between recency and frequency by what it regrets having evicted (Megiddo and Modha, FAST 2003).
+"""ARC eviction policy: balances recency and frequency by the keys it sees again (Megiddo and Modha, FAST 2003).
 
-Their T1 (seen once lately) is the segment `recent` here, T2 (seen at least twice) is `frequent`, B1 and B2 are the
-ghosts of either, and `target` is their p, the size that T1 shall have. In one priority class, and with keys that are
-offered one by one, it is their algorithm. Beyond that:
+Their T1 (used once lately) is the segment `recent`, T2 (used at least twice) is `frequent`, B1 and B2 are the ghosts of
+each, and `target` is their p, the target size of T1. With one priority class, and keys that are offered one by one, it
+is their algorithm. Differences otherwise:
 
-- A pinned slot counts as part of T2, for it was just used, and that is where it comes back to.
-- Keys that are offered together are decided in their order, before any of them is stored: none makes room for another,
-  and the ghosts among them are not forgotten meanwhile.
-- Lower priority classes go first; the choice between T1 and T2 is made within a class.
-- When the pool changes its size, the ghosts are forgotten.
+- A pinned slot counts as part of T2, as it was just used, and is added to T2 when it is unpinned.
+- Keys that are offered together are decided in their order, before any of them is stored: none is evicted for another,
+  and ghosts among them stay meanwhile.
+- Lower priority classes are evicted first; the choice between T1 and T2 is made within a class.
+- A resize of the pool drops the ghosts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from dataclasses import dataclass, field
 from math import floor
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvferry.core.arc_ghosts import FREQUENT, RECENT, ArcGhosts
-from kvferry.core.marks import Marks
-from kvferry.core.segments import Segment
-from kvferry.core.slots import SlotTable
+from kvferry.core.pool.eviction.queue import NUMBER_SHIFT, RecencyQueue, Segment
+from kvferry.core.pool.index import HashTable, KeyHashes, Numbers
+from kvferry.core.pool.slots import SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
+
+RECENT, FREQUENT = 0, 1
+"""Numbers of the ghost lists."""
 
 
 class ArcPolicy:
-    """See `EvictionPolicy`. What another policy left counts as seen once."""
+    """The policy `arc`. Candidates that another policy left count as used once."""
 
     name = "arc"
 
@@ -35,11 +38,11 @@ class ArcPolicy:
         self._table = table
         self._ghosts = ArcGhosts(table.num_slots)
 
-    def take_over(self, full: Segment, empty: Segment) -> None:
+    def import_order(self, full: Segment, empty: Segment) -> None:
         """See `EvictionPolicy`."""
         self._recent = full
         self._frequent = empty
-        self._ghosts.clear()
+        self._ghosts.reset()
         self.target = 0.0
 
     def __len__(self) -> int:
@@ -74,12 +77,12 @@ class ArcPolicy:
         self._recent.remove(recent)
         self._frequent.remove(frequent)
 
-    def make_room(self, wanted: Marks, free: Slots, spared: Slots, young: int) -> Slots:
+    def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots, young: int) -> Slots:
         """See `EvictionPolicy`."""
         num_recent = len(self._recent)
-        spared_recent, spared_frequent = self._split(spared)
-        self._recent.remove(spared_recent)
-        self._frequent.remove(spared_frequent)
+        protected_recent, protected_frequent = self._split(protected)
+        self._recent.remove(protected_recent)
+        self._frequent.remove(protected_frequent)
         classes = [
             _Class(max(recent.num_live - young, 0), max(frequent.num_live - young, 0))
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
@@ -88,7 +91,7 @@ class ArcPolicy:
         ghosts = self._ghosts.find(wanted[:num_answered])
         came_back = (ghosts >= 0).nonzero()[0]
         if len(came_back):
-            # A key that is named twice comes back once.
+            # A key that was offered twice counts once.
             came_back = came_back[np.sort(np.unique(ghosts[came_back], return_index=True)[1])]
         returning = ghosts[came_back]
         lists: list[int] = self._ghosts.list_of(returning).tolist() if len(returning) else []
@@ -110,8 +113,8 @@ class ArcPolicy:
         self._recent.expect(slots)
         if len(came_back):
             self._frequent.expect(slots[came_back])
-        self._recent.append(spared_recent)
-        self._frequent.append(spared_frequent)
+        self._recent.append(protected_recent)
+        self._frequent.append(protected_frequent)
         return victims
 
     def peek_victims(self, count: int) -> Slots:
@@ -136,19 +139,19 @@ class ArcPolicy:
 
         return put_in_force
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """See `EvictionPolicy`."""
-        self._recent.clear()
-        self._frequent.clear()
-        self._ghosts.clear()
+        self._recent.reset()
+        self._frequent.reset()
+        self._ghosts.reset()
         self.target = 0.0
 
-    def hand_over(self) -> tuple[Segment, Segment]:
+    def export_order(self) -> tuple[Segment, Segment]:
         """See `EvictionPolicy`."""
         return self._recent, self._frequent
 
     def _split(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Those of the slots that belong to `recent`, and to `frequent`."""
+        """Return the slots in `recent`, and those in `frequent`."""
         if not len(slots):
             return slots, slots
         in_frequent = self._frequent.holds(slots)
@@ -160,7 +163,7 @@ class ArcPolicy:
         return slots[~in_frequent], slots[in_frequent]
 
     def _take(self, classes: Sequence[_Class], limits: Sequence[int]) -> Slots:
-        """Take what was decided out of the segments, and remember it as ghosts, up to `limits` in each list."""
+        """Remove the decided victims from the segments, and add ghosts of them, up to `limits` in each list."""
         evicted = []
         for segment, counts in (
             (self._recent, [one.from_recent for one in classes]),
@@ -168,13 +171,13 @@ class ArcPolicy:
         ):
             parts = [queue.take_oldest(count) for queue, count in zip(segment.queues, counts, strict=True) if count]
             evicted.append(parts[0] if len(parts) == 1 else np.concatenate([NO_SLOTS, *parts]))
-        self._ghosts.add([self._table.marks[slots] for slots in evicted], limits)
+        self._ghosts.add([self._table.hashes[slots] for slots in evicted], limits)
         return np.concatenate(evicted) if len(evicted[0]) and len(evicted[1]) else evicted[0 if len(evicted[0]) else 1]
 
 
 @dataclass(slots=True)
 class _Class:
-    """What may go of one priority class, and what has been decided to go."""
+    """Candidates of one priority class, and the numbers of victims decided so far."""
 
     recent: int
     frequent: int
@@ -190,17 +193,17 @@ class _Class:
 
 @dataclass(slots=True)
 class _Decision:
-    """Keys of one offer, one after the other, in numbers only: which segment each victim comes from."""
+    """The choice of a segment for each victim of one offer, key by key, in numbers only."""
 
     capacity: int
     target: float
     num_recent: int
     num_ghosts: list[int]
     awaited: list[int] = field(default_factory=lambda: [0, 0])
-    """Ghosts of keys that are still to come; they are not forgotten before."""
+    """Ghosts of later keys of the offer, which are not dropped before."""
 
     def bring_back(self, which: int, replaces: bool, classes: Sequence[_Class]) -> None:
-        """A key comes back that was evicted: the list it is found in was too short."""
+        """Decide for a key that has a ghost: the list that it was evicted from was too short."""
         here, other = self.num_ghosts[which], self.num_ghosts[1 - which]
         step = max(1.0, other / here)
         if which == RECENT:
@@ -216,7 +219,7 @@ class _Decision:
         self._forget_ghosts()
 
     def bring_new(self, start: int, end: int, num_free: int, classes: Sequence[_Class]) -> None:
-        """Keys number `start` to `end` are not known; those from `num_free` on need somebody to go."""
+        """Decide for keys `start` to `end`, which have no ghosts; those from `num_free` on need victims."""
         if start == end:
             return
         self.num_recent += max(min(end, num_free) - start, 0)
@@ -225,7 +228,7 @@ class _Decision:
             some = min(count, one.recent + one.frequent)
             if some <= 0:
                 continue
-            # T2 gives until T1, which grows by every key, is larger than its target; T1 gives from then on.
+            # Victims come from T2 until T1, which grows by every key, exceeds its target, and from T1 after that.
             first = min(max(floor(self.target) - self.num_recent + 1, 0), one.frequent, some)
             from_recent = min(some - first, one.recent)
             self._replace(one, from_recent, some)
@@ -240,8 +243,88 @@ class _Decision:
         self.num_ghosts[FREQUENT] += count - from_recent
 
     def _forget_ghosts(self) -> None:
-        """T1 and its ghosts are at most as many as slots, and so are all ghosts."""
+        """Drop ghosts so that T1 and its ghosts are at most as many as slots, and all ghosts too."""
         recent, frequent = self.num_ghosts
         recent -= max(min(self.num_recent + recent - self.capacity, recent - self.awaited[RECENT]), 0)
         frequent -= max(min(recent + frequent - self.capacity, frequent - self.awaited[FREQUENT]), 0)
         self.num_ghosts = [recent, frequent]
+
+
+class ArcGhosts:
+    """The ghost lists B1 and B2: hashes of evicted keys in order, found in O(1). Each ghost has a number."""
+
+    def __init__(self, capacity: int) -> None:
+        """Make room for `capacity` ghosts in both lists together."""
+        self._hashes = np.zeros(capacity, dtype=np.uint64)
+        self._positions = np.zeros(capacity, dtype=np.int64)
+        self._table = HashTable(capacity, self._hashes)
+        self._lists = [RecencyQueue(self._positions, 1), RecencyQueue(self._positions, 2)]
+        self._returned = np.empty(capacity, dtype=np.int64)
+        self._num_returned = 0
+        self._frontier = 0
+
+    def count(self, which: int) -> int:
+        """Return the number of ghosts in one of the lists."""
+        return self._lists[which].num_live
+
+    def find(self, hashes: KeyHashes) -> Numbers:
+        """Return the ghost of each hash, -1 where there is none."""
+        return self._table.find(hashes)[0]
+
+    def list_of(self, ghosts: Numbers) -> NDArray[np.int64]:
+        """Return the list that each ghost is in."""
+        lists: NDArray[np.int64] = (self._positions[ghosts] >> NUMBER_SHIFT) - 1
+        return lists
+
+    def remove(self, ghosts: Numbers) -> None:
+        """Drop distinct ghosts."""
+        lists = self.list_of(ghosts)
+        for which, queue in enumerate(self._lists):
+            queue.remove(ghosts[lists == which])
+        self._table.remove(ghosts)
+        self._free(ghosts)
+
+    def add(self, evicted: Sequence[KeyHashes], limits: Sequence[int]) -> None:
+        """Add the evicted hashes to each list, in order, and drop its oldest ghosts beyond its limit."""
+        added = []
+        for which, hashes in enumerate(evicted):
+            excess = self.count(which) + len(hashes) - limits[which]
+            if excess > 0:
+                oldest = self._lists[which].take_oldest(excess)
+                self._table.remove(oldest)
+                self._free(oldest)
+                hashes = hashes[excess - len(oldest) :]
+            added.append(hashes)
+        # Only now, as one list may grow by the number that the other one lost.
+        for queue, hashes in zip(self._lists, added, strict=True):
+            if not len(hashes):
+                continue
+            ghosts = self._take(len(hashes))
+            self._hashes[ghosts] = hashes
+            won = self._table.claim(ghosts) == ghosts
+            if int(np.count_nonzero(won)) < len(ghosts):
+                # A key that was stored twice at once may be evicted twice.
+                self._free(ghosts[~won])
+                ghosts = ghosts[won]
+            queue.append(ghosts[::-1])
+
+    def reset(self) -> None:
+        """Drop all ghosts, in O(1)."""
+        self._table.reset()
+        for queue in self._lists:
+            queue.reset()
+        self._num_returned = self._frontier = 0
+
+    def _free(self, numbers: Numbers) -> None:
+        self._returned[self._num_returned : self._num_returned + len(numbers)] = numbers
+        self._num_returned += len(numbers)
+
+    def _take(self, count: int) -> Numbers:
+        returned = min(count, self._num_returned)
+        self._num_returned -= returned
+        numbers: Numbers = self._returned[self._num_returned : self._num_returned + returned].copy()
+        if returned == count:
+            return numbers
+        fresh = np.arange(self._frontier, self._frontier + count - returned)
+        self._frontier += count - returned
+        return np.concatenate((numbers, fresh)) if returned else fresh

@@ -1,4 +1,4 @@
-"""Measured rates, and what follows from them: is it faster to load a hit than to compute it again?"""
+"""Cost model: whether loading a hit is faster than recomputing it, by measured rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 _SAMPLES = 64
 MIN_SAMPLES = 8
 EXPLORE_EVERY = 32
-"""One decision in so many takes the other side, or the side not taken would never be measured again."""
+"""One decision in this many takes the slower side, as its rate would never be measured again otherwise."""
 
 
 class LoadDecision(StrEnum):
@@ -19,7 +19,7 @@ class LoadDecision(StrEnum):
 
 
 class Rate:
-    """Amount a second over the latest samples, weighted by amount."""
+    """Rate over the latest samples, weighted by amount."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
@@ -28,19 +28,19 @@ class Rate:
         return len(self._samples)
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Take a sample; one without duration says nothing."""
+        """Add a sample, unless its amount or duration is 0."""
         if amount > 0 and seconds > 0:
             self._samples.append((amount, seconds))
 
     def estimate_s(self, amount: float) -> float | None:
-        """Seconds that this amount will take, or None with too few samples to say."""
+        """Return the expected seconds for an amount, None with fewer than `MIN_SAMPLES` samples."""
         if len(self._samples) < MIN_SAMPLES:
             return None
         return amount * sum(seconds for _, seconds in self._samples) / sum(amount for amount, _ in self._samples)
 
 
 class LoadOrCompute:
-    """The decision per hit, all or nothing. `bytes_rate` and `tokens_rate` may be fed by whoever measures."""
+    """The decision per hit, all or nothing. Callers add their measurements to `bytes_rate` and `tokens_rate`."""
 
     def __init__(self, decision: LoadDecision = LoadDecision.AUTO) -> None:
         self.decision = decision
@@ -49,7 +49,7 @@ class LoadOrCompute:
         self._num_decided = 0
 
     def should_load(self, num_bytes: int, queued_bytes: int, num_tokens: int) -> bool:
-        """Whether loading `num_bytes` behind `queued_bytes` beats computing `num_tokens`."""
+        """Return whether loading `num_bytes` behind `queued_bytes` is faster than computing `num_tokens`."""
         if self.decision is LoadDecision.ALWAYS:
             return True
         load_s = self.bytes_rate.estimate_s(queued_bytes + num_bytes)

@@ -1,0 +1,169 @@
+"""Listings of the pool's content for readers beside the engine: blocks, states, use of slots, and changed rows.
+
+Readers work in batches, each copied under the manager lock, so that a listing of ten million slots never holds it long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import Key
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import SlotRows
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
+from kvferry.core.transfers import NO_SLOTS, Slots
+
+_SCAN_SLOTS = 1 << 16
+_READY = int(SlotState.READY)
+
+
+class BlockState(StrEnum):
+    """State of a block that can be found. One that is loading is pinned, too."""
+
+    READY = "ready"
+    PINNED = "pinned"
+    LOADING = "loading"
+
+
+class BlockHold(NamedTuple):
+    """The state of a block, and when an operator's pin of it ends, if there is one."""
+
+    state: BlockState
+    pinned_until_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUses:
+    """Numbers of slots by their use, each counted once.
+
+    `filling`: written by a store or a tier; `loading`: read by a load; `reading`: read by a tier, or verified;
+    `waiting`: found by requests that have not begun to load, or pinned by operators.
+    """
+
+    filling: int = 0
+    loading: int = 0
+    reading: int = 0
+    waiting: int = 0
+
+    def __str__(self) -> str:
+        words = (
+            (self.filling, "being stored, or brought by a tier"),
+            (self.loading, "being loaded"),
+            (self.reading, "being read by a tier, or verified"),
+            (self.waiting, "pinned, or found by requests that wait"),
+        )
+        return ", ".join(f"{count:,} {what}" for count, what in words if count) or "none"
+
+    def __add__(self, other: SlotUses) -> SlotUses:
+        return SlotUses(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+class Inventory:
+    """A reader of a manager's pool. `dirty_rows` is for one caller; other methods may be called from any thread."""
+
+    def __init__(self, manager: OffloadManager) -> None:
+        self._manager = manager
+        self._dirty_cursor = 0
+
+    def find_block(self, key: Key) -> SlotRows | None:
+        """Return the row of one key, or None."""
+        manager = self._manager
+        with manager.lock:
+            slot = manager.index.get(key)
+            return None if slot is None else manager.table.rows(np.array([slot]))
+
+    def holds(self, rows: SlotRows) -> list[BlockHold | None]:
+        """Return the state of each block now, None for one that has left the pool since the rows were copied."""
+        manager, table, slots = self._manager, self._manager.table, rows.slots
+        with manager.lock:
+            is_present = table.is_ready(slots) & (table.generations[slots] == rows.generations)
+            is_pinned = table.pins[slots] > 0
+            is_loading = np.isin(slots, manager.pins.loading_slots())
+            until_s = manager.operator_pins.until_s(rows.keys)
+        states = np.where(is_loading, BlockState.LOADING, np.where(is_pinned, BlockState.PINNED, BlockState.READY))
+        columns = zip(is_present.tolist(), states.tolist(), until_s, strict=True)
+        return [BlockHold(BlockState(state), until) if present else None for present, state, until in columns]
+
+    def list_blocks(self, start_slot: int, limit: int) -> SlotRows:
+        """Return up to `limit` ready slots from `start_slot` on, in the order of their numbers."""
+        manager, table = self._manager, self._manager.table
+        chosen: list[Slots] = []
+        start = start_slot
+        while limit > 0 and start < table.end_slot:
+            with manager.lock:
+                states = table.current_states(start, start + BATCH_SLOTS)
+            ready = (states == _READY).nonzero()[0][:limit] + start
+            chosen.append(ready)
+            limit -= len(ready)
+            start += BATCH_SLOTS
+        slots = np.concatenate(chosen) if chosen else NO_SLOTS
+        with manager.lock:
+            return table.rows(slots[table.is_ready(slots)])
+
+    def slot_states(self) -> NDArray[np.uint8]:
+        """Return the `SlotState` of every slot, one byte each, as of several moments."""
+        table = self._manager.table
+        states = np.empty(table.end_slot, dtype=np.uint8)
+        for start in range(0, len(states), BATCH_SLOTS):
+            with self._manager.lock:
+                end = min(start + BATCH_SLOTS, len(states))
+                states[start:end] = table.current_states(start, end)
+        return states
+
+    def slot_uses(self, start: int, end: int) -> SlotUses:
+        """Count the slots of a range that are in use, as of several moments."""
+        uses = SlotUses()
+        for at in range(start, end, BATCH_SLOTS):
+            uses += self._uses_of_batch(at, min(at + BATCH_SLOTS, end))
+        return uses
+
+    def dirty_rows(self, limit: int) -> SlotRows | None:
+        """Return up to `limit` rows that changed since they were last returned, or None."""
+        slots = self._next_dirty(limit)
+        if not len(slots):
+            return None
+        table = self._manager.table
+        with self._manager.lock:
+            table.dirty[slots] = False
+            return table.rows(slots)
+
+    def mark_all_dirty(self) -> None:
+        """Mark every row as changed, for a database that lost its own."""
+        table = self._manager.table
+        table.dirty[: table.last_end_slot] = True
+
+    def _next_dirty(self, limit: int) -> Slots:
+        """Scan the dirty bits once, from where the last scan ended. Bits set meanwhile are found by the next one."""
+        table = self._manager.table
+        # Rows of slots that were removed by a resize have to be deleted, too.
+        num_slots = table.last_end_slot
+        scanned = 0
+        while scanned < num_slots:
+            start = self._dirty_cursor
+            end = min(start + _SCAN_SLOTS, num_slots)
+            # A copy, as other threads write meanwhile, and NumPy raises if an array changes during `nonzero`.
+            found = table.dirty[start:end].copy().nonzero()[0][:limit] + start
+            scanned += end - start
+            self._dirty_cursor = (int(found[-1]) + 1 if len(found) == limit else end) % num_slots
+            if len(found):
+                return found
+        return NO_SLOTS
+
+    def _uses_of_batch(self, start: int, end: int) -> SlotUses:
+        table, pins = self._manager.table, self._manager.pins
+        with self._manager.lock:
+            states = table.current_states(start, end)
+            is_used = (states == SlotState.HELD) | ((states == SlotState.READY) & (table.pins[start:end] > 0))
+            slots = is_used.nonzero()[0] + start
+            if not len(slots):
+                return SlotUses(filling=int(np.count_nonzero(states == SlotState.STORING)))
+            loading = np.isin(slots, pins.loading_slots())
+            reading = ~loading & np.isin(slots, pins.reading_slots())
+        num_loading, num_reading = int(np.count_nonzero(loading)), int(np.count_nonzero(reading))
+        num_filling = int(np.count_nonzero(states == SlotState.STORING))
+        return SlotUses(num_filling, num_loading, num_reading, len(slots) - num_loading - num_reading)

@@ -1,0 +1,605 @@
+"""The offload manager: which slot a block gets, which blocks are evicted for it, and which can be found.
+
+The manager owns the slot table, the index, the pins, the evictor and the history of missing keys, and the one lock. It
+knows keys and slots; requests, jobs and request policies belong to the scheduler. A block is stored and loaded so:
+
+    prepare_store -> (the transfer) -> complete_store or abort_store
+    lookup -> pin -> prepare_load -> (the transfer) -> complete_load, or unpin without a load
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
+from kvferry.core.pool.admission import Admission
+from kvferry.core.pool.events import EventSink, EvictionBatch, NullSink, ResetEvent, StoreBatch
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
+from kvferry.core.pool.eviction.history import MissHistory
+from kvferry.core.pool.index import BlockIndex, KeyHashes, hash_keys
+from kvferry.core.pool.pins import OperatorPins, Pin, Pins
+from kvferry.core.pool.records import PoolRecord
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotState, SlotTable
+from kvferry.core.stats import EvictionCounts, EvictionReason, PoolCounts
+from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
+
+_EVICTION_ROUNDS = 4
+"""Rounds of eviction in one offer while the pool shrinks, as victims in leaving slots make no space."""
+_LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
+_COUNTING = np.arange(BATCH_SLOTS)
+_COUNTING.flags.writeable = False
+
+
+class Offer(NamedTuple):
+    """The answer to a batch of offered keys, which is given in order and may stop early.
+
+    The first `num_answered` keys are answered: those at the indices `stored_at` got `slots`, to be filled, those at
+    `held_back_at` were not offered often enough to be stored, and the others were in the pool already. There was no
+    space for the keys after them.
+    """
+
+    num_answered: int
+    stored_at: NDArray[np.int64]
+    slots: Slots
+    held_back_at: NDArray[np.int64] = NO_SLOTS
+
+
+class ChangeLock:
+    """Acquires the manager lock, and marks the pool as torn when an exception leaves the context.
+
+    Index, slots, pins and eviction policy of a torn pool may disagree. Re-entrant, as the lock is.
+    """
+
+    __slots__ = ("is_torn",)
+
+    def __init__(self) -> None:
+        self.is_torn = False
+
+    def __enter__(self) -> bool:
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise NotImplementedError
+
+
+def _change_lock(lock: threading.RLock) -> ChangeLock:
+    """Return the `ChangeLock` of a lock: of a class that has the lock's own `__enter__`, which saves two calls."""
+    release = lock.__exit__
+
+    def leave(
+        self: ChangeLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.is_torn = True
+        release(kind, error, trace)
+
+    namespace = {"__slots__": (), "__enter__": lock.__enter__, "__exit__": leave}
+    made: ChangeLock = type("BoundChangeLock", (ChangeLock,), namespace)()
+    return made
+
+
+class OffloadManager:
+    """Blocks by key, in slots of host memory.
+
+    Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
+    there is no I/O, no logging and no work in proportion to the pool, except in `recover`.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        eviction_policy: str = "lru",
+        sink: EventSink | None = None,
+        store_threshold: int = 1,
+        record: PoolRecord | None = None,
+        epoch: int = 0,
+        max_slots: int = 0,
+    ) -> None:
+        """Make an empty pool.
+
+        Args:
+            num_slots: Number of slots.
+            slot_bytes: Size of a slot.
+            eviction_policy: A name in `EVICTION_POLICIES`.
+            sink: Receives the events of the pool.
+            store_threshold: A block is stored from its offer of this number on.
+            record: The record of a pool that outlives its process.
+            epoch: First epoch: that of the last process of such a pool.
+            max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
+        """
+        self.lock = threading.RLock()
+        self.changing = _change_lock(self.lock)
+        """The same lock, for changes of the pool: after an exception there, `recover` drops all blocks."""
+        self.sink = sink if sink is not None else NullSink()
+        self.evictions = EvictionCounts()
+        self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
+        self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
+        self.evictor = Evictor(self.table, eviction_policy)
+        self.pins = Pins(self.table, self.evictor)
+        self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing)
+        self.admission = Admission(num_slots, store_threshold)
+        self.history = MissHistory(self.table, self.index, self.evictions, self.sink)
+        self._record = record
+        self._counts = PoolCounts()
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return self.table.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a slot."""
+        return self.table.slot_bytes
+
+    @property
+    def epoch(self) -> int:
+        """Counter raised by each whole reset. Results that belong to an older epoch are discarded."""
+        return self.table.epoch
+
+    # --- lookup -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[Key]) -> Slots:
+        """Return the slots of the leading keys that are ready."""
+        with self.lock:
+            return self.index.find_prefix(keys)
+
+    def lookup_each(self, keys: Sequence[Key]) -> Slots:
+        """Return the slot of each key, -1 where it is not ready."""
+        with self.lock:
+            return self.index.find(keys)
+
+    # --- store ------------------------------------------------------------------------------------------------------
+
+    def prepare_store(
+        self,
+        keys: Sequence[Key],
+        origin: RequestIdentity,
+        positions: NDArray[np.int64],
+        priority_class: int,
+        now_s: float,
+        prefix: Prefix = NO_PREFIX,
+        size_bytes: int | None = None,
+        is_counted: bool = True,
+    ) -> Offer:
+        """Reserve slots for those of `keys` that are not in the pool, evicting others if necessary.
+
+        Keys that are in the pool count as used. The answer ends where space ends, as a block behind a missing one is
+        never found; for the same reason no block among `keys` or in `prefix` is evicted.
+
+        Args:
+            keys: Blocks of one request, in order.
+            origin: The request.
+            positions: Index of each block in the request.
+            priority_class: Priority class of the blocks.
+            now_s: The time.
+            prefix: The request's blocks before `keys`.
+            size_bytes: Size of each block; None: a whole slot.
+            is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
+        """
+        hashes = hash_keys(keys)
+        with self.changing:
+            table = self.table
+            num_answered = len(keys)
+            found = self.index.find(keys, hashes)
+            absent = found < 0
+            if int(np.count_nonzero(absent)) == num_answered:
+                own, wanted_at = NO_SLOTS, _counting(num_answered)
+            else:
+                own, wanted_at = found[~absent], absent.nonzero()[0]
+                self._use_again(own, positions[~absent], priority_class)
+            counted, held_back_at = None, NO_SLOTS
+            if is_counted and self.admission.is_counting:
+                counted = wanted_at, hashes[wanted_at]
+                admitted = self.admission.admits(counted[1])
+                wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
+            wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
+            slots = self._reserve(wanted, own, prefix, origin, now_s)
+            if len(slots) < len(wanted):
+                num_answered = int(wanted_at[len(slots)])
+                wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
+                held_back_at = held_back_at[held_back_at < num_answered]
+            if counted is not None:
+                offered_at, hashes = counted
+                self.admission.count(hashes[offered_at < num_answered])
+            if len(slots):
+                if len(slots) < len(keys):
+                    positions = positions[wanted_at]
+                    keys = [keys[i] for i in wanted_at.tolist()]
+                table.begin_storing(slots, keys, wanted, origin, positions, priority_class, size_bytes)
+            return Offer(num_answered, wanted_at, slots, held_back_at)
+
+    def complete_store(self, slots: Slots, now_s: float, chain: Sequence[Key] = ()) -> int:
+        """Publish stored slots, and free those whose key was published by another store meanwhile.
+
+        Args:
+            slots: Slots of one request, in the order of its blocks.
+            now_s: The time.
+            chain: The keys from the request's first block to the last of them, which are reordered; see `touch`.
+
+        Returns:
+            The number of slots published.
+        """
+        with self.changing:
+            table = self.table
+            holders = self.index.claim(slots)
+            # Bytes, as a comparison of two short arrays takes five times as long.
+            if holders.tobytes() != slots.tobytes():
+                won = holders == slots
+                lost = slots[~won]
+                self._raise_class(holders[(holders >= 0) & ~won], int(table.classes.column[lost].max()))
+                self.abort_store(lost)
+                slots = slots[won]
+            keys = table.keys.take(slots).tolist()
+            table.make_ready(slots, now_s)
+            self.evictor.policy.admit(slots)
+            if chain:
+                self.touch(chain)
+            self.evictor.version += 1
+            if keys:
+                self.sink.stored(StoreBatch(now_s, table.origins[slots[0]], keys))
+            return len(slots)
+
+    def abort_store(self, slots: Slots) -> None:
+        """Free slots whose store failed, or was disowned by a reset. Requires: no transfer accesses them any more."""
+        with self.changing:
+            self.table.end_storing(slots)
+            self.invalidate(slots)
+            self.evictor.free(slots)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Move keys of one request, in order, to the MRU end, the last of them to be evicted first.
+
+        This keeps a request's blocks in order, and does not count as a use.
+        """
+        with self.changing:
+            slots = self.index.find_some(keys)
+            self.evictor.policy.reorder(slots[self.table.pins[slots] == 0])
+
+    def record_origin(self, slots: Slots, origin: RequestIdentity) -> None:
+        """Set the request that once stored the blocks of reserved slots, which a tier fills for another request."""
+        with self.lock:
+            self.table.origins[slots] = origin
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    def pin(self, slots: Slots) -> Pin:
+        """Pin slots that were found in the same hold of the lock."""
+        with self.changing:
+            return self.pins.pin(slots)
+
+    def unpin(self, pin: Pin) -> None:
+        """Undo a pin, and count its slots as used."""
+        if len(pin):
+            with self.changing:
+                self.pins.release(pin)
+
+    def prepare_load(self, pin: Pin, now_s: float) -> bool:
+        """Count a hit on pinned slots and mark them as loading. Returns False if one of them was dropped."""
+        with self.changing:
+            return self.pins.begin_load(pin, now_s)
+
+    def complete_load(self, pin: Pin) -> bool:
+        """End a load, which was prepared with this object, and its pin. Returns False if a slot was dropped."""
+        with self.changing:
+            return self.pins.end_load(pin)
+
+    def begin_read(self, pin: Pin) -> None:
+        """Record that a tier reads pinned slots until `end_read`."""
+        with self.changing:
+            self.pins.begin_read(pin)
+
+    def end_read(self, pin: Pin) -> None:
+        """End a read, which was begun with this object, and its pin."""
+        with self.changing:
+            self.pins.end_read(pin)
+
+    def unverified(self, slots: Slots) -> Slots:
+        """Return those of these slots that were recovered and not verified since."""
+        if not self.table.num_unverified:
+            return NO_SLOTS
+        with self.lock:
+            return self.table.unverified_of(slots)
+
+    def record_verified(self, pin: Pin) -> None:
+        """Mark the slots of a pin as verified, which a load has done."""
+        with self.changing:
+            if self.table.num_unverified and pin.epoch == self.table.epoch:
+                self.table.clear_unverified(pin.slots)
+
+    # --- drop and reset ---------------------------------------------------------------------------------------------
+
+    def drop(self, slots: Slots, reason: EvictionReason, now_s: float) -> int:
+        """Drop ready slots and return how many. A pinned slot cannot be found any more, and is freed when unpinned."""
+        with self.changing:
+            table = self.table
+            slots = slots[table.is_ready(slots)]
+            if not len(slots):
+                return 0
+            self.operator_pins.end_with(table.keys[slots].tolist())
+            self._evict(slots, reason, None, now_s)
+            is_pinned = table.pins[slots] > 0
+            idle, pinned = slots[~is_pinned], slots[is_pinned]
+            self.evictor.policy.remove(idle)
+            self.evictor.free(idle)
+            if len(pinned):
+                self.pins.free_when_unpinned(pinned)
+            return len(slots)
+
+    def drop_key(self, key: Key, now_s: float) -> bool:
+        """Drop one block for an operator. Returns False if it is not in the pool."""
+        with self.changing:
+            slot = self.index.get(key)
+            return slot is not None and self.drop(np.array([slot]), EvictionReason.OPERATOR, now_s) == 1
+
+    def drop_matching(
+        self, matches: Callable[[RequestIdentity], bool], start_slot: int, now_s: float
+    ) -> tuple[int, int | None]:
+        """Drop the blocks of one batch of slots whose origin matches.
+
+        Returns:
+            Their number, and the first slot of the next batch, None at the end.
+        """
+        table = self.table
+        end = min(start_slot + BATCH_SLOTS, table.end_slot)
+        with self.changing:
+            slots = np.flatnonzero(table.current_states(start_slot, end) == SlotState.READY) + start_slot
+            origins = table.origins[slots].tolist()
+            matched = {id(origin): matches(origin) for origin in {id(origin): origin for origin in origins}.values()}
+            is_matching = np.array([matched[id(origin)] for origin in origins], dtype=np.bool_)
+            dropped = self.drop(slots[is_matching], EvictionReason.RESET, now_s) if is_matching.any() else 0
+        return dropped, end if end < table.end_slot else None
+
+    def reset(self, filled: Slots, now_s: float) -> int:
+        """Drop all blocks, in time proportional to the slots of open transfers, and return how many were ready.
+
+        Args:
+            filled: Slots that open transfers write to. `abort_store` frees them; slots that are read are freed when
+                their loads and reads end.
+            now_s: The time.
+        """
+        with self.changing:
+            dropped = self._begin_epoch(filled)
+            self._emit_reset(dropped, now_s)
+            self.evictor.reset()
+            return dropped
+
+    def recover(self, filled: Slots, loads: Iterable[Pin], now_s: float) -> list[Exception]:
+        """Undo the effects of an exception, and drop all blocks if it interrupted a change of the pool.
+
+        Slots that are being stored are freed and blocks unpinned, except those of open transfers and of operators. No
+        store that was open before may be completed. Takes time proportional to the pool.
+
+        Args:
+            filled: Slots that open transfers write to.
+            loads: The pins of open loads.
+            now_s: The time.
+
+        Returns:
+            Exceptions in the eviction policy, the record or the sink, which did not prevent the recovery. Blocks of an
+            older epoch that a restart finds because of them still have the bytes of their keys.
+        """
+        errors: list[Exception] = []
+        with self.lock:
+            self.pins.keep_loads(loads)
+            if not self.changing.is_torn:
+                try:
+                    if self._keep_blocks(filled):
+                        return errors
+                except Exception as error:  # noqa: BLE001 - returned; dropping all blocks relies on none of its effects
+                    errors.append(error)
+                self.changing.is_torn = True
+            dropped = self._begin_epoch(filled)
+            for step in (self.evictor.reset, lambda: self._emit_reset(dropped, now_s)):
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001 - returned
+                    errors.append(error)
+            self.changing.is_torn = False
+        return errors
+
+    # --- pool files -------------------------------------------------------------------------------------------------
+
+    def invalidate(self, slots: Slots) -> None:
+        """Queue an invalidation of the current or future content of slots. Requires: manager lock held."""
+        if self._record is not None and len(slots):
+            self._record.invalidate(slots, self.table.generations[slots])
+
+    def num_invalidations(self) -> int:
+        """Return how many invalidations the record has queued so far; 0 without a record."""
+        return 0 if self._record is None else self._record.num_invalidations()
+
+    def are_written(self, count: int) -> bool:
+        """Return whether the first `count` invalidations survive a restart."""
+        return self._record is None or self._record.are_written(count)
+
+    def labels(self, slots: Slots) -> SlotLabels | None:
+        """Return what a store writes to the headers of reserved slots; None without a record."""
+        if self._record is None:
+            return None
+        with self.lock:
+            return self.table.labels(slots)
+
+    def begin_tier_write(self, slots: Slots) -> None:
+        """Record that a tier is about to write to reserved slots."""
+        if self._record is not None and len(slots):
+            with self.lock:
+                self._record.begin_tier_write(self.table.labels(slots))
+
+    def end_tier_write(self, slots: Slots) -> None:
+        """Record that a tier has written to slots: those of them that were published may be recovered."""
+        if self._record is not None:
+            with self.lock:
+                published = slots[self.table.is_ready(slots)]
+                if len(published):
+                    self._record.end_tier_write(self.table.labels(published))
+
+    # --- counters and settings --------------------------------------------------------------------------------------
+
+    def counts(self) -> PoolCounts:
+        """Return the pool's slots by state."""
+        with self.lock:
+            return self.live_counts().copy()
+
+    def live_counts(self) -> PoolCounts:
+        """Return the counts without a copy. Requires: manager lock held, for as long as they are read."""
+        table, counts = self.table, self._counts
+        slots, free, ready = table.num_present, table.num_free, table.num_ready
+        counts.slots = slots
+        counts.wanted_slots = table.target_slots
+        counts.slot_bytes = table.slot_bytes
+        counts.free = free
+        counts.ready = ready
+        # Held slots are counted, too.
+        counts.storing = slots - free - ready
+        counts.loading = self.pins.count_loading()
+        counts.pinned = ready - len(self.evictor.policy)
+        counts.unverified = table.num_unverified
+        counts.bytes = slots * table.slot_bytes
+        counts.eviction_policy = self.evictor.policy.name
+        return counts
+
+    def switch_policy(self, name: str) -> bool:
+        """Exchange the eviction policy, keeping blocks and their order. Returns True while it has to be called again.
+
+        Calls are short, and the engine may work between them; meanwhile, the policy is LRU.
+
+        Raises:
+            ValueError: There is no such policy.
+        """
+        if name not in EVICTION_POLICIES:
+            known = ", ".join(EVICTION_POLICIES)
+            raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
+        # Not under the lock, as it allocates memory in proportion to the pool.
+        self.evictor.prepare(name)
+        with self.changing:
+            return self.evictor.exchange_policy(name, BATCH_SLOTS)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, wanted: KeyHashes, own: Slots, prefix: Prefix, origin: RequestIdentity, now_s: float) -> Slots:
+        """Allocate slots for the `wanted` hashes, evicting others for those that find no free one; fewer if full."""
+        table = self.table
+        is_shrinking = table.end_slot > table.num_slots
+        slots = table.take_free(len(wanted))
+        try:
+            for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
+                victims = self.evictor.take_victims(wanted, slots, own, prefix)
+                staying = self._retire_leaving(victims, now_s) if is_shrinking else victims
+                if len(staying):
+                    self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
+                    slots = np.concatenate((slots, staying)) if len(slots) else staying
+                if len(staying) == len(victims):
+                    break
+        except BaseException:
+            self.evictor.free(slots)
+            raise
+        return slots
+
+    def _retire_leaving(self, victims: Slots, now_s: float) -> Slots:
+        """Free those of the victims that leave the pool in a resize, and return the others."""
+        is_leaving = victims >= self.table.num_slots
+        leaving = victims[is_leaving]
+        if len(leaving):
+            self._evict(leaving, EvictionReason.SHRINK, None, now_s)
+            self.evictor.free(leaving)
+        return victims[~is_leaving]
+
+    def _evict(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
+        """Remove ready slots from the index, and emit, record and count it. The caller frees or reuses the slots.
+
+        `needed_by` is the request whose store needs the space, if one does.
+        """
+        table, count = self.table, len(slots)
+        rows = table.rows(slots, _LIVE[:count] if count <= BATCH_SLOTS else np.ones(count, dtype=np.bool_))
+        self.index.remove(slots)
+        self.history.evicted.add(table.hashes.take(slots), reason, now_s)
+        table.dirty[slots] = True
+        table.num_ready -= count
+        if table.num_unverified:
+            table.clear_unverified(slots)
+        if self._record is not None:
+            self.invalidate(slots)
+        self._count_evicted(reason, count)
+        self.sink.evicted(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
+
+    def _count_evicted(self, reason: EvictionReason, count: int) -> None:
+        self.evictions.total += count
+        by_reason = self.evictions.by_reason
+        by_reason[reason.value] = by_reason.get(reason.value, 0) + count
+
+    def _use_again(self, slots: Slots, positions: NDArray[np.int64], priority_class: int) -> None:
+        """Count a use of ready slots that a request offered at these positions, with this priority class."""
+        table = self.table
+        # `Prefix` compares positions, and those of recovered blocks may be unknown.
+        has_moved = table.positions[slots] != positions
+        if has_moved.any():
+            table.positions[slots] = positions
+            table.dirty[slots[has_moved]] = True
+        self._raise_class(slots, priority_class)
+        self.evictor.policy.touch(slots[table.pins[slots] == 0])
+
+    def _raise_class(self, slots: Slots, priority_class: int) -> None:
+        """Set the priority class of ready slots that have a lower one."""
+        classes = self.table.classes
+        if classes.uniform is not None and classes.uniform >= priority_class:
+            return
+        slots = slots[classes.column[slots] < priority_class]
+        # Distinct slots in their order, as a key may be offered twice.
+        slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
+        candidates = slots[self.table.pins[slots] == 0]
+        self.evictor.policy.remove(candidates)
+        classes.assign(slots, priority_class)
+        self.table.dirty[slots] = True
+        self.evictor.policy.add(candidates)
+
+    def _begin_epoch(self, filled: Slots) -> int:
+        """Begin a new epoch, in which only slots of open transfers are not free, and return how many were ready.
+
+        The caller resets the evictor afterwards.
+        """
+        dropped = self.table.num_ready
+        self.pins.reset(filled)
+        self.index.reset()
+        self.history.reset()
+        self.operator_pins.reset()
+        self._count_evicted(EvictionReason.RESET, dropped)
+        return dropped
+
+    def _emit_reset(self, dropped: int, now_s: float) -> None:
+        """Queue the invalidation of all blocks before this epoch, and emit the reset."""
+        if self._record is not None:
+            self._record.invalidate_before(self.table.epoch)
+        self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
+
+    def _keep_blocks(self, filled: Slots) -> bool:
+        """Free slots and undo pins without an owner. Returns False if the pool is inconsistent."""
+        table = self.table
+        with self.changing:
+            self.invalidate(filled)
+            is_lost = table.current_states(0, table.end_slot) == SlotState.STORING
+            is_lost[filled] = False
+            self.abort_store(is_lost.nonzero()[0])
+            if not self.pins.recount(filled, self.operator_pins.slots()):
+                return False
+            states, pins = table.current_states(0, table.end_slot), table.pins[: table.end_slot]
+            is_ready = states == SlotState.READY
+            return (
+                int(np.count_nonzero(is_ready)) == table.num_ready == len(self.index)
+                and len(self.evictor.policy) == int(np.count_nonzero(is_ready & (pins == 0)))
+                and table.num_free == int(np.count_nonzero(states == SlotState.FREE))
+            )
+
+
+def _counting(count: int) -> NDArray[np.int64]:
+    """Return the array 0, 1, ..., count - 1, read-only if it is short."""
+    return _COUNTING[:count] if count <= len(_COUNTING) else np.arange(count)

@@ -1,0 +1,508 @@
+"""Compiled functions of core, and the arrays they work on.
+
+The scheduler works on batches of blocks. In Python a batch of 64 takes some 10 us per loop over it, compiled about
+1 us: together, a store costs 0.6 us a block instead of several. The functions are compiled for this machine with Numba
+when a pool is made, and stored beside the source, or else in the user's cache; the variable NUMBA_CACHE_DIR names
+another place. Where none can be written, or the stored code cannot be read, a function is compiled again, which takes
+some tenths of a second. All functions keep the interpreter lock, as they take microseconds.
+
+Functions come in groups, one for each data structure, which are compiled on the first call of their getter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.pool.records import SLOT_RECORD
+
+F = TypeVar("F", bound=Callable[..., Any])
+_Hashes = NDArray[np.uint64]
+_Numbers = NDArray[np.int64]
+_Flags = NDArray[np.bool_]
+_Ring = NDArray[np.int32]
+
+_LINE_BYTES = 64
+
+
+def compiled(signature: Any, *, nogil: bool = False) -> Callable[[F], F]:
+    """Return a decorator that compiles a function for one Numba signature, at once.
+
+    With `nogil` the function runs without the interpreter lock. It may use constants of its own file, a change of which
+    invalidates the stored code. It must not call another compiled function: that is a different object in each process,
+    so the stored code would never be found again.
+    """
+    # Imported here, as it takes a third of a second and the command line imports core, too.
+    from numba import njit
+
+    def compile_it(function: F) -> F:
+        try:
+            return cast("F", njit([signature], cache=True, nogil=nogil)(function))
+        except Exception:  # noqa: BLE001 - any error of the cache; an error in the function is raised below
+            return cast("F", njit([signature], nogil=nogil)(function))
+
+    return compile_it
+
+
+def aligned_zeros(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return zeros whose first element starts a cache line. Untouched pages take no memory.
+
+    Not for arrays written at random places, where each first write may clear two megabytes.
+    """
+    raw = np.zeros(count * dtype.itemsize + _LINE_BYTES, dtype=np.uint8)
+    start = -raw.ctypes.data % _LINE_BYTES
+    return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+def resident_zeros(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return zeros whose pages are all in memory, for writes at random places. Requires: no lock held."""
+    zeros = aligned_zeros(count, dtype)
+    zeros.view(np.uint8)[:] = 0
+    return zeros
+
+
+# --- hashes of keys ---------------------------------------------------------------------------------------------
+
+_WORD_BYTES = 8
+_SPREAD = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: odd, so that multiplication maps no two words to one, and without a pattern."""
+_FIRST_MIX, _SECOND_MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+"""Constants of MurmurHash3's finalizer (Appleby, public domain): each bit of a hash depends on every bit before."""
+
+
+@functools.cache
+def key_hasher() -> Callable[[bytes, int, _Hashes], None]:
+    """Return the function (joined keys, bytes of each key, out) that hashes adjacent keys of one length."""
+    from numba import types
+
+    text = types.Bytes(types.uint8, 1, "C", readonly=True)
+
+    @compiled(types.void(text, types.int64, types.uint64[::1]))
+    def hash_keys(joined: bytes, key_bytes: int, hashes: _Hashes) -> None:
+        spread, half = np.uint64(_SPREAD), np.uint64(32)
+        for i in range(len(hashes)):
+            at = i * key_bytes
+            end = at + key_bytes
+            key_hash = np.uint64(key_bytes) * spread
+            while at < end:
+                word = np.uint64(0)
+                if at + _WORD_BYTES <= end:
+                    # In this order compilers make one load of it.
+                    for byte in range(_WORD_BYTES):
+                        word |= np.uint64(joined[at + byte]) << np.uint64(8 * byte)
+                else:
+                    for byte in range(end - at):
+                        word |= np.uint64(joined[at + byte]) << np.uint64(8 * byte)
+                key_hash = (key_hash ^ word) * spread
+                key_hash ^= key_hash >> half
+                at += _WORD_BYTES
+            key_hash = (key_hash ^ key_hash >> np.uint64(33)) * np.uint64(_FIRST_MIX)
+            key_hash = (key_hash ^ key_hash >> np.uint64(33)) * np.uint64(_SECOND_MIX)
+            hashes[i] = key_hash ^ key_hash >> np.uint64(33)
+
+    return hash_keys
+
+
+# --- hash tables ------------------------------------------------------------------------------------------------
+
+NUMBER_BITS = 32
+"""A cell of a hash table is a hash and an entry: a number in the low bits of the entry, the epoch above them."""
+
+
+class TableFunctions(NamedTuple):
+    """Functions over the cells of a `HashTable`. `table` is (cells, shift, epoch)."""
+
+    find: Callable[..., int]
+    """(*table, hashes, out): write the number of each hash, -1 if absent; return how many were found."""
+    claim: Callable[..., int]
+    """(*table, column of hashes, numbers, free cells, out): enter numbers by their hash unless it is present, write the
+    number that holds each hash afterwards; return how many were entered."""
+    remove: Callable[..., int]
+    """(*table, column of hashes, numbers): remove numbers that hold their hash; return how many."""
+
+
+@functools.cache
+def table_functions() -> TableFunctions:
+    """Return the functions of `HashTable`."""
+    from numba import types
+
+    number, unsigned, column = types.int64, types.uint64, types.uint64[::1]
+    table = (types.uint64[:, ::1], unsigned, unsigned)
+    given_hashes = types.Array(types.uint64, 1, "A", readonly=True)
+    given_numbers = types.Array(types.int64, 1, "A", readonly=True)
+
+    @compiled(number(*table, given_hashes, types.int64[::1]))
+    def find(cells: _Hashes, shift: np.uint64, epoch: np.uint64, hashes: _Hashes, numbers: _Numbers) -> int:
+        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        num_found = 0
+        for i in range(len(hashes)):
+            at = hashes[i] >> shift
+            numbers[i] = -1
+            while cells[at, 1] >> above == epoch:
+                if cells[at, 0] == hashes[i]:
+                    numbers[i] = np.int64(cells[at, 1] & np.uint64((1 << NUMBER_BITS) - 1))
+                    num_found += 1
+                    break
+                at = (at + one) & last
+        return num_found
+
+    @compiled(number(*table, column, given_numbers, number, types.int64[::1]))
+    def claim(
+        cells: _Hashes,
+        shift: np.uint64,
+        epoch: np.uint64,
+        hashes: _Hashes,
+        numbers: _Numbers,
+        num_free: int,
+        holders: _Numbers,
+    ) -> int:
+        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        added = 0
+        for i in range(len(numbers)):
+            key_hash = hashes[numbers[i]]
+            at = key_hash >> shift
+            holders[i] = -1
+            while cells[at, 1] >> above == epoch:
+                if cells[at, 0] == key_hash:
+                    holders[i] = np.int64(cells[at, 1] & np.uint64((1 << NUMBER_BITS) - 1))
+                    break
+                at = (at + one) & last
+            if holders[i] < 0 and added < num_free:
+                cells[at, 0] = key_hash
+                cells[at, 1] = epoch << above | np.uint64(numbers[i])
+                holders[i] = numbers[i]
+                added += 1
+        return added
+
+    @compiled(number(*table, column, given_numbers))
+    def remove(cells: _Hashes, shift: np.uint64, epoch: np.uint64, hashes: _Hashes, numbers: _Numbers) -> int:
+        last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
+        removed = 0
+        for i in range(len(numbers)):
+            key_hash = hashes[numbers[i]]
+            at = key_hash >> shift
+            while cells[at, 1] >> above == epoch and cells[at, 0] != key_hash:
+                at = (at + one) & last
+            if cells[at, 1] != epoch << above | np.uint64(numbers[i]):
+                continue
+            removed += 1
+            hole = at
+            at = (at + one) & last
+            # Backward-shift deletion: move up entries whose probe sequence crosses the hole.
+            while cells[at, 1] >> above == epoch:
+                home = cells[at, 0] >> shift
+                if (at - home) & last >= (at - hole) & last:
+                    cells[hole, 0] = cells[at, 0]
+                    cells[hole, 1] = cells[at, 1]
+                    hole = at
+                at = (at + one) & last
+            cells[hole, 1] = np.uint64(0)
+        return removed
+
+    return TableFunctions(find, claim, remove)
+
+
+# --- slot records -----------------------------------------------------------------------------------------------
+
+WAYS = 8
+"""Places for a hash in a table of ghosts, or of keys that are being stored: one cache line of 64-bit entries."""
+IN_FLIGHT_BITS = 16
+"""Size of the table of the keys that are being stored: half a megabyte, which a reset clears in some microseconds."""
+
+
+class RecordFunctions(NamedTuple):
+    """Functions over the records of a `SlotTable`. Slot numbers are not checked.
+
+    `in_flight` is the table of the keys that are being stored. It is updated by the functions that access the slots in
+    any case: separate calls would add a tenth to the time of a store.
+    """
+
+    begin_storing: Callable[..., object]
+    """(records, hashes of all slots, in_flight, slots, their hashes, their positions, state, epoch, generation, bytes,
+    priority class)"""
+    make_ready: Callable[..., None]
+    """(records, dirty, hashes of all slots, in_flight, slots, state, Unix seconds)"""
+    end_storing: Callable[..., None]
+    """(hashes of all slots, in_flight, slots)"""
+    are_in_flight: Callable[..., None]
+    """(in_flight, hashes, out): write which are in the table."""
+    hit: Callable[..., None]
+    """(records, dirty, slots, Unix seconds)"""
+    pin: Callable[..., int]
+    """(records, slots, out): write the slots that were not pinned before; return how many."""
+    unpin: Callable[..., int]
+    """(records, slots, out): write the slots that are not pinned any more; return how many."""
+
+
+@functools.cache
+def record_functions() -> RecordFunctions:
+    """Return the functions of `SlotTable`."""
+    from numba import from_dtype, types
+
+    table = types.Array(from_dtype(SLOT_RECORD), 1, "C")
+    dirty_type, hashes_type = types.boolean[::1], types.uint64[::1]
+    given_slots = types.Array(types.int64, 1, "A", readonly=True)
+    given_hashes = types.Array(types.uint64, 1, "A", readonly=True)
+    number, seconds = types.int64, types.float64
+
+    @compiled(types.uint64(table, hashes_type, hashes_type, given_slots, given_hashes, given_slots, *[number] * 5))
+    def begin_storing(
+        records: Any,
+        all_hashes: _Hashes,
+        in_flight: _Hashes,
+        slots: _Numbers,
+        hashes: _Hashes,
+        positions: _Numbers,
+        state: int,
+        epoch: int,
+        generation: int,
+        size_bytes: int,
+        priority_class: int,
+    ) -> Any:
+        shift, vacant = np.uint64(64 - IN_FLIGHT_BITS), np.uint64(0)
+        touched = vacant
+        # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
+        for i in range(len(slots)):
+            touched |= in_flight[hashes[i] >> shift]
+        for i in range(len(slots)):
+            record = records[slots[i]]
+            record.state = state
+            record.epoch = epoch
+            record.generation = generation
+            record.position = positions[i]
+            record.size = size_bytes
+            record.priority_class = priority_class
+            all_hashes[slots[i]] = hashes[i]
+            place = hashes[i] >> shift
+            first = place & ~np.uint64(WAYS - 1)
+            for way in range(WAYS):
+                at = first + np.uint64(way)
+                if in_flight[at] == vacant or in_flight[at] == hashes[i]:
+                    place = at
+                    break
+            in_flight[place] = hashes[i]
+        return touched
+
+    @compiled(types.void(table, dirty_type, hashes_type, hashes_type, given_slots, number, seconds))
+    def make_ready(
+        records: Any,
+        dirty: _Flags,
+        all_hashes: _Hashes,
+        in_flight: _Hashes,
+        slots: _Numbers,
+        state: int,
+        now_s: float,
+    ) -> None:
+        shift = np.uint64(64 - IN_FLIGHT_BITS)
+        for i in range(len(slots)):
+            record = records[slots[i]]
+            record.state = state
+            record.stored_s = now_s
+            record.hit_s = 0.0
+            record.hits = 0
+            dirty[slots[i]] = True
+            key_hash = all_hashes[slots[i]]
+            first = key_hash >> shift & ~np.uint64(WAYS - 1)
+            for way in range(WAYS):
+                at = first + np.uint64(way)
+                if in_flight[at] == key_hash:
+                    in_flight[at] = np.uint64(0)
+                    break
+
+    @compiled(types.void(hashes_type, hashes_type, given_slots))
+    def end_storing(all_hashes: _Hashes, in_flight: _Hashes, slots: _Numbers) -> None:
+        shift = np.uint64(64 - IN_FLIGHT_BITS)
+        for i in range(len(slots)):
+            key_hash = all_hashes[slots[i]]
+            first = key_hash >> shift & ~np.uint64(WAYS - 1)
+            for way in range(WAYS):
+                at = first + np.uint64(way)
+                if in_flight[at] == key_hash:
+                    in_flight[at] = np.uint64(0)
+
+    @compiled(types.void(hashes_type, given_hashes, types.boolean[::1]))
+    def are_in_flight(in_flight: _Hashes, hashes: _Hashes, out: _Flags) -> None:
+        shift = np.uint64(64 - IN_FLIGHT_BITS)
+        for i in range(len(hashes)):
+            first = hashes[i] >> shift & ~np.uint64(WAYS - 1)
+            out[i] = False
+            for way in range(WAYS):
+                if in_flight[first + np.uint64(way)] == hashes[i]:
+                    out[i] = True
+                    break
+
+    @compiled(types.void(table, dirty_type, given_slots, seconds))
+    def hit(records: Any, dirty: _Flags, slots: _Numbers, now_s: float) -> None:
+        for i in range(len(slots)):
+            record = records[slots[i]]
+            record.hits += 1
+            record.hit_s = now_s
+            dirty[slots[i]] = True
+
+    @compiled(number(table, given_slots, types.int64[::1]))
+    def pin(records: Any, slots: _Numbers, out: _Numbers) -> int:
+        count = 0
+        for i in range(len(slots)):
+            record = records[slots[i]]
+            if record.pins == 0:
+                out[count] = slots[i]
+                count += 1
+            record.pins += 1
+        return count
+
+    @compiled(number(table, given_slots, types.int64[::1]))
+    def unpin(records: Any, slots: _Numbers, out: _Numbers) -> int:
+        count = 0
+        for i in range(len(slots)):
+            record = records[slots[i]]
+            record.pins -= 1
+            if record.pins == 0:
+                out[count] = slots[i]
+                count += 1
+        return count
+
+    return RecordFunctions(begin_storing, make_ready, end_storing, are_in_flight, hit, pin, unpin)
+
+
+# --- queues -----------------------------------------------------------------------------------------------------
+
+
+class QueueFunctions(NamedTuple):
+    """Functions over the ring of a `RecencyQueue` and the column of positions, which may be part of slot records."""
+
+    append: Callable[..., None]
+    """(ring, positions, tail, slots): write slots at the tail, the last of them first."""
+    take: Callable[..., tuple[int, int]]
+    """(ring, positions, head, tail, read, write, out): write the oldest live slots; return new head and count."""
+    squeeze: Callable[..., int]
+    """(ring, positions, start, end, write): move live entries to `write` on; return where that ends."""
+
+
+@functools.cache
+def queue_functions() -> QueueFunctions:
+    """Return the functions of `RecencyQueue`."""
+    from numba import types
+
+    ring_type, number = types.int32[::1], types.int64
+    column, given = types.Array(types.int64, 1, "A"), types.Array(types.int64, 1, "A", readonly=True)
+
+    @compiled(types.void(ring_type, column, number, given))
+    def append(ring: _Ring, positions: _Numbers, tail: int, slots: _Numbers) -> None:
+        mask, last = len(ring) - 1, len(slots) - 1
+        for i in range(len(slots)):
+            slot = slots[last - i]
+            ring[(tail + i) & mask] = slot
+            positions[slot] = tail + i
+
+    @compiled(types.UniTuple(number, 2)(ring_type, column, number, number, number, number, types.int64[::1]))
+    def take(
+        ring: _Ring, positions: _Numbers, head: int, tail: int, read: int, write: int, taken: _Numbers
+    ) -> tuple[int, int]:
+        mask = len(ring) - 1
+        num_taken = 0
+        while num_taken < len(taken) and head != tail:
+            if head == write:
+                head = read
+            slot = ring[head & mask]
+            if positions[slot] == head:
+                taken[num_taken] = slot
+                num_taken += 1
+            head += 1
+        return head, num_taken
+
+    @compiled(number(ring_type, column, number, number, number))
+    def squeeze(ring: _Ring, positions: _Numbers, start: int, end: int, write: int) -> int:
+        mask = len(ring) - 1
+        for position in range(start, end):
+            slot = ring[position & mask]
+            if positions[slot] == position:
+                ring[write & mask] = slot
+                positions[slot] = write
+                write += 1
+        return write
+
+    return QueueFunctions(append, take, squeeze)
+
+
+# --- ghosts -----------------------------------------------------------------------------------------------------
+
+GHOST_CODE_BITS = 5
+"""An entry of a table of ghosts is a hash with a note in its low bits: the code of a reason, and the epoch above it."""
+GHOST_EPOCHS = 255
+"""Epochs are counted from 1 to this, so that a place that was never used belongs to none."""
+GHOST_NOTE_BITS = 13
+AS_NOTED = 1 << GHOST_NOTE_BITS
+"""Passed instead of a note: enter each entry with the note that it has."""
+
+
+class GhostFunctions(NamedTuple):
+    """Functions over the tables of `Ghosts`."""
+
+    put: Callable[..., object]
+    """(table, seconds, shift, hashes, note, seconds of each, seconds of all): both arrays of seconds may be empty.
+
+    An entry displaces one of its own hash, else one of an older epoch, else the one at its first place.
+    """
+    find: Callable[..., None]
+    """(table, shift, wanted, out places, out codes): wanted are hashes with a note of code 0; code 0 where absent."""
+
+
+@functools.cache
+def ghost_functions() -> GhostFunctions:
+    """Return the functions of `Ghosts`."""
+    from numba import types
+
+    given, given_seconds = types.Array(types.uint64, 1, "A", readonly=True), types.Array(types.uint32, 1, "A")
+    tables = types.uint64[::1], types.uint32[::1], types.uint64
+
+    @compiled(types.uint64(*tables, given, types.uint64, given_seconds, types.uint32))
+    def put(
+        table: _Hashes,
+        seconds: NDArray[np.uint32],
+        shift: np.uint64,
+        hashes: _Hashes,
+        note: np.uint64,
+        times: NDArray[np.uint32],
+        now_s: np.uint32,
+    ) -> Any:
+        of_key, of_epoch = ~np.uint64((1 << GHOST_NOTE_BITS) - 1), np.uint64(GHOST_EPOCHS << GHOST_CODE_BITS)
+        none = np.uint64(0)
+        touched = none
+        # Independent loads overlap their cache misses. The result keeps the compiler from removing them.
+        for i in range(len(hashes)):
+            touched |= table[hashes[i] >> shift]
+        for i in range(len(hashes)):
+            entry = hashes[i] if note == np.uint64(AS_NOTED) else hashes[i] & of_key | note
+            place, is_vacant = entry >> shift, False
+            first = place & ~np.uint64(WAYS - 1)
+            for way in range(WAYS):
+                at = first + np.uint64(way)
+                difference = table[at] ^ entry
+                if difference & of_epoch == none:
+                    if difference & of_key == none:
+                        place = at
+                        break
+                elif not is_vacant:
+                    place, is_vacant = at, True
+            table[place] = entry
+            if len(seconds):
+                seconds[place] = times[i] if len(times) else now_s
+        return touched
+
+    @compiled(types.void(types.uint64[::1], types.uint64, given, types.int64[::1], types.int64[::1]))
+    def find(table: _Hashes, shift: np.uint64, wanted: _Hashes, places: _Numbers, codes: _Numbers) -> None:
+        for i in range(len(wanted)):
+            home = np.int64(wanted[i] >> shift)
+            places[i], codes[i] = home, 0
+            for way in range(WAYS):
+                at = home // WAYS * WAYS + way
+                code = table[at] ^ wanted[i]
+                if code < np.uint64(1 << GHOST_CODE_BITS):
+                    places[i], codes[i] = at, np.int64(code)
+                    break
+
+    return GhostFunctions(put, find)
