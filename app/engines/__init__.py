@@ -1,1 +1,1 @@
-"""The engines that kvferry attaches to: one of its own (`embedded`) and, out of tree, vLLM."""
+"""Engines that kvferry attaches to: the built-in `embedded` engine and stock vLLM."""

@@ -1,4 +1,4 @@
-"""A CUDA device's part in offloading, whichever engine computes on it: pool memory that it knows, and copies."""
+"""CUDA support for any engine: registered pool memory and a copy engine for one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CROSSOVER_FILE = "copy-crossover.json"
 
 
 class CudaSide:
-    """For one device, from before the pool is mapped until after it is gone."""
+    """Pool preparation and copy engine of one device; outlives the pool."""
 
     def __init__(
         self,
@@ -31,8 +31,16 @@ class CudaSide:
         *,
         instead: str = "set KVFERRY_DEVICE=cpu",
     ) -> None:
-        """Raises `CudaUnavailable`, which ends with what can be done `instead`. `driver` is this machine's by default,
-        and `current_stream`, the stream that the calling thread computes on, torch's."""
+        """Load the driver and register with the device.
+
+        Args:
+            instead: end of the error messages: what the user can do instead.
+            driver: this machine's by default.
+            current_stream: returns the calling thread's compute stream; torch's by default.
+
+        Raises:
+            CudaUnavailable: no usable driver or device.
+        """
         self._device = device
         self._index = device.index or 0
         self._instead = instead
@@ -45,8 +53,7 @@ class CudaSide:
             raise self._unavailable("cannot be used for copies", error) from error
 
     def preparation(self) -> Preparation:
-        """How the host pool is made ready: near the device, and in large pages where the kernel has them, of which
-        there are fewer to pin."""
+        """Return how the host pool is prepared: near the device, in huge pages, which pin faster, where available."""
         return Preparation(registrar=self._registrar, numa_node=node_of_pci_device(self._pci_address), huge_pages=True)
 
     def copies(
@@ -59,8 +66,10 @@ class CudaSide:
         before: Callable[[TransferJob], None] | None = None,
         worker: int | None = None,
     ) -> CudaCopyEngine:
-        """A copy engine between the device's blocks and the pool; see `choose_mover` and, for `before`,
-        `CudaCopyEngine`. Results name `worker`, by default the pool's rank. Raises `CudaUnavailable`."""
+        """Return a copy engine between the device's blocks and the pool; see `choose_mover` and `CudaCopyEngine`.
+
+        Results name `worker`, by default the pool's rank. Raises `CudaUnavailable`.
+        """
         try:
             mover = choose_mover(self._driver, self._index, pool, state_dir / CROSSOVER_FILE, kernel_below_bytes)
             return CudaCopyEngine(
@@ -78,7 +87,7 @@ class CudaSide:
             raise self._unavailable("gives no copy engine", error) from error
 
     def close(self) -> None:
-        """After the pool."""
+        """Release the device. Must be called after the pool is closed."""
         self._registrar.close()
 
     def _unavailable(self, what: str, error: Exception) -> CudaUnavailable:

@@ -1,7 +1,7 @@
 """SHA-256 digests of whole files, cached in the state folder by path and file identity.
 
-A cryptographic hash, since equal digests let one model load another model's KV blocks. The cache is an optimization:
-an entry that is missing, damaged or unreadable is computed again.
+The hash is cryptographic, because equal digests let one model load another model's KV blocks. The cache is an
+optimization: a missing, damaged or unreadable entry is computed again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECOND_NS = 1_000_000_000
 
 
 class FileUnknown(Exception):
-    """The content of a file cannot be told: unreadable, or changed while it was read. The message says which file."""
+    """The content of a file is unknown: unreadable, or changed while it was read. The message names the file."""
 
 
 class FileId(NamedTuple):
@@ -51,21 +51,21 @@ class FileId(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a later change would get another ctime. False also for a ctime in the future."""
+        """Return whether a later change would get another ctime. False also for a ctime in the future."""
         return time.time_ns() - self.ctime_ns >= _settle_ns(self)
 
 
 class DigestCache:
-    """Digests of files, kept in `STATE_DIR/digests`, one small file for each. Safe for threads and processes."""
+    """Digests of files, stored in `STATE_DIR/digests`, one small file for each. Safe for threads and processes."""
 
     def __init__(self, state_dir: Path | None) -> None:
-        """Keep digests in `state_dir`; None keeps nothing."""
+        """Store digests in `state_dir`; None stores nothing."""
         self._folder = None if state_dir is None else state_dir / _FOLDER
         self._has_warned = False
 
     def digest(self, path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
         """Return the hex SHA-256 of a file's content, which is read unless it is cached. Raises `FileUnknown`."""
-        # A link is cached under the file that it leads to: links of several hub snapshots share one file.
+        # A link is cached under its target: links of several hub snapshots share one file.
         real = os.path.realpath(path)
         with opened(path) as (fd, found):
             cached = self._cached(real, found)
@@ -138,7 +138,7 @@ class DigestCache:
 
     @contextmanager
     def _locked(self, real: str) -> Iterator[None]:
-        """Exclude other processes that want the same digest, so that one of them reads the file.
+        """Exclude other processes that compute the same digest, so that only one reads the file.
 
         Only an optimization: without the lock the file is read more than once.
         """
@@ -162,9 +162,9 @@ class DigestCache:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, FileId]]:
-    """Open a regular file for reading, with its identity once that is settled. Raises `FileUnknown`.
+    """Open a regular file for reading, and determine its identity. Raises `FileUnknown`.
 
-    Opened even for the identity alone: network file systems answer a `stat` from a cache, and an `open` from the
+    The file is opened even for the identity alone: network file systems serve `stat` from a cache, but `open` from the
     server.
     """
     try:
@@ -189,12 +189,14 @@ def opened(path: Path) -> Iterator[tuple[int, FileId]]:
 
 
 def _settle_ns(found: FileId) -> int:
-    """Age of a ctime from which a change gets another one: a few clock ticks, or 2 s where times are whole seconds."""
+    """Return the age of a ctime after which a change gets another one: a few clock ticks, or 2 s for whole seconds."""
     return _FINE_SETTLE_NS if found.ctime_ns % _SECOND_NS else _COARSE_SETTLE_NS
 
 
 def _check(found: FileId, digest: str) -> str:
-    """Checksum of an entry, over the identity it is for. Device numbers may change at a reboot and are left out."""
+    """Return the checksum of an entry, over the identity it is for. Device numbers may change at a reboot and are left
+    out.
+    """
     return hashlib.sha256(json.dumps([*found[1:], digest]).encode()).hexdigest()
 
 

@@ -27,9 +27,9 @@ _CONTENT_PREFIX = "files-"
 
 
 def model_files(path: Path) -> list[Path]:
-    """List the files that decide what a model in a folder computes, or the one file that it is. Raises `OSError`.
+    """List the files that determine what a model in a folder computes, or the one file that it is. Raises `OSError`.
 
-    Subfolders often hold other checkpoints; they count where an index names shards in them, or where the folder itself
+    Subfolders often hold other checkpoints; they count only if an index names shards in them, or if the folder itself
     holds no weights.
     """
     if not path.is_dir():
@@ -43,7 +43,7 @@ def model_files(path: Path) -> list[Path]:
 
 
 def _is_there(file: Path) -> bool:
-    """False for folders, for links to nothing, and for shards that an index names in vain: none can be loaded."""
+    """Return False for folders, dangling links, and missing shards named by an index: none can be loaded."""
     try:
         return not stat.S_ISDIR(file.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -54,7 +54,7 @@ def _shards(index: Path) -> set[str]:
     try:
         return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # Not an index, which is then hashed, or reported as unreadable, like any other file.
+        # Not an index: it is hashed, or reported as unreadable, like any other file.
         return set()
 
 
@@ -65,7 +65,7 @@ class ContentDigest:
     """
 
     def __init__(self, path: Path, cache: DigestCache) -> None:
-        """Note the files as they are before loading, and start to read them."""
+        """Record the files' identities before loading, and start to read them."""
         self._path = path
         self._before: dict[Path, FileId] = {}
         self._found: dict[Path, str] = {}
@@ -75,7 +75,7 @@ class ContentDigest:
             self._before = _identify(path)
         except FileUnknown as error:
             self._problem = error
-        # The largest first, so that no thread is left alone with it in the end.
+        # The largest first, so that no single thread finishes long after the others.
         todo = deque(sorted(self._before, key=lambda file: -self._before[file].size_bytes))
         self._threads = [
             threading.Thread(target=self._read, args=(todo, cache), name="kvferry-digest", daemon=True)
@@ -92,17 +92,18 @@ class ContentDigest:
         self._stopped.set()
 
     def is_reading(self) -> bool:
-        """Whether `result` would wait."""
+        """Return whether `result` would wait."""
         return any(thread.is_alive() for thread in self._threads)
 
     def refuse(self, reason: str) -> None:
-        """Have `result` raise, since the files are not those that were loaded."""
+        """Make `result` raise, because the files are not those that were loaded."""
         self._problem = FileUnknown(reason)
 
     def result(self) -> str | None:
-        """Wait for the digest; None where there are no files. Called once the model is loaded.
+        """Wait for the digest; None without files. Called once the model is loaded.
 
-        Raises `FileUnknown` where the files cannot be read, or are not those from before loading.
+        Raises:
+            FileUnknown: the files cannot be read, or changed since before loading.
         """
         for thread in self._threads:
             thread.join()
@@ -115,13 +116,13 @@ class ContentDigest:
         root = self._path if self._path.is_dir() else self._path.parent
         names = {file: os.path.relpath(file, root) for file in self._found}
         if not self._path.is_dir():
-            # A model that is one file may be called differently elsewhere.
+            # A model that is one file may have another name elsewhere.
             names = dict.fromkeys(names, "")
         lines = sorted((names[file], digest) for file, digest in self._found.items())
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:_DIGITS]
 
     def newest_change_s(self) -> float:
-        """Unix time of the last change to the files, or to what leads to them, as they were before loading."""
+        """Return the Unix time of the last change to the files, or to folders and links above them, before loading."""
         times_ns = [found.ctime_ns for found in self._before.values()]
         for place in (self._path, *self._before):
             links = [link for link in (place, *place.parents) if link.is_symlink()]
@@ -156,7 +157,7 @@ def _identify(path: Path) -> dict[Path, FileId]:
 
 
 def digest_of_files(path: Path, cache: DigestCache) -> str | None:
-    """Return the content digest of a folder's model files, or of one file; None where there is none.
+    """Return the content digest of a folder's model files, or of one file; None without files.
 
     Raises `FileUnknown`.
     """
@@ -182,7 +183,7 @@ def revision_of(name: str, content: ContentDigest | None, config: Any, start: st
 
 
 def content_revision(name: str, content: ContentDigest, start: str) -> str | None:
-    """See `revision_of`, for local files."""
+    """Return the revision of local files; see `revision_of`."""
     if content.is_reading():
         _log.info("reading model files for their digest, which is then cached: %s", name)
     try:

@@ -1,4 +1,4 @@
-"""An engine of kvferry's own: a transformers causal LM over paged KV, small to read and complete enough to serve."""
+"""Built-in engine: a transformers causal LM over paged KV, small to read and complete enough to serve."""
 
 from kvferry.app.engines.embedded.config import EngineConfig, EngineStartError
 from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, EngineInfo, InvalidRequestError

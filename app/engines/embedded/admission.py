@@ -1,4 +1,4 @@
-"""Admission of completion calls: a bounded expected wait, and half of the room at most for one client.
+"""Admission of completion calls: a bounded expected wait, and at most half of the free places for one client.
 
 Without it, a client that sends thousands of calls at once delays all others by as long as the engine takes for them.
 """
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CALLS_PER_RUNNING = 32
-"""Calls under way that are accepted for each request that may run at once, however slow the engine is."""
+"""Calls accepted for each request that may run at once, however slow the engine is."""
 MIN_CALLS = 64
 RATE_REQUESTS = 64
-"""Requests that ended last, over which the rate is measured."""
+"""Number of the latest requests over which the rate is measured."""
 MAX_RETRY_AFTER_S = 60
 
 
 @dataclass(slots=True)
 class Call:
-    """A call that was accepted. `num_open` counts its requests in the engine that have not ended."""
+    """An accepted call. `num_open` counts its requests that have not ended in the engine."""
 
     client: str
     num_open: int = 0
@@ -30,7 +30,7 @@ class Call:
 
 
 class Admission:
-    """Counts calls under way by client address, and the rate at which requests end. Thread-safe."""
+    """Counts open calls by client address, and measures the rate at which requests end. Thread-safe."""
 
     def __init__(self, max_running: int, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._min_calls = max(MIN_CALLS, CALLS_PER_RUNNING * max_running)
@@ -42,9 +42,9 @@ class Admission:
         self._ended_s: deque[float] = deque(maxlen=RATE_REQUESTS)
 
     def retry_after_s(self, client: str) -> int | None:
-        """Return after how many seconds a client should call again, or None where a call is accepted now.
+        """Return after how many seconds a client should call again, or None if a call is accepted now.
 
-        A client may have as many calls under way as there is room left for the calls of others.
+        A client may have as many open calls as places are left for others.
         """
         num_calls = self._num_calls
         rate = self._ended_per_s()
@@ -54,14 +54,14 @@ class Admission:
         return min(max(math.ceil(num_calls / rate), 1), MAX_RETRY_AFTER_S) if rate else 1
 
     def begin(self, client: str) -> Call:
-        """Count a call, which must be given to the engine or ended."""
+        """Count a call, which the caller must pass to the engine or end."""
         with self._lock:
             self._num_calls += 1
             self._calls_of[client] += 1
         return Call(client)
 
     def end(self, call: Call) -> None:
-        """Forget a call; harmless if it has ended."""
+        """Remove a call; harmless if it has ended."""
         with self._lock:
             if call.has_ended:
                 return
@@ -72,7 +72,7 @@ class Admission:
                 del self._calls_of[call.client]
 
     def end_request(self, call: Call | None, *, has_run: bool) -> None:
-        """Count the end of a request in the engine, with which its call may end."""
+        """Count the end of a request in the engine, and end its call with the last one."""
         if has_run:
             self._ended_s.append(self._clock())
         if call is not None:
@@ -81,7 +81,7 @@ class Admission:
                 self.end(call)
 
     def _ended_per_s(self) -> float:
-        """Requests that ended per second, over the last of them; 0 before there are enough."""
+        """Return the requests that ended per second, over the latest ones; 0 with too few samples."""
         if len(self._ended_s) < RATE_REQUESTS:
             return 0.0
         return (RATE_REQUESTS - 1) / max(self._clock() - self._ended_s[0], 1e-3)

@@ -1,7 +1,7 @@
 """Paged attention as a transformers attention function: write this step's KV into blocks, attend through block tables.
 
-The tokens of all sequences of a step lie one after another in one row. transformers makes no mask for a function that
-it does not know, and hands the keyword `paged` down to it, so that there is no state outside the call.
+The tokens of all sequences of a step are concatenated in one row. transformers makes no mask for an unknown attention
+function and passes the keyword `paged` down to it, so that no global state is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ REFUSED_FEATURES = {"softcap": "attention soft-capping", "s_aux": "attention sin
 
 
 class Attend(Protocol):
-    """What the keyword `paged` holds: it does one layer's attention.
+    """Type of the keyword `paged`: computes the attention of one layer.
 
-    `query` is `[heads, tokens, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`; the answer is
-    `[tokens, heads, head_dim]`. `window` is the number of tokens that a token sees, itself included.
+    `query` is `[heads, tokens, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`; the result is `[tokens,
+    heads, head_dim]`. `window` is the number of tokens that a token attends to, itself included.
     """
 
     def attend(
@@ -46,12 +46,12 @@ def paged_attention(
     paged: Attend | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls, once a layer."""
+    """Attention function called by transformers, once per layer."""
     if paged is None:
-        raise EngineStartError(f"{type(module).__name__} does not hand keyword arguments to its attention function")
+        raise EngineStartError(f"{type(module).__name__} does not pass keyword arguments to its attention function")
     for name, description in REFUSED_FEATURES.items():
         if features.get(name) is not None:
-            raise EngineStartError(f"{type(module).__name__} uses {description}, which this engine does not have")
+            raise EngineStartError(f"{type(module).__name__} uses {description}, which this engine does not support")
     output = paged.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0],
@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One step's sequences, and where the KV of each of its tokens goes."""
+    """The sequences of one step, and the block and offset for the KV of each token."""
 
     cache: PagedKVCache
     spans: Sequence[Span]
@@ -89,7 +89,7 @@ class PagedBatch:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Write the new tokens of every sequence, then let each attend to its own blocks."""
+        """Write the new tokens of every sequence, then compute its attention over its own blocks."""
         self.cache.write(layer, self.write_blocks, self.write_offsets, key, value)
         output = torch.empty_like(query.transpose(0, 1), memory_format=torch.contiguous_format)
         for index, span in enumerate(self.spans):
@@ -116,7 +116,7 @@ class PagedBatch:
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """True where a query sees a key; the last query is as far as the last key."""
+    """Return a mask that is True where a query attends to a key; the last query is aligned with the last key."""
     query_at = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_at = torch.arange(num_keys, device=device)[None, :]
     mask = key_at <= query_at
@@ -126,7 +126,7 @@ def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: to
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Attention of `[heads, tokens, head_dim]` queries over `[kv_heads, tokens, head_dim]` keys and values."""
+    """Compute attention of `[heads, tokens, head_dim]` queries over `[kv_heads, tokens, head_dim]` keys and values."""
     groups = query.shape[0] // key.shape[0]
     if mask is not None and groups > 1:  # no fast kernel takes both a mask and grouped heads
         key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)

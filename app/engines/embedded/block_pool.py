@@ -1,7 +1,7 @@
-"""The device's blocks: who uses each, what each holds, and which free one goes next.
+"""Device blocks: reference counts, prefix cache and free queue.
 
-A block is free when no request refers to it and no transfer holds it. Free blocks keep their contents, findable by
-hash, until they are given out again, least recently used first. Every operation is O(1) a block.
+A block is free when no request references it and no transfer holds it. Free blocks keep their contents, and can be
+found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class BlockPool:
-    """Reference counts, the prefix cache and the free queue of blocks 0 to `num_blocks - 1`.
+    """Reference counts, prefix cache and free queue of blocks 0 to `num_blocks - 1`.
 
-    Implements `kvferry.core.engine_api.DeviceView`. Used on the engine's thread only.
+    Implements `kvferry.core.engine_api.DeviceView`. Thread: engine.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,16 +34,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give out now."""
+        """Return the number of blocks that `allocate` can give out now."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks that a transfer in flight reads or writes."""
+        """Return the number of blocks that running transfers read or write."""
         return self._num_held
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest run of `hashes`, from the first, that the device has. They are not taken yet."""
+        """Return the device's blocks of the longest prefix of `hashes`, without referencing them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -53,7 +53,7 @@ class BlockPool:
         return found
 
     def allocate(self, shared: Sequence[int], num_new: int) -> list[int] | None:
-        """Take the `shared` blocks that `find_prefix` found and `num_new` others; None if too few are free."""
+        """Reference the `shared` blocks that `find_prefix` found, and `num_new` free ones; None if too few are free."""
         num_shared_free = sum(block in self._free for block in shared)
         if len(self._free) - num_shared_free < num_new:
             return None
@@ -63,26 +63,28 @@ class BlockPool:
         return [*shared, *(self._take_oldest() for _ in range(num_new))]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block of a table. The tail is reused first: prefixes die from their end."""
+        """Drop one reference of each block of a table. The last blocks are reused first, so that prefixes shrink from
+        the end.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             self._queue_if_free(block)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full, computed block findable. The first block of a hash keeps it; a later copy stays anonymous."""
+        """Make a full, computed block findable. The first block of a hash keeps it; later copies are not findable."""
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks from being freed or reused while a transfer touches them (`kvferry.core.engine_api.DeviceView`)."""
+        """See `kvferry.core.engine_api.DeviceView`."""
         for block in block_ids:
             self._num_held += self._holds[block] == 0
             self._holds[block] += 1
             self._free.discard(block)
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """Undo one `hold` of each block (`kvferry.core.engine_api.DeviceView`); the tail is reused first."""
+        """See `kvferry.core.engine_api.DeviceView`. The last blocks are reused first."""
         for block in reversed(block_ids):
             if self._holds[block] == 0:
                 self._complain(block)
@@ -92,22 +94,22 @@ class BlockPool:
             self._queue_if_free(block, reuse_first=reuse_first)
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """Free blocks in the order of their reuse (`kvferry.core.engine_api.DeviceView`)."""
+        """See `kvferry.core.engine_api.DeviceView`."""
         if after is None:
             return iter(self._free)
         return self._free.behind(after) if after in self._free else None
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
-        """What each block can be found by (`kvferry.core.engine_api.DeviceView`); there is one group."""
+        """See `kvferry.core.engine_api.DeviceView`. There is one group."""
         hashes = [self._hash_of[block] for block in block_ids]
         return [None if block_hash is None else make_keys((block_hash,), 0)[0] for block_hash in hashes]
 
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Which keys some block holds (`kvferry.core.engine_api.DeviceView`)."""
+        """See `kvferry.core.engine_api.DeviceView`."""
         return [hash_of(key) in self._block_of for key in keys]
 
     def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
-        """Blocks given out since the last call (`kvferry.core.engine_api.DeviceView`); there is one group."""
+        """See `kvferry.core.engine_api.DeviceView`. There is one group."""
         given_out, self._given_out = self._given_out, {}
         return {
             block: None if block_hash is None else make_keys((block_hash,), 0)[0]
@@ -136,4 +138,4 @@ class BlockPool:
     def _complain(self, block: int) -> None:
         if not self._complained:
             self._complained = True
-            log.error("device block %d was released without being held; ignored, and further ones silently", block)
+            log.error("device block released without being held: %d; ignored, later ones are not logged", block)

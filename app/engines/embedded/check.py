@@ -1,6 +1,6 @@
-"""A look at a model before it serves: what its KV is like, and whether paged attention computes what the model means.
+"""Validation of a model before it serves: the shape of its KV, and whether paged attention computes correct results.
 
-A model that this engine would serve wrongly is refused at start, not found out by its users.
+A model that this engine would serve wrongly is refused at start.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ PROBE_TOKENS = 24
 PROBE_CHUNKS = (13, 10, 1)
 PROBE_BLOCK_SIZE = 4
 MAX_DEVIATION = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
-"""How far two answers may be apart, over how far the answers to different tokens are: rounding stays below it, a wrong
-mask or wrong positions do not."""
+"""Limit of the deviation between two results, relative to that between different tokens: rounding stays below, a wrong
+mask or wrong positions do not.
+"""
 
 
 class _ShapeProbe:
-    """Attends within one row, and notes what each layer's keys and values look like."""
+    """Computes attention within one row, and records the shape of each layer's keys and values."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -45,7 +46,11 @@ class _ShapeProbe:
 
 @torch.inference_mode()
 def inspect_model(model: LoadedModel) -> KVShape:
-    """The shape of the model's KV. Raises `EngineStartError` when its layers are not plain attention, all alike."""
+    """Return the shape of the model's KV.
+
+    Raises:
+        EngineStartError: its layers are not all plain attention of one shape.
+    """
     ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3) % model.vocab_size
     probe = _ShapeProbe()
     try:
@@ -67,7 +72,7 @@ def inspect_model(model: LoadedModel) -> KVShape:
 
 
 def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
-    """Run the prompt through the model's own attention and, in chunks, through scattered pages."""
+    """Compare the model's own attention with paged attention, in chunks and scattered pages. Raises if they differ."""
     num_blocks = -(-PROBE_TOKENS // PROBE_BLOCK_SIZE)
     cache = PagedKVCache(shape, num_blocks, PROBE_BLOCK_SIZE, model.device)
     blocks = torch.arange(num_blocks, device=model.device).flip(0)
@@ -86,9 +91,7 @@ def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
     own = own.double()
     deviation = ((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm()).item()
     if not deviation <= MAX_DEVIATION[shape.dtype]:
-        raise refusal(
-            model.name, f"paged attention does not compute what its own does (they differ by {deviation:.1%})"
-        )
+        raise refusal(model.name, f"paged attention differs from its own attention by {deviation:.1%}")
 
 
 def _forward(model: LoadedModel, ids: Tensor, start: int, paged: object) -> Tensor:

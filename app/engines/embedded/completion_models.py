@@ -1,4 +1,4 @@
-"""The body of a completion call, field by field."""
+"""Body of a completion call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.core.policy import POLICY_FIELDS
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 4
-"""Both as in OpenAI's API."""
+"""Limits of OpenAI's API."""
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 4096
 MAX_PARAMS_VALUES = 1000
@@ -29,24 +29,24 @@ UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
 }
-"""Fields that are accepted only with values that ask for nothing."""
+"""Fields accepted only with values that have no effect."""
 
 
 def _whole_ids(value: object) -> object:
     """Return a list whose floats without a fraction are integers."""
-    # Looks at the types first: a list may hold a million ids.
+    # The types are tested first: a list may hold a million ids.
     if isinstance(value, list) and float in set(map(type, value)):
         return [whole(item) for item in value]
     return value
 
 
 def _only(name: str) -> WithJsonSchema:
-    """Describe a field of which only values that ask for nothing are supported."""
+    """Describe a field of which only values without effect are supported."""
     return WithJsonSchema({"enum": list(UNSUPPORTED_UNLESS[name])})
 
 
 WholeNumber = Annotated[int, BeforeValidator(whole)]
-"""An integer as JSON Schema has it: 16.0 is one too."""
+"""An integer in the sense of JSON Schema, which includes 16.0."""
 
 TokenIds = Annotated[
     list[int],
@@ -59,7 +59,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the policy fields of `kv_transfer_params`, within limits; others are ignored and take no memory."""
+    """Return the policy fields of `kv_transfer_params`, within limits. Other keys are ignored and not copied."""
     if params is None:
         return None
     fields = {name: params[name] for name in POLICY_FIELDS if name in params}
@@ -83,7 +83,7 @@ def _policy_fields(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class StreamOptions(BaseModel):
-    """What a stream says besides its choices."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -118,10 +118,10 @@ class CompletionRequest(BaseModel):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(default=False, description="go on past the end token, up to `max_tokens`")
-    return_token_ids: bool = Field(default=False, description="give each choice its `token_ids`")
+    ignore_eos: bool = Field(default=False, description="continue past the end token, up to `max_tokens`")
+    return_token_ids: bool = Field(default=False, description="return the `token_ids` of each choice")
     cache_salt: str | None = Field(
-        default=None, max_length=MAX_SALT_CHARS, description="keep this tenant's cached blocks apart from all others'"
+        default=None, max_length=MAX_SALT_CHARS, description="isolates this tenant's cached blocks from all others"
     )
     kv_transfer_params: Annotated[dict[str, Any] | None, AfterValidator(_policy_fields)] = Field(
         default=None,

@@ -1,7 +1,7 @@
-"""`/v1`: the embedded engine behind OpenAI's completions API.
+"""OpenAI-compatible completions API (`/v1`) of the embedded engine.
 
-Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. A field that OpenAI knows and this engine
-cannot honor is refused where it asks for something; fields that nobody knows are ignored, as OpenAI's servers do.
+Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. An OpenAI field that this engine does not
+support is refused unless its value has no effect; unknown fields are ignored, as by OpenAI's servers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvferry.app.engines.embedded.stream import RequestStream
 from kvferry.core.policy import bounded_repr
 
 SMALL_ANSWER_TOKENS = 4096
-"""Answers of more tokens are encoded off the event loop."""
+"""Responses of more tokens are encoded off the event loop."""
 SHUTDOWN_GRACE_S = 10.0
-"""A stream under way ends with its request, which a service that stops aborts before this is over."""
+"""A stream ends with its request; a stopping service aborts requests before this time is over."""
 
 
 class _ReadRequest(Request):
-    """A request whose body was read and validated already; FastAPI takes the model that it finds as it is."""
+    """A request whose body was already read and validated: FastAPI uses the model as it is."""
 
     def __init__(self, request: Request, call: CompletionRequest, num_bytes: int) -> None:
         super().__init__(request.scope, request.receive)
@@ -43,7 +43,7 @@ class _ReadRequest(Request):
         self._call = call
 
     async def body(self) -> bytes:
-        """Return something that is not empty, so that FastAPI asks for `json`."""
+        """Return a non-empty value, so that FastAPI calls `json`."""
         return b"{}"
 
     async def json(self) -> CompletionRequest:
@@ -52,12 +52,12 @@ class _ReadRequest(Request):
 
 
 class OpenAIRoute(APIRoute):
-    """A route whose errors have OpenAI's shape, and whose bodies `intake` reads; one that is not valid is 400."""
+    """A route with errors in OpenAI's shape, whose bodies `intake` reads; an invalid body is a 400."""
 
     intake: Intake
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap the handler that FastAPI makes."""
+        """Wrap FastAPI's handler."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -86,7 +86,7 @@ class OpenAIRoute(APIRoute):
                 self.intake.dismiss(call)
 
     async def _read(self, request: Request) -> Request:
-        """Read a body without keeping its bytes for as long as the answer takes."""
+        """Read a body without keeping its bytes while the response is produced."""
         body = b"".join([chunk async for chunk in request.stream()])
         num_bytes = len(body)
         return _ReadRequest(request, await self.intake.read(body), num_bytes)
@@ -109,14 +109,14 @@ _ERROR = {
     },
 }
 _MEANINGS = {
-    400: "A field that is not valid, or beyond a limit",
-    401: "No token, or an unknown one",
-    403: "Not allowed from there",
-    404: "Another model is served",
+    400: "Invalid field, or beyond a limit",
+    401: "Missing or unknown token",
+    403: "Client not allowed",
+    404: "Model not served here",
     413: "Body larger than 16 MiB",
     415: "Body not sent as application/json",
-    429: "Too many requests wait, or too many large bodies are being read; `Retry-After` has the seconds to wait",
-    503: "The engine does not run",
+    429: "Too many waiting requests, or too many large bodies being read; `Retry-After` has the seconds to wait",
+    503: "Engine not running",
 }
 
 
@@ -138,23 +138,23 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Answers in OpenAI's error shape, as the API's description has them."""
+    """Return responses in OpenAI's error shape for the OpenAPI description."""
     content = {"application/json": {"schema": _ERROR}}
     return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
 
 
 def _token_bounds(engine: EmbeddedEngine) -> dict[str, Any]:
-    """JSON Schema of the token ids that this engine's model has, beside the schema of every engine."""
+    """Return the JSON Schema bounds of this model's token ids."""
     token = {"maximum": engine.model.vocab_size - 1, "items": {"maximum": engine.model.vocab_size - 1}}
     return {"properties": {"prompt": {"items": token}}}
 
 
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
-    """`POST /v1/completions` and `GET /v1/models` over this engine."""
+    """Return the router of `POST /v1/completions` and `GET /v1/models` for this engine."""
     intake_of_engine = Intake(engine)
 
     class EngineRoute(OpenAIRoute):
-        """A route of this engine."""
+        """A route bound to this engine."""
 
         intake = intake_of_engine
 
@@ -169,12 +169,12 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
 
     @router.get("/models", responses=_errors(400, 401, 403))
     async def list_models() -> dict[str, Any]:
-        """The one model that this engine serves."""
+        """The model served by this engine."""
         return {"object": "list", "data": [card]}
 
     @router.get("/models/{model:path}", responses=_errors(400, 401, 403, 404))
     async def get_model(model: str) -> dict[str, Any]:
-        """The model of this name."""
+        """The model with this name."""
         _check_model(engine, model)
         return card
 
@@ -196,7 +196,8 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = answer.events(include_usage)
-            # The task covers a client that hangs up before the first event, when the generator has not even started.
+            # The task also handles a client that disconnects before the first event, when the generator has not
+            # started.
             return Stream(
                 events,
                 sep="\n",
@@ -214,7 +215,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
 
 
 class Answer:
-    """The answer to one call: a choice for each prompt, whole or as a stream of chunks."""
+    """The response to one call: a choice for each prompt, complete or as a stream of chunks."""
 
     def __init__(self, model: str, request_id: str, streams: Sequence[RequestStream], with_token_ids: bool) -> None:
         self._streams = streams
@@ -228,7 +229,7 @@ class Answer:
         }
 
     async def whole(self, intake: Intake) -> bytes:
-        """All choices as JSON, once all have ended."""
+        """Return all choices as JSON, once all have ended."""
         texts: list[list[str]] = [[] for _ in self._streams]
         token_ids: list[list[int]] = [[] for _ in self._streams]
         async for index, delta in self._deltas():
@@ -248,7 +249,7 @@ class Answer:
         return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}}}'.encode("ascii")
 
     async def events(self, include_usage: bool) -> AsyncIterator[dict[str, str]]:
-        """Server-sent events, a chunk for each step of each choice; an error ends the stream."""
+        """Yield server-sent events, a chunk for each step of each choice; an error ends the stream."""
         usage: dict[str, Any] = {"usage": None} if include_usage else {}
         try:
             async for index, delta in self._deltas():
@@ -261,12 +262,12 @@ class Answer:
         yield {"data": "[DONE]"}
 
     def cancel(self) -> None:
-        """Stop what still runs."""
+        """Stop the requests that still run."""
         for stream in self._streams:
             stream.cancel()
 
     async def _deltas(self) -> AsyncIterator[tuple[int, OutputDelta]]:
-        """What any of the requests adds, as it comes. Whoever stops listening cancels them all."""
+        """Yield the deltas of all requests as they arrive; cancel all requests when the consumer stops."""
         queue: asyncio.Queue[tuple[int, OutputDelta]] = asyncio.Queue()
 
         async def pump(index: int, stream: RequestStream) -> None:
@@ -281,7 +282,7 @@ class Answer:
                 self._last[index] = delta
                 num_open -= delta.finish_reason is not None
                 if delta.finish_reason is FinishReason.ERROR:
-                    raise ApiError(500, delta.error or "the engine failed on this request")
+                    raise ApiError(500, delta.error or "engine error while processing this request")
                 if delta.finish_reason is FinishReason.ABORT:
                     raise ApiError(503, "the request was aborted: the engine is closing")
                 yield index, delta
@@ -311,7 +312,7 @@ class Answer:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, bytes]) -> bytes | None:
-    """The result of `work`, or None when the client hung up first; then `work` is stopped."""
+    """Return the result of `work`, or cancel it and return None if the client disconnects first."""
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""What the embedded engine is told at start, and the error it refuses to start with."""
+"""Configuration of the embedded engine, and the error raised when it cannot start."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class EngineStartError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of the embedded engine under the names of their environment variables, checked when made.
+    """Settings of the embedded engine, validated when created. Fields are named like the environment variables.
 
-    `block_size` and `max_batched_tokens` are tokens, `device_blocks` is the device's KV cache in blocks, `max_running`
-    is requests at once; `max_waiting` is how many more are accepted; `max_wait_s` bounds the expected wait of calls.
-    `state_dir` caches digests of model files; None
-    where nothing outlives the process, so that a local model's files need not be read for a revision.
+    `block_size` and `max_batched_tokens` are in tokens, `device_blocks` is the device's KV cache in blocks.
+    `max_running` requests run at once, `max_waiting` more are accepted, `max_wait_s` bounds the expected wait of calls.
+    `state_dir` caches digests of model files; None if nothing outlives the process, so that the files of a local model
+    need not be read.
     """
 
     model: str = "tiny"
@@ -37,15 +37,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise EngineStartError(f"KVFERRY_DTYPE={self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise EngineStartError(f"KVFERRY_DTYPE={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not self.model:
-            raise EngineStartError("KVFERRY_MODEL is empty: name `tiny`, a local folder or a hub id")
+            raise EngineStartError("KVFERRY_MODEL is empty; set `tiny`, a local folder or a hub id")
         for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
             if getattr(self, name) < 1:
-                raise EngineStartError(f"KVFERRY_{name.upper()}={getattr(self, name)} must be at least 1")
+                raise EngineStartError(f"KVFERRY_{name.upper()}={getattr(self, name)}: must be at least 1")
         if self.max_waiting < 0:
-            raise EngineStartError(f"KVFERRY_MAX_WAITING={self.max_waiting} must be at least 0")
+            raise EngineStartError(f"KVFERRY_MAX_WAITING={self.max_waiting}: must be at least 0")
         if self.max_wait_s < 1:
-            raise EngineStartError(f"KVFERRY_MAX_WAIT_S={self.max_wait_s} must be at least 1")
+            raise EngineStartError(f"KVFERRY_MAX_WAIT_S={self.max_wait_s}: must be at least 1")
         if self.block_size > MAX_BLOCK_SIZE_TOKENS:
-            raise EngineStartError(f"KVFERRY_BLOCK_SIZE={self.block_size} is above {MAX_BLOCK_SIZE_TOKENS} tokens")
+            raise EngineStartError(
+                f"KVFERRY_BLOCK_SIZE={self.block_size}: must be at most {MAX_BLOCK_SIZE_TOKENS} tokens"
+            )

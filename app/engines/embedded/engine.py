@@ -1,7 +1,7 @@
-"""The engine as others see it: a model with its KV cache, a door for requests, and a place to attach offload.
+"""Facade of the embedded engine: the model with its KV cache, request submission, and attachment of offloading.
 
-To attach a copy engine and an `OffloadScheduler`: build them over `engine.cache.block_bytes` and `engine.pool` (the
-`DeviceView`), give the copy engine `engine.wake` to call when a job has ended, and `attach` both before `start`.
+To attach offloading, create a copy engine and an `OffloadScheduler` over `engine.cache.block_bytes` and `engine.pool`
+(the `DeviceView`), make the copy engine call `engine.wake` when a job has ended, and `attach` both before `start`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 
 HUNG_STEP_S = 10.0
-"""A step that takes longer is a reason not to be ready."""
+"""A longer step makes the engine not ready."""
 
 
 class EngineBusyError(RuntimeError):
-    """As many requests wait as may: a client should try again later."""
+    """The limit of waiting requests is reached: a client should try again later."""
 
 
 class InvalidRequestError(ValueError):
-    """A request that can never be served; `param` is the field at fault."""
+    """A request that can never be served; `param` is the invalid field."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class InvalidRequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. `block_bytes` is one block on the device, `kv_bytes` all of them."""
+    """Properties of an engine. `block_bytes` is one block on the device, `kv_bytes` all of them."""
 
     name: str
     model: str
@@ -68,15 +68,15 @@ class EngineInfo:
 
     @property
     def served_tokens(self) -> int:
-        """Tokens that a prompt and its answer may have together: the model's context, as far as the device holds it."""
+        """Return the most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
         return min(self.context_tokens, self.device_blocks * self.block_size)
 
 
 class EmbeddedEngine:
-    """Loads the model and allocates its KV when made; serves from `start` to `close`."""
+    """Loads the model and allocates its KV when created; serves from `start` to `close`."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
-        """Raises `EngineStartError` for what cannot be served. `clock` gives Unix time in seconds."""
+        """Load the model. Raises `EngineStartError` if it cannot be served. `clock` returns Unix time in seconds."""
         self.config = config
         self.model = load_model(config.model, config.device, config.dtype, config.state_dir)
         shape = inspect_model(self.model)
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         self.admission = Admission(config.max_running, config.max_wait_s)
         self._loop = self._make_loop(NoOffload(), NoCopies())
 
-    # ---- what wires and watches it ----------------------------------------------------------------------------------
+    # ---- wiring and supervision --------------------------------------------------------------------------------------
 
     def attach(self, offload: Offload, copies: CopyEngine) -> None:
         """Attach an offload scheduler and its copy engine, before `start`."""
@@ -113,42 +113,42 @@ class EmbeddedEngine:
         self._loop = self._make_loop(offload, copies)
 
     def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine thread."""
         if self._loop.is_started():
-            raise RuntimeError("the engine was started before")
+            raise RuntimeError("engine was started already")
         self._loop.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Take no more requests, abort those that run, wait a bounded time for their transfers, and stop."""
+        """Refuse new requests, abort running ones, wait a bounded time for their transfers, and stop."""
         self._loop.close(timeout_s)
 
     def wake(self) -> None:
-        """Have an idle engine take a step, since a job has ended or an operator has left work. Any thread."""
+        """Make an idle engine take a step, because a job has ended or admin work is pending. Any thread."""
         self._loop.wake()
 
     def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Return whether the engine thread runs."""
         return self._loop.is_alive()
 
     def reasons(self) -> list[str]:
-        """Why this engine should get no traffic: a dead thread, or a step that hangs. Thread: any."""
+        """Return why this engine should get no traffic: a dead thread, or a step that hangs. Any thread."""
         if not self.is_alive():
-            return [f"the engine's thread does not run; its last error: {self.last_error}"]
+            return [f"engine thread not running; last error: {self.last_error}"]
         started_s = self._loop.step_started_s
         step_s = 0.0 if started_s is None else self._clock() - started_s
-        return [f"an engine step has been under way for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
+        return [f"engine step has been running for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
 
     @property
     def last_error(self) -> str | None:
-        """The latest error that the engine survived."""
+        """Return the latest error that the engine survived."""
         return self._loop.last_error
 
     @property
     def thread_cpu_s(self) -> float:
-        """CPU time of the engine's thread, up to its last step."""
+        """Return the CPU time of the engine thread, up to its last step."""
         return self._loop.thread_cpu_s
 
-    # ---- what clients call ------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -161,10 +161,14 @@ class EmbeddedEngine:
         kv_transfer_params: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> RequestStream:
-        """Queue a request; its answer comes out of the stream. Call in the event loop that will read it.
+        """Queue a request and return the stream of its answer. Must be called in the event loop that reads the stream.
 
-        An id that is in use gets a suffix, and stays an alias. Raises `InvalidRequestError` for what can never be
-        served, `EngineBusyError` and `EngineStoppedError`.
+        An id that is in use gets a suffix and stays an alias.
+
+        Raises:
+            InvalidRequestError: the request can never be served.
+            EngineBusyError: too many requests wait.
+            EngineStoppedError: the engine does not run.
         """
         request = self.prepare(
             prompt_token_ids,
@@ -188,9 +192,10 @@ class EmbeddedEngine:
         kv_transfer_params: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Request:
-        """Make a request for `submit_all`, in time that grows with the prompt. Thread: any.
+        """Create a request for `submit_all`, in time proportional to the prompt. Any thread.
 
-        Raises `InvalidRequestError` for what can never be served.
+        Raises:
+            InvalidRequestError: the request can never be served.
         """
         limit_tokens = self.check(prompt_token_ids, sampling)
         return Request(
@@ -206,12 +211,16 @@ class EmbeddedEngine:
         )
 
     def submit_all(self, requests: Sequence[Request], call: Call | None = None) -> list[RequestStream]:
-        """Queue prepared requests, all or none, in the event loop that will read their streams.
+        """Queue prepared requests, all or none. Must be called in the event loop that reads their streams.
 
-        `call` is what `admission` counted for them; it ends with the last of them.
+        Args:
+            requests: the requests.
+            call: counted by `admission` for them; ends with the last of them.
 
-        Raises `EngineBusyError` where more would wait than may, `InvalidRequestError` where that is so even of an idle
-        engine, and `EngineStoppedError`.
+        Raises:
+            EngineBusyError: too many requests wait.
+            InvalidRequestError: there are more requests than even an idle engine accepts.
+            EngineStoppedError: the engine does not run.
         """
         self._reserve(requests)
         streams = []
@@ -232,34 +241,38 @@ class EmbeddedEngine:
         return streams
 
     def has_room(self) -> bool:
-        """Whether another request would be taken now. Thread: any."""
+        """Return whether another request would be accepted now. Any thread."""
         return self.num_live < self.config.max_running + self.config.max_waiting
 
     def retry_after_s(self, client: str) -> int | None:
-        """Return after how many seconds a client address should call again; None where it may now. Thread: any."""
+        """Return after how many seconds a client address should call again; None if it may now. Any thread."""
         return self.admission.retry_after_s(client) if self.has_room() else 1
 
     @property
     def num_live(self) -> int:
-        """Requests that were accepted and have not ended. Thread: any."""
+        """Return the number of accepted requests that have not ended. Any thread."""
         return len(self._live)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request wherever it is; an unknown or ended one is no error. Any thread."""
+        """Stop a request in any state; unknown and ended ones are ignored. Any thread."""
         with self._live_lock:
             request = self._live.get(request_id)
         if request is not None:
             self._cancel(request)
 
     def abort_all(self) -> None:
-        """Stop every request. Any thread."""
+        """Stop all requests. Any thread."""
         with self._live_lock:
             requests = list(self._live.values())
         for request in requests:
             self._cancel(request)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """Tokens that prompt and answer may have together. Raises `InvalidRequestError` where that is too few."""
+        """Return how many tokens prompt and answer may have together.
+
+        Raises:
+            InvalidRequestError: not even one token of an answer fits, or an argument is invalid.
+        """
         if not prompt:
             raise InvalidRequestError("prompt is empty: send at least one token", "prompt")
         pool_tokens = self.config.device_blocks * self.config.block_size
@@ -280,7 +293,7 @@ class EmbeddedEngine:
             )
         if sampling.max_tokens < 1:
             raise InvalidRequestError(
-                f"max_tokens is {bounded_repr(sampling.max_tokens)}, and must be at least 1", "max_tokens"
+                f"max_tokens={bounded_repr(sampling.max_tokens)}: must be at least 1", "max_tokens"
             )
         return self.info.served_tokens
 
@@ -288,10 +301,10 @@ class EmbeddedEngine:
         try:
             self._loop.post(CanceledRequest(request))
         except EngineStoppedError:
-            log.debug("request %s ends with the engine", request.request_id)
+            log.debug("request ends with the engine: %s", request.request_id)
 
     def _reserve(self, requests: Sequence[Request]) -> None:
-        """Count these requests and give each an id of its own, all or none.
+        """Count these requests and give each a unique id, all or none.
 
         Live requests are those in the inbox, waiting, loading and running.
         """

@@ -1,6 +1,7 @@
-"""The free queue: device blocks in the order in which they will be given out, as a list linked both ways.
+"""Free queue: device blocks in the order in which they will be allocated, as a doubly linked list.
 
-Any block can leave it, and it can be read from any block on, in O(1) a block, which an ordered dictionary cannot do.
+Any block can be removed, and the list read from any block on, in O(1) per block, which an `OrderedDict` does not
+support.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ _OUTSIDE = -1
 
 
 class FreeQueue:
-    """Some of the blocks 0 to `num_blocks - 1`, each at most once; at first all of them, by number."""
+    """A subset of the blocks 0 to `num_blocks - 1` in order; initially all of them, by number."""
 
     def __init__(self, num_blocks: int) -> None:
-        # The end of the list is an entry of its own, so that nothing has to ask whether a neighbor exists.
+        # A sentinel entry ends the list, so that every block has neighbors.
         self._end = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -30,22 +31,22 @@ class FreeQueue:
         return self.behind(self._end)
 
     def behind(self, block: int) -> Iterator[int]:
-        """The blocks behind one of the queue, first the one that goes next. The queue may not change meanwhile."""
+        """Yield the blocks after this one. The queue must not change meanwhile."""
         block = self._next[block]
         while block != self._end:
             yield block
             block = self._next[block]
 
     def append(self, block: int) -> None:
-        """Put a block that is not in the queue at its end: it goes last."""
+        """Append a block that is not in the queue: it is allocated last."""
         self._insert(block, self._end)
 
     def prepend(self, block: int) -> None:
-        """Put a block that is not in the queue at its head: it goes next."""
+        """Prepend a block that is not in the queue: it is allocated next."""
         self._insert(block, self._next[self._end])
 
     def discard(self, block: int) -> None:
-        """Take a block out, wherever it is; nothing happens if it is not in the queue."""
+        """Remove a block, if it is in the queue."""
         if block not in self:
             return
         before, behind = self._previous[block], self._next[block]
@@ -54,7 +55,7 @@ class FreeQueue:
         self._length -= 1
 
     def take_first(self) -> int:
-        """Take out the block that goes next. The queue may not be empty."""
+        """Remove and return the first block. Requires: queue not empty."""
         block = self._next[self._end]
         if block == self._end:
             raise IndexError("no device block is free")

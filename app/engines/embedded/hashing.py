@@ -1,7 +1,8 @@
-"""Chained block hashes: the content address of a full block, over every token before it and what else changes its KV.
+"""Chained block hashes: the content address of a full block, over all tokens up to its end and everything else that
+affects its KV.
 
 The chain starts from a fixed seed and hashes little-endian token ids, so that equal prefixes have equal hashes in every
-process and on every machine; a cache salt or an adapter starts a chain of its own.
+process and on every machine. A cache salt or an adapter starts another chain.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ HASH_SEED = b"kvferry/blocks/1"
 
 
 def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
-    """Parent of a request's first block. Parts are length-prefixed, so that no two pairs share a root."""
+    """Return the parent hash of a request's first block. Parts are length-prefixed, so that no two pairs have equal
+    roots.
+    """
     root = hashlib.blake2b(HASH_SEED, digest_size=HASH_BYTES)
     for part in (cache_salt, lora):
         data = b"" if part is None else part.encode("utf-8", "surrogatepass")
@@ -28,7 +31,7 @@ def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
 def extend_chain(
     hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, first_token: int = 0
 ) -> None:
-    """Append the hash of every full block that `hashes` does not have yet; `token_ids[0]` is token `first_token`."""
+    """Append the hashes of full blocks that `hashes` lacks; `token_ids[0]` is token `first_token`."""
     num_full = (first_token + len(token_ids)) // block_size
     start = len(hashes) * block_size - first_token
     if num_full <= len(hashes):

@@ -1,7 +1,7 @@
-"""From the body of a completion call to engine requests: limits, parsing, tokenization, all off the event loop.
+"""Conversion of completion bodies to engine requests: limits, parsing and tokenization, off the event loop.
 
-Work that grows with a body runs on threads of its own: one for large bodies, since the C code that parses them holds
-the interpreter lock, and others for all the rest, which therefore do not wait behind a large one.
+Work proportional to a body runs on dedicated threads: one for large bodies, because the C code that parses them holds
+the interpreter lock, and others for all the rest, which do not wait behind a large one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_LARGE_BODIES = 8
-"""Large bodies that are parsed or wait for it; each may be 16 MiB, and takes a multiple of that once parsed."""
+"""Large bodies that are being parsed or wait for it; each has up to 16 MiB, and takes a multiple of that once parsed.
+"""
 MAX_STRUCTURES = 10_000
-"""Arrays, objects and fields of a body: objects are what makes parsing slow, 16 MiB of `[[],[],...` take seconds."""
+"""Arrays, objects and fields of a body: they dominate parsing time, 16 MiB of `[[],[],...` take seconds."""
 MAX_VALUES = 1 << 20
 """Values of a body, such as token ids; the parser holds the interpreter lock until it has read them all."""
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
+    """An error response in OpenAI's shape."""
 
     def __init__(
         self,
@@ -58,12 +59,12 @@ class ApiError(Exception):
 
 
 def too_busy(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """Return the 429 for a call that may be sent again."""
+    """Return the 429 for a call that may be retried."""
     return ApiError(429, message, headers={"Retry-After": str(retry_after_s)})
 
 
 class Intake:
-    """Threads that turn bodies into engine requests, and large answers into JSON."""
+    """Threads that convert bodies to engine requests, and large responses to JSON."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
@@ -84,15 +85,17 @@ class Intake:
         return self._engine.admission.begin(client)
 
     def dismiss(self, call: Call) -> None:
-        """Count a call as ended."""
+        """Remove an accepted call."""
         self._engine.admission.end(call)
 
     async def prepare(self, call: CompletionRequest, num_bytes: int, request_id: str) -> list[Request]:
-        """Tokenize and check the prompts of a call whose body had `num_bytes`; one request each. Raises `ApiError`."""
+        """Tokenize and validate the prompts of a call whose body had `num_bytes`; return one request each. Raises
+        `ApiError`.
+        """
         return await self._run(num_bytes, prepare_requests, self._engine, call, request_id)
 
     async def encode(self, work: Callable[[], bytes]) -> bytes:
-        """Run what encodes a large answer."""
+        """Run the encoding of a large response on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._answers, work)
 
     async def _run(self, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -123,7 +126,7 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 
 def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id: str) -> list[Request]:
-    """Make one engine request a prompt; several are numbered behind the client's id, and have the answer's as alias.
+    """Create one engine request per prompt. Several are numbered after the client's id, which is their alias.
 
     Raises `ApiError` and `InvalidRequestError`.
     """
@@ -147,20 +150,20 @@ def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id
 
 
 def _check_size(text: str) -> None:
-    """Refuse JSON that would take long to parse, in a few passes of C code over the text."""
+    """Refuse JSON that takes long to parse, in a few passes of C code over the text."""
     fault = _find_excess(text)
     if fault is None:
         return
-    # What stands inside strings does not count: without escapes, every other piece between quotes is outside of them.
+    # Characters inside strings do not count: without escapes, every other piece between quotes is outside of strings.
     bare = text.replace("\\\\", "").replace('\\"', "")
     if bare.count('"') <= 8 * MAX_STRUCTURES:
         fault = _find_excess("".join(bare.split('"')[::2]))
     if fault is not None:
-        raise ApiError(400, f"body: it has more than {fault}")
+        raise ApiError(400, f"body: has more than {fault}")
 
 
 def _find_excess(text: str) -> str | None:
-    """Name the limit that JSON exceeds when all its characters are outside of strings."""
+    """Return the limit exceeded by JSON whose characters are all outside of strings; None if none is."""
     if text.count("[") + text.count("{") + text.count(":") > MAX_STRUCTURES:
         return f"{MAX_STRUCTURES} arrays, objects and fields"
     return f"{MAX_VALUES} values" if text.count(",") >= MAX_VALUES else None
@@ -184,7 +187,7 @@ def _sampling(call: CompletionRequest) -> Sampling:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string has an encoding: JSON can spell halves of characters."""
+    """Return whether a string can be encoded: JSON can contain unpaired surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -210,11 +213,11 @@ def _encode(engine: EmbeddedEngine, text: str) -> list[int]:
     try:
         return tokenizer.encode(text)
     except (ValueError, TypeError) as error:
-        raise ApiError(400, f"prompt cannot be tokenized: {str(error)[:200]}", "prompt") from error
+        raise ApiError(400, f"prompt: cannot be tokenized: {str(error)[:200]}", "prompt") from error
 
 
 def _explain(invalid: ValidationError) -> ApiError:
-    """Describe the first fault of a body by its field."""
+    """Convert the first validation error of a body to an error response that names its field."""
     errors = invalid.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     field = str(first["loc"][0]) if first["loc"] else None

@@ -1,6 +1,6 @@
-"""Paged KV in one tensor: `[blocks, layers, 2, block_size, kv_heads, head_dim]`, a block being one run of bytes.
+"""Paged KV cache in one tensor: `[blocks, layers, 2, block_size, kv_heads, head_dim]`, each block contiguous.
 
-That run is what a copy engine moves (`block_bytes`); the model reads and writes it layer by layer.
+A copy engine moves whole blocks (`block_bytes`); the model reads and writes them layer by layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.cuda_ops.pool.limits import MemoryLimit, memory_limits
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token's KV looks like in a model: the same in each of its layers."""
+    """Shape of one token's KV, equal in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -24,12 +24,12 @@ class KVShape:
     dtype: torch.dtype
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens, all layers, keys and values."""
+        """Return the bytes of one block of `block_size` tokens: all layers, keys and values."""
         return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class PagedKVCache:
-    """The device's KV cache. `block_bytes[i]` is block i as bytes, sharing memory with `tensor[i]`."""
+    """KV cache on the device. `block_bytes[i]` is block i as bytes, sharing memory with `tensor[i]`."""
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape = shape
@@ -43,13 +43,13 @@ class PagedKVCache:
         self.block_bytes: Tensor = self.tensor.view(num_blocks, -1).view(torch.uint8)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put token i's key and value (`[tokens, kv_heads, head_dim]`) at `offsets[i]` of block `blocks[i]`."""
+        """Write token i's key and value (`[tokens, kv_heads, head_dim]`) at `offsets[i]` of block `blocks[i]`."""
         of_layer = self.tensor[:, layer]
         of_layer[blocks, 0, offsets] = key
         of_layer[blocks, 1, offsets] = value
 
     def read(self, layer: int, blocks: Tensor, skipped: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each `[kv_heads, tokens, head_dim]`, of tokens of a run of blocks, after `skipped` ones."""
+        """Return keys and values, each `[kv_heads, tokens, head_dim]`, of a run of blocks after `skipped` tokens."""
         of_layer = self.tensor[:, layer]
         key, value = (
             of_layer[:, part].index_select(0, blocks).flatten(0, 1)[skipped : skipped + num_tokens].transpose(0, 1)
@@ -59,7 +59,11 @@ class PagedKVCache:
 
 
 def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> int:
-    """Bytes that the cache will take; refuses, with the numbers, what the device has no room for."""
+    """Return the bytes of the cache.
+
+    Raises:
+        EngineStartError: the device has less memory; the message has both sizes.
+    """
     needed_bytes = num_blocks * shape.block_bytes(block_size)
     on_cuda = device.type == "cuda"
     limits = (
@@ -70,7 +74,7 @@ def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.d
         most = tightest.available_bytes // shape.block_bytes(block_size)
         raise EngineStartError(
             f"KVFERRY_DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} "
-            "bytes, and "
+            "bytes, but "
             f"{tightest.name} is {tightest.available_bytes:,}: set KVFERRY_DEVICE_BLOCKS to {most} or less"
         )
     return needed_bytes

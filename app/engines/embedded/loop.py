@@ -1,8 +1,8 @@
-"""The engine's thread: one step after another, for as long as there is something to do.
+"""Engine thread: runs steps while there is work.
 
-A step, in the order that every engine attached to kvferry has to keep (its calls are marked `offload:` below):
+The order within a step, which every engine attached to kvferry has to follow (calls are marked `offload:` below):
 
-    transfers that ended -> schedule (match, commit) -> plan -> loads go -> compute -> stores go -> answers
+    finished transfers -> schedule (match, commit) -> plan -> submit loads -> compute -> submit stores -> answers
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from kvferry.cuda_ops.copy.engine import CopyEngine
 log = logging.getLogger(__name__)
 
 RECHECK_S = 0.01
-"""How often an engine with nothing to compute looks again while transfers are under way or requests wait."""
+"""Poll interval without compute, while transfers are open or requests wait."""
 ERROR_BACKOFF_S = 1.0
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine takes no requests: it has not started, is closing, or its thread has died."""
+    """The engine accepts no requests: it has not started, is closing, or its thread has died."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A client sent this request."""
+    """Message: a client submitted this request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class CanceledRequest:
-    """The client of this request is gone. The request itself, since its id may have come again meanwhile."""
+    """Message: the client of this request is gone. Holds the request itself, because its id may be in use again."""
 
     request: Request
 
 
 class EngineLoop:
-    """Everything here but `post`, `wake`, `start` and `close` happens on the engine's own thread.
+    """The engine's step loop. Thread: engine, except for `post`, `wake`, `start` and `close`.
 
-    `on_ended` is told the id of each request that is over, before its client is told.
+    `on_ended` is called with the id of each ended request, before its client receives the end.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineLoop:
         self.last_error: str | None = None
         self.thread_cpu_s = 0.0
         self.step_started_s: float | None = None
-        """When the step under way began, by the clock; None between steps. Any thread may read it."""
+        """When the running step began, by the clock; None between steps. Any thread may read it."""
         self._scheduler = scheduler
         self._offload: Offload = scheduler.offload
         self._runner = runner
@@ -90,15 +90,15 @@ class EngineLoop:
         self._thread.start()
 
     def is_started(self) -> bool:
-        """Whether `start` was called."""
+        """Return whether `start` was called."""
         return self._thread is not None
 
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def post(self, *messages: NewRequest | CanceledRequest) -> None:
-        """Send the engine requests that come or go, all or none. Raises `EngineStoppedError`."""
+        """Send new or canceled requests to the engine, all or none. Raises `EngineStoppedError`."""
         with self._condition:
             if self._closing or not self.is_alive():
                 raise EngineStoppedError("the engine is not running")
@@ -106,13 +106,13 @@ class EngineLoop:
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Have an idle engine take a step."""
+        """Make an idle engine take a step."""
         with self._condition:
             self._woken = True
             self._condition.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Abort what runs, wait at most this long for its transfers, and stop."""
+        """Abort all requests, wait at most this long for their transfers, and stop."""
         with self._condition:
             self._closing = True
             self._close_deadline_s = time.monotonic() + timeout_s
@@ -120,7 +120,7 @@ class EngineLoop:
         if self._thread is not None:
             self._thread.join(timeout_s + 5.0)
             if self._thread.is_alive():
-                log.error("the engine's thread did not stop within %.0f s", timeout_s + 5.0)
+                log.error("engine thread did not stop within %.0f s", timeout_s + 5.0)
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class EngineLoop:
                 self.step_started_s = self._clock()
                 try:
                     idle_s = self._step()
-                except Exception as error:  # noqa: BLE001 - whatever it was, the engine goes on serving
-                    self._complain("a step failed, and its requests end with an error", error)
+                except Exception as error:  # # noqa: BLE001 - the engine must continue to serve, whatever failed
+                    self._complain("step failed, its requests end with an error", error)
                     self._fail(self._scheduler.requests(), error)
                     self._fail_planned(error)
                     idle_s = ERROR_BACKOFF_S
@@ -144,14 +144,14 @@ class EngineLoop:
             self._drain()
 
     def _wait(self, idle_s: float | None) -> bool:
-        """Sleep until there is something to do, at most `idle_s` (None: no limit). False once the engine closes."""
+        """Sleep until there is work, at most `idle_s` (None: no limit). Return False once the engine closes."""
         with self._condition:
             self._condition.wait_for(lambda: self._inbox or self._woken or self._closing, idle_s)
             self._woken = False
             return not self._closing
 
     def _step(self) -> float | None:
-        """One step. Answers how long the engine may sleep before the next."""
+        """Run one step. Return how long the engine may sleep before the next."""
         now_s = self._clock()
         self._read_inbox(now_s)
         self._end_transfers(self._copies.poll(), now_s)
@@ -172,7 +172,7 @@ class EngineLoop:
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
-            self._complain("a forward pass failed, and its requests end with an error", error)
+            self._complain("forward pass failed, its requests end with an error", error)
             self._fail([chunk.request for chunk in chunks], error)
             self._fail_planned(error)
             return
@@ -181,11 +181,11 @@ class EngineLoop:
             try:
                 self._advance(chunk, token, now_s)
             except Exception as error:  # noqa: BLE001 - this request alone ends with an error
-                self._complain("a request could not go on, and ends with an error", error)
+                self._complain("request failed, it ends with an error", error)
                 self._fail([chunk.request], error)
 
     def _advance(self, chunk: Chunk, token: int | None, now_s: float) -> None:
-        """Record what a step computed for one request, and send its next token to the client."""
+        """Record the computed tokens of one request, and send its next token to the client."""
         self._scheduler.advance(chunk)
         if token is None:
             return
@@ -195,20 +195,20 @@ class EngineLoop:
         chunk.request.tell(delta)
 
     def _submit(self, jobs: Iterable[TransferJob]) -> None:
-        """Submit jobs to the copy engine, which reports those that it does not take as failed."""
+        """Submit jobs to the copy engine, which reports refused ones as failed."""
         for job in jobs:
             self._copies.submit(job)
             self._planned.pop(job.job_id, None)
 
     def _end_transfers(self, results: Sequence[TransferResult], now_s: float) -> None:
-        """offload: pass results on, every step; let the requests go on whose loads have ended."""
+        """offload: report results every step, and resume the requests whose loads have ended."""
         for outcome in self._offload.on_transfers_finished(results, now_s):
             self._scheduler.end_load(outcome)
 
-    # ---- requests that come and go ----------------------------------------------------------------------------------
+    # ---- new and ended requests --------------------------------------------------------------------------------------
 
     def _read_inbox(self, now_s: float) -> None:
-        """Take what clients sent, in order, so that a request is known before it is canceled."""
+        """Process messages in order, so that a request is known before it is canceled."""
         with self._condition:
             messages = list(self._inbox)
             self._inbox.clear()
@@ -223,43 +223,43 @@ class EngineLoop:
     def _announce(self, request: Request, now_s: float) -> None:
         try:
             self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
-        except Exception as error:  # noqa: BLE001 - this request alone is concerned
-            self._complain("a request could not be announced", error)
+        except Exception as error:  # # noqa: BLE001 - only this request is affected
+            self._complain("announcing a request failed", error)
             self._on_ended(request.request_id)
             request.tell(request.end(FinishReason.ERROR, _public(error)))
             return
         self._scheduler.add(request)
 
     def _finish(self, request: Request, now_s: float) -> None:
-        """offload: on_request_finished, once, and only then are the blocks freed (in `StepScheduler.finish`)."""
+        """offload: call on_request_finished once, before the blocks are freed (in `StepScheduler.finish`)."""
         try:
             self._scheduler.finish(request, now_s)
         finally:
             self._on_ended(request.request_id)
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
-        """End requests with an error. offload: on_step_failed first, since what they were to compute is not there."""
+        """End requests with an error. offload: on_step_failed first, because their blocks were not computed."""
         try:
             self._offload.on_step_failed([request.request_id for request in requests], self._clock())
-        except Exception as another:  # noqa: BLE001 - the requests must still be ended
-            self._complain("a failed step could not be reported", another)
+        except Exception as another:  # # noqa: BLE001 - the requests must end
+            self._complain("reporting a failed step failed", another)
         for request in requests:
             try:
                 self._finish(request, self._clock())
-            except Exception as another:  # noqa: BLE001 - the others must still be told
-                self._complain("a failed request could not be finished", another)
+            except Exception as another:  # # noqa: BLE001 - the other requests must end
+                self._complain("finishing a failed request failed", another)
             request.tell(request.end(FinishReason.ERROR, _public(error)))
 
     def _fail_planned(self, error: Exception) -> None:
-        """offload: every planned job ends, also those that a failed step never came to submit."""
+        """offload: end every planned job, also those that the failed step did not submit."""
         planned, self._planned = self._planned, {}
         try:
             self._end_transfers([_failed(job, f"never submitted: {error}") for job in planned.values()], self._clock())
-        except Exception as another:  # noqa: BLE001 - the engine goes on serving
-            self._complain("planned jobs could not be ended", another)
+        except Exception as another:  # # noqa: BLE001 - the engine must continue to serve
+            self._complain("ending planned jobs failed", another)
 
     def _drain(self) -> None:
-        """Abort what is left and wait, within `close`'s time, until no transfer touches a block."""
+        """Abort all requests and wait, within `close`'s time, until no transfer accesses a block."""
         pool = self._scheduler.pool
         try:
             now_s = self._clock()
@@ -275,16 +275,16 @@ class EngineLoop:
                 if not pool.num_held:
                     return
                 if time.monotonic() >= self._close_deadline_s:
-                    log.warning("closed with %d device blocks still under transfer", pool.num_held)
+                    log.warning("closed with device blocks still under transfer: %d", pool.num_held)
                     return
                 with self._condition:
                     self._condition.wait_for(lambda: self._woken, RECHECK_S)
                     self._woken = False
-        except Exception as error:  # noqa: BLE001 - closing ends in any case
-            self._complain("the engine did not close cleanly", error)
+        except Exception as error:  # # noqa: BLE001 - closing must complete
+            self._complain("engine did not close cleanly", error)
 
     def _complain(self, what: str, error: Exception) -> None:
-        """Remember an error, and log it with its traceback the first time that it comes from this place."""
+        """Store an error, and log it with its traceback the first time that it comes from this place."""
         self.last_error = f"{what}: {type(error).__name__}: {error}"
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{type(error).__name__}@{frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
@@ -298,5 +298,5 @@ def _failed(job: TransferJob, error: str) -> TransferResult:
 
 
 def _public(error: Exception) -> str:
-    """What a client may know of an internal error."""
-    return f"the engine failed on this request ({type(error).__name__}); see its log"
+    """Return the part of an internal error that a client may see."""
+    return f"engine error while processing this request ({type(error).__name__}); see the engine's log"

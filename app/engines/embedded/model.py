@@ -1,4 +1,4 @@
-"""The model: a causal LM from a local folder or a hub id, or `tiny`, which is made here from a seed."""
+"""Model loading: a causal LM from a local folder or a hub id, or the built-in `tiny`, generated from a seed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ TINY_CONTEXT_TOKENS = 8192
 TINY_SEED = 20
 TINY_GAIN = 1.5
 TINY_QUERY_KEY_GAIN = 1.5
-"""Gains of `tiny`'s random weights over 1/sqrt(fan in): attention is so peaked that wrong KV changes the answer."""
+"""Gains of `tiny`'s random weights over 1/sqrt(fan in): attention is peaked, so that wrong KV changes the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run, and what the engine needs to know about it.
+    """A loaded model with the properties that the engine needs.
 
-    `revision` names the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown or unneeded.
+    `revision` identifies the weights: the hub's commit, a digest of local files, `tiny`'s seed; None if unknown or not
+    needed.
     """
 
     name: str
@@ -58,9 +59,13 @@ class LoadedModel:
 
 
 def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: Path | None = None) -> LoadedModel:
-    """Load `tiny`, a folder or a hub id for inference. Raises `EngineStartError` for what cannot be served.
+    """Load `tiny`, a folder or a hub id for inference.
 
-    With a `state_dir`, where digests are cached, the files of a local model are read for its revision meanwhile.
+    With a `state_dir`, where digests are cached, the files of a local model are read concurrently to compute its
+    revision.
+
+    Raises:
+        EngineStartError: the model cannot be served.
     """
     where = resolve_device(device)
     with ExitStack() as reading:
@@ -78,7 +83,7 @@ def _load(name: str, where: torch.device, dtype: str, content: ContentDigest | N
     config = module.config.get_text_config()
     context_tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(context_tokens, int):
-        raise refusal(name, "its config does not say how long its context is (max_position_embeddings)")
+        raise refusal(name, "its config lacks the context length (max_position_embeddings)")
     return LoadedModel(
         name=name,
         module=module,
@@ -96,7 +101,7 @@ def _revision(name: str, module: PreTrainedModel, content: ContentDigest | None)
     if name == TINY:
         return f"seed-{TINY_SEED}"
     if getattr(module, "_hf_peft_config_loaded", False):
-        # The folder holds an adapter, and the weights that it changes lie elsewhere.
+        # The folder holds an adapter, whose base weights are elsewhere.
         return None
     return revision_of(name, content, module.config, secrets.token_hex(8))
 
@@ -109,7 +114,7 @@ def _num_embeddings(module: PreTrainedModel) -> int:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that KVFERRY_DEVICE names. Raises `EngineStartError` where there is none."""
+    """Return the device that KVFERRY_DEVICE names. Raises `EngineStartError` if it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -128,7 +133,7 @@ def resolve_device(device: str) -> torch.device:
 def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     try:
         if is_missing_folder(name):
-            raise FileNotFoundError("there is no such folder")
+            raise FileNotFoundError("no such folder")
         config = AutoConfig.from_pretrained(name)
         refuse_by_config(name, config)
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -142,7 +147,7 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         if ATTENTION_NAME in str(error):
-            raise refusal(name, "its attention cannot be exchanged for a paged one") from error
+            raise refusal(name, "its attention cannot be replaced by paged attention") from error
         reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
         raise EngineStartError(
             f"KVFERRY_MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
@@ -150,14 +155,14 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
 
 
 def refuse_by_config(name: str, config: Any) -> None:
-    """Refuse, before any weights are read, a model that its config already shows to be no plain causal attention."""
+    """Refuse, before weights are read, a model whose config shows that it is not plain causal attention."""
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope_types = set(_rope_types(getattr(text, "rope_parameters", None))) & {"dynamic", "longrope"}
     for found, reason in (
-        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
+        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder model"),
         (getattr(text, "kv_lora_rank", None), "it caches a compressed latent instead of keys and values (MLA)"),
-        (layer_types, f"it has layers of the kinds {', '.join(sorted(layer_types))}"),
+        (layer_types, f"it has layers of types {', '.join(sorted(layer_types))}"),
         (getattr(text, "attn_logit_softcapping", None), "it caps attention scores (attn_logit_softcapping)"),
         (rope_types, f"its positions depend on the batch (rope type {', '.join(sorted(rope_types))})"),
         (getattr(text, "is_causal", True) is False, "it is not causal"),
@@ -167,7 +172,7 @@ def refuse_by_config(name: str, config: Any) -> None:
 
 
 def refusal(name: str, reason: str) -> EngineStartError:
-    """The error for a model that loads, but that this engine does not serve."""
+    """Return the error for a model that loads but that this engine does not serve."""
     return EngineStartError(
         f"KVFERRY_MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or "
         "sliding-window "
@@ -188,7 +193,7 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
 
 
 def _tiny(dtype: str) -> PreTrainedModel:
-    """An untrained byte-level Llama. The same numbers in every dtype, rounded."""
+    """Return an untrained byte-level Llama with the same weights, rounded, in every dtype."""
     config = LlamaConfig(
         vocab_size=BYTE_VOCAB_SIZE,
         hidden_size=128,

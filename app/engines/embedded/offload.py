@@ -1,8 +1,9 @@
-"""What this engine asks of an offload scheduler and a copy engine, in the order it asks; and their absence.
+"""Interface of the engine to an offload scheduler and a copy engine, in call order, with implementations that do
+nothing.
 
-This is the whole of the attachment: another engine attaches by calling the same methods at the same places. They are
-called in `scheduler.py` (match, commit, preempted, finished) and `engine.py` (new request, plan, transfers), on the
-engine's thread, and nowhere else.
+This is the whole attachment: another engine attaches by calling the same methods at the same places. They are called in
+`scheduler.py` (match, commit, preempted, finished) and `engine.py` (new request, plan, transfers), on the engine
+thread, and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,62 +31,62 @@ class Offload(Protocol):
 
 
 class NoOffload:
-    """Nothing is stored and nothing is found: the engine alone."""
+    """An `Offload` that stores and finds nothing."""
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
-        """Always a miss."""
+        """Return a miss."""
         return Miss()
 
     def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
-        """No jobs."""
+        """Return an empty plan."""
         return StepPlan()
 
     def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
-        """Nothing is stored in any case."""
+        """Do nothing."""
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
-        """No loads end."""
+        """Return no outcomes."""
         return []
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def on_request_finished(self, request_id: str, now_s: float) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def has_open_work(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
 
 class NoCopies:
-    """A copy engine for an engine without offload, which never submits a job."""
+    """A copy engine for an engine without offloading, to which no job is submitted."""
 
     def submit(self, job: TransferJob) -> None:
-        """Refuse the job: no copy engine is attached."""
-        raise RuntimeError("a transfer was planned, and no copy engine is attached")
+        """Raise: no copy engine is attached."""
+        raise RuntimeError("transfer submitted, but no copy engine is attached")
 
     def submit_ahead(self, job: TransferJob) -> None:
-        """Refuse the job: no copy engine is attached."""
+        """Raise: no copy engine is attached."""
         self.submit(job)
 
     def poll(self) -> list[TransferResult]:
-        """Nothing ended."""
+        """Return no results."""
         return []
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
-        """Nothing to wait for."""
+        """Return True: no job is open."""
         return True
 
     def is_alive(self) -> bool:
-        """Nothing to be dead."""
+        """Return True."""
         return True
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""

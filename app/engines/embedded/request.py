@@ -1,7 +1,4 @@
-"""A request as the engine holds it: its tokens, its blocks, how far it is, and how it ends.
-
-Satisfies `kvferry.core.engine_api.EngineRequest`, so that an offload scheduler can read it.
-"""
+"""Request of the embedded engine: tokens, blocks, progress and end. Satisfies `kvferry.core.engine_api.EngineRequest`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from kvferry.core.keys import tenant_digest
 
 
 class RequestState(StrEnum):
-    """Where a request is. Every state may be left for `finished` at any time."""
+    """State of a request. Every state may change to `finished` at any time."""
 
     WAITING = "waiting"
     LOADING = "waiting_for_load"
@@ -28,7 +25,7 @@ class RequestState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended; `abort` and `error` have no answer to speak of."""
+    """Why an answer ended; after `abort` and `error` it is incomplete."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -38,7 +35,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen and when to stop. Temperature 0 is greedy; a seed makes sampling repeatable."""
+    """Sampling and stop parameters. Temperature 0 is greedy; a seed makes sampling repeatable."""
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -50,9 +47,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one step added to an answer. The last one has a `finish_reason`, and for `error` what went wrong.
+    """Output of one step. The last one has a `finish_reason`, and for `error` a message.
 
-    `num_cached_tokens` are the prompt tokens that were not computed, since the device or the host pool had them.
+    `num_cached_tokens` are the prompt tokens that were not computed, because the device or the host pool had them.
     """
 
     token_ids: tuple[int, ...]
@@ -65,9 +62,9 @@ class OutputDelta:
 
 
 class Request:
-    """One prompt and the answer that grows behind it. Made by any thread, then touched by the engine's alone.
+    """A prompt and its growing answer. Created by any thread, then accessed by the engine thread only.
 
-    Making one takes time in proportion to the prompt. `sink` takes what each step adds, from the submission on.
+    Creating one takes time proportional to the prompt. After submission `sink` receives the output of each step.
     """
 
     def __init__(
@@ -111,47 +108,46 @@ class Request:
         self._extend_hashes()
 
     def rename(self, request_id: str) -> None:
-        """Take another id, before the submission; the one before stays an alias."""
+        """Replace the id, before submission; the previous one stays an alias."""
         self.aliases = (self.request_id, *self.aliases)
         self.request_id = request_id
 
     @property
     def caller(self) -> tuple[str, str | None]:
-        """Client address and tenant, by which waiting calls take turns."""
+        """Return client address and tenant, among which waiting calls take turns."""
         return "" if self.call is None else self.call.client, self.tenant
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer so far."""
+        """Return the tokens of prompt and answer so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """The answer so far."""
+        """Return the tokens of the answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that a cache served; settled when the prefill is done."""
+        """Return the prompt tokens served from a cache; final when the prefill is done."""
         return self._cached_tokens or 0
 
     def note_cached(self, num_tokens: int) -> None:
-        """A cache serves this many tokens of a prefill that starts now.
+        """Record how many tokens of a starting prefill are served from a cache.
 
-        A second start may find what the request itself computed before it was preempted, and that was never cached: the
-        lower count stands.
+        After a preemption, the blocks found may have been computed by this request itself: the lower count is kept.
         """
         if not self._prefilled:
             num_tokens = min(num_tokens, self.num_prompt_tokens)
             self._cached_tokens = num_tokens if self._cached_tokens is None else min(self._cached_tokens, num_tokens)
 
     def advance(self, num_new_tokens: int) -> None:
-        """A step has computed this many more tokens."""
+        """Record that a step has computed this many more tokens."""
         self.num_computed_tokens += num_new_tokens
         self._prefilled = self._prefilled or self.num_computed_tokens >= self.num_prompt_tokens
 
     def append(self, token_id: int, is_eos: bool) -> OutputDelta:
-        """Take a sampled token; the answer says what it adds for the client, and whether it ends there."""
+        """Append a sampled token; return the output for the client, and whether the answer ends."""
         self.token_ids.append(token_id)
         self._extend_hashes()
         if is_eos and not self.sampling.ignore_eos:
@@ -164,11 +160,11 @@ class Request:
         return self._delta((token_id,), piece, None)
 
     def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
-        """The last word to the client when something other than a token ends the answer."""
+        """Send the last output when something other than a token ends the answer."""
         return self._delta((), self._text.flush(), reason, error)
 
     def tell(self, delta: OutputDelta) -> None:
-        """Hand this to the client."""
+        """Send output to the client."""
         if self.sink is not None:
             self.sink(delta)
 
@@ -186,9 +182,10 @@ class Request:
 
 
 class StopScanner:
-    """Text of an answer up to its first stop string. What might be the start of one is held back until it is not.
+    """Text of an answer up to its first stop string. A possible start of a stop string is held back until it is
+    decided.
 
-    A push costs time in proportion to the new text and the held text, whose length is below the longest stop string's.
+    A push costs time proportional to the new text and the held text, which is shorter than the longest stop string.
     """
 
     def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
@@ -197,11 +194,11 @@ class StopScanner:
         self._held = ""
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        """Text that may be told now, and whether a stop string ended the answer."""
+        """Return the text that may be sent now, and whether a stop string ended the answer."""
         return self._scan(self._text.push(token_id))
 
     def flush(self) -> str:
-        """The rest, once no token follows."""
+        """Return the held text, once no token follows."""
         piece, stopped = self._scan(self._text.flush())
         rest, self._held = ("" if stopped else self._held), ""
         return piece + rest
@@ -223,7 +220,7 @@ class StopScanner:
 class _StopMatcher:
     """Knuth-Morris-Pratt matching of one stop string, fed piece by piece.
 
-    `num_matched` is the length of the longest start of the stop string that the text so far ends with.
+    `num_matched` is the length of the longest prefix of the stop string at the end of the text so far.
     """
 
     def __init__(self, stop: str) -> None:

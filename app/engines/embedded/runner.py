@@ -1,4 +1,4 @@
-"""One forward pass over the chunks of a step, and the tokens that come out of it."""
+"""Forward pass over the chunks of a step, and sampling of the resulting tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.app.engines.embedded.scheduler import Chunk
 
 
 class ModelRunner:
-    """Lays the chunks of a step one after another in one row and runs the model over it."""
+    """Concatenates the chunks of a step in one row and runs the model over it."""
 
     def __init__(self, model: LoadedModel, cache: PagedKVCache) -> None:
         self._model = model
@@ -24,9 +24,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """The next token of each chunk that reaches its request's end, None for the others.
+        """Return the next token of each chunk that reaches its request's end, None for the others.
 
-        On return, the device has done all of it: what the step read may be overwritten.
+        The device has completed the pass: blocks that the step read may be overwritten.
         """
         try:
             sampling = [chunk.request for chunk in chunks if chunk.samples]
@@ -37,7 +37,7 @@ class ModelRunner:
                 torch.cuda.current_stream(self._model.device).synchronize()
 
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Logits `[samples, vocabulary]` of the last token of each chunk that samples."""
+        """Return logits `[samples, vocabulary]` of the last token of each chunk that samples."""
         ids: list[int] = []
         positions, blocks, last_rows = [], [], []
         spans = []

@@ -1,4 +1,4 @@
-"""The next token of each request: the likeliest at temperature 0, else drawn with the request's own generator."""
+"""Sampling of the next tokens: greedy at temperature 0, else with the request's own random generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.app.engines.embedded.request import Request
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token for each row of `[requests, vocabulary]` logits."""
+    """Return one token for each row of `[requests, vocabulary]` logits."""
     chosen = logits.argmax(dim=-1)
     for row, request in enumerate(requests):
         if request.sampling.temperature > 0:
@@ -20,7 +20,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def _draw(logits: Tensor, request: Request) -> Tensor:
-    """Draw in proportion to probability: the largest of probability over exponential noise, without a search."""
+    """Draw in proportion to probability, as the largest ratio of probability to exponential noise, without sorting."""
     if request.generator is None:
         request.generator = torch.Generator(device=logits.device)
         if request.sampling.seed is None:
@@ -36,7 +36,7 @@ def _draw(logits: Tensor, request: Request) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the likeliest tokens that together reach `top_p`; the likeliest always stays."""
+    """Zero all but the most likely tokens that together reach `top_p`; the most likely one is always kept."""
     ordered, index = probabilities.sort(descending=True)
     ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0
     return torch.zeros_like(probabilities).scatter(0, index, ordered)

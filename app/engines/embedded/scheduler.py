@@ -1,8 +1,8 @@
-"""Which tokens of which requests the next step computes, and the life of a request's blocks around it.
+"""Step scheduler: which tokens of which requests the next step computes, and allocation of their blocks.
 
-Running requests go first, decodes before prefill, under one token budget; then waiting ones start, as far as blocks go.
-When blocks run out, the request that came last gives its own back and starts over later. While others wait, a request
-that has answered for a while gives its place to them.
+Running requests go first, decodes before prefills, under one token budget; then waiting ones start, as far as blocks
+suffice. When blocks run out, the latest request is preempted and recomputed later. While others wait, a request that
+has decoded for a while yields its place.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ MAX_LATER_PER_STEP = 64
 """Waiting requests that a step may pass over, so that its cost does not grow with the number of waiting ones."""
 
 SLICE_TOKENS = 128
-"""Tokens that a request answers before it gives its place to one that waits."""
+"""Tokens that a request decodes before it yields its place to a waiting one."""
 SLICES_PER_CONTEXT = 8
-"""A slice has at least one eighth of the tokens so far, which may have to be computed again."""
+"""A slice has at least one eighth of the request's tokens, which may have to be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `num_new_tokens` tokens of a request. One that reaches the end of its tokens yields another."""
+    """The next `num_new_tokens` tokens of a request. A chunk up to the request's last token samples another."""
 
     request: Request
     num_new_tokens: int
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk ends at the request's last token, so that the next one can be chosen."""
+        """Return whether the chunk ends at the request's last token, so that the next one can be sampled."""
         return self.request.num_computed_tokens + self.num_new_tokens == self.request.num_tokens
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes, and how many tokens more it may."""
+    """Chunks of one step, and the remaining token budget."""
 
     chunks: dict[str, Chunk] = field(default_factory=dict)
     budget_tokens: int = 0
 
     def add(self, request: Request, num_new_tokens: int) -> None:
-        """Compute these tokens too."""
+        """Add tokens of a request."""
         self.chunks[request.request_id] = Chunk(request, num_new_tokens)
         self.budget_tokens -= num_new_tokens
 
     def drop(self, request: Request) -> None:
-        """Do not compute this request after all."""
+        """Remove a request."""
         chunk = self.chunks.pop(request.request_id, None)
         if chunk is not None:
             self.budget_tokens += chunk.num_new_tokens
 
     def progress(self) -> list[StepProgress]:
-        """Each scheduled request as it will be once the step has run."""
+        """Return each scheduled request's progress after the step."""
         return [
             StepProgress(
                 chunk.request.request_id,
@@ -72,7 +72,7 @@ class Step:
 
 
 class StepScheduler:
-    """Every live request is in exactly one of `waiting`, `loading` and `running`."""
+    """Assigns every live request to exactly one of `waiting`, `loading` and `running`."""
 
     def __init__(
         self, pool: BlockPool, offload: Offload, block_size: int, max_batched_tokens: int, max_running: int
@@ -94,15 +94,15 @@ class StepScheduler:
         self.waiting.add(request)
 
     def is_live(self, request: Request) -> bool:
-        """Whether this very request was added and has not finished."""
+        """Return whether this request object was added and has not finished."""
         return any(queue.get(request.request_id) is request for queue in (self.running, self.waiting, self.loading))
 
     def requests(self) -> list[Request]:
-        """Every live request."""
+        """Return every live request."""
         return [*self.running.values(), *self.loading.values(), *self.waiting]
 
     def schedule(self, now_s: float) -> Step:
-        """Choose the next step's tokens and take the blocks that they need."""
+        """Choose the next step's tokens and allocate their blocks."""
         self._end_slices(now_s)
         step = Step(budget_tokens=self.max_batched_tokens)
         preempted = False
@@ -124,14 +124,14 @@ class StepScheduler:
         return step
 
     def advance(self, chunk: Chunk) -> None:
-        """A chunk was computed: the blocks that it filled can be found from now on."""
+        """Record a computed chunk: the blocks that it filled can be found from now on."""
         request = chunk.request
         first = request.num_computed_tokens // self.block_size
         request.advance(chunk.num_new_tokens)
         self._register(request, first, request.num_computed_tokens // self.block_size)
 
     def end_load(self, outcome: LoadOutcome) -> None:
-        """A load ended: run on with what it brought, or start over without it."""
+        """Resume the request of an ended load, with the loaded tokens or from the start."""
         request = self.loading.pop(outcome.request_id, None)
         if request is None:
             return
@@ -148,7 +148,7 @@ class StepScheduler:
         request.num_loading_tokens = 0
 
     def finish(self, request: Request, now_s: float) -> None:
-        """Let a request go, in whatever state it is. Blocks under transfer stay held by whoever moves them."""
+        """Remove a request in any state. Blocks under transfer stay held by the offload scheduler."""
         for queue in (self.running, self.loading):
             queue.pop(request.request_id, None)
         self.waiting.discard(request)
@@ -159,14 +159,14 @@ class StepScheduler:
             self._give_back(request)
 
     def _running_in_order(self) -> Iterator[Request]:
-        """Decodes, then prefills, each by arrival."""
+        """Yield decodes, then prefills, each by arrival."""
         by_arrival = sorted(self.running.values(), key=lambda r: r.arrival)
         decoding = [r.num_tokens - r.num_computed_tokens == 1 for r in by_arrival]
         yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if decodes)
         yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if not decodes)
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order, until one finds no room; pass over those that wait for another's load."""
+        """Start waiting requests in order until one does not fit; pass over those whose prefix is being loaded."""
         for request in list(islice(self.waiting, self.max_running + MAX_LATER_PER_STEP)):
             if step.budget_tokens == 0 or len(self.running) + len(self.loading) >= self.max_running:
                 return
@@ -209,7 +209,7 @@ class StepScheduler:
         return True
 
     def _end_slices(self, now_s: float) -> None:
-        """Preempt requests that have answered for long enough, as many as wait without a free place."""
+        """Preempt requests whose slice is over, at most as many as wait without a free place."""
         num_wanted = len(self.waiting) - (self.max_running - len(self.running) - len(self.loading))
         if num_wanted <= 0:
             return
@@ -220,7 +220,7 @@ class StepScheduler:
                 self._preempt(request, now_s, is_slice=True)
 
     def _preempt(self, request: Request, now_s: float, *, is_slice: bool = False) -> None:
-        """Take a request's blocks. It keeps its answer so far and computes all of it anew, or finds it in a cache."""
+        """Free a request's blocks. It keeps its answer so far, and recomputes or reloads all tokens."""
         del self.running[request.request_id]
         if is_slice:
             request.state = RequestState.WAITING

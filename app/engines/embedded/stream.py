@@ -1,4 +1,4 @@
-"""A request's answer on its way from the engine's thread to the event loop that asked for it."""
+"""Stream of a request's answer from the engine thread to the event loop that submitted it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvferry.app.engines.embedded.request import OutputDelta
 
 
 class RequestStream:
-    """An async iterator of what each step adds; it ends after the delta that has a `finish_reason`."""
+    """Async iterator over the output of each step; ends after the delta with a `finish_reason`."""
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
-        """`cancel` stops the request; it is called when its client is gone."""
+        """Bind to the running event loop. `cancel` stops the request; it is called when the client is gone."""
         self.request_id = request_id
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
@@ -30,12 +30,12 @@ class RequestStream:
         return delta
 
     def cancel(self) -> None:
-        """The client is gone: stop working for it. Harmless once the answer has ended."""
+        """Stop the request because its client is gone. Harmless once the answer has ended."""
         if not self._ended:
             self._cancel()
 
     def push(self, delta: OutputDelta) -> None:
-        """Called by the engine's thread. An event loop that has closed is a client that is gone."""
+        """Add output. Thread: engine. Ignored if the event loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
         except RuntimeError:

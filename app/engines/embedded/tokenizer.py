@@ -1,4 +1,4 @@
-"""Text to token ids and back: a token a byte for `tiny`, the checkpoint's own tokenizer for every other model."""
+"""Tokenizers: one token per byte for `tiny`, the checkpoint's own tokenizer for every other model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MAX_TOKENS_A_CHARACTER = 4
 
 
 class TextStream(Protocol):
-    """Text of a growing answer, piece by piece: the pieces put together are the text of the whole."""
+    """Incremental detokenizer: the pieces put together are the text of the whole answer."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often empty."""
+        """Return the text that this token completes, often empty."""
 
     def flush(self) -> str:
-        """What is still held back, once no token follows."""
+        """Return the held text, once no token follows."""
 
 
 class Tokenizer(Protocol):
-    """Both ways between text and ids. `encode` raises ValueError for text that it cannot take.
+    """Conversion between text and ids. `encode` raises `ValueError` for text that it cannot convert.
 
-    `max_token_chars` is the most characters that a token stands for.
+    `max_token_chars` is the most characters of one token.
     """
 
     max_token_chars: int
@@ -48,15 +48,15 @@ class ByteTokenizer:
     max_token_chars = 1
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes, without an end token."""
+        """Return the UTF-8 bytes as ids, without an end token."""
         return [byte + BYTE_OFFSET for byte in text.encode()]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the bytes; what is no UTF-8 becomes U+FFFD, special tokens become nothing."""
+        """Return the text of the bytes; invalid UTF-8 becomes U+FFFD, special tokens are dropped."""
         return bytes(i - BYTE_OFFSET for i in token_ids if i >= BYTE_OFFSET).decode(errors="replace")
 
     def stream(self) -> TextStream:
-        """A decoder that holds incomplete characters back."""
+        """Return a detokenizer that holds incomplete characters back."""
         return _ByteStream()
 
 
@@ -72,33 +72,34 @@ class _ByteStream:
 
 
 class CheckpointTokenizer:
-    """The tokenizer that was saved with the model."""
+    """Tokenizer saved with a model."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Settles lazy state before threads share it, and finds the empty one that is made up for a folder without any.
+        # Initializes lazy state before threads share it, and detects the empty tokenizer made up for a folder without
+        # one.
         if not self.encode("A probe."):
             raise ValueError("its vocabulary is empty")
         self.max_token_chars = max(map(len, tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
-        """Ids with the special tokens that the model expects at the start."""
+        """Return ids with the special tokens that the model expects at the start."""
         return [int(i) for i in self._tokenizer.encode(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self) -> TextStream:
-        """A decoder that looks back at the piece before."""
+        """Return a detokenizer that decodes with the preceding piece as context."""
         return ContextStream(self)
 
 
 class ContextStream:
-    """Decodes a piece behind the one before it, since spaces and joined characters depend on what precedes them.
+    """Decodes each piece together with the one before it, because spaces and joined characters depend on context.
 
-    A piece that ends in an incomplete character is held back, up to the most tokens that one character can take. Tokens
-    without text are dropped after as many, so that a push costs the same however long the answer is.
+    A piece that ends in an incomplete character is held back, up to the most tokens of one character. As many tokens
+    without text are dropped, so that the cost of a push does not grow with the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -118,7 +119,7 @@ class ContextStream:
         return ""
 
     def flush(self) -> str:
-        """Return what is still held back, once no token follows."""
+        """Return the held text, once no token follows."""
         return self._emit(*self._decode())
 
     def _decode(self) -> tuple[str, str]:
@@ -131,31 +132,29 @@ class ContextStream:
 
 
 class NoTokenizer:
-    """For a folder without a tokenizer: prompts are token ids, and so are answers."""
+    """For a folder without a tokenizer: prompts and answers are token ids."""
 
     max_token_chars = sys.maxsize
 
     def encode(self, text: str) -> list[int]:
-        """Refuses text."""
-        raise ValueError("this model came without a tokenizer: send the prompt as token ids")
+        """Raise `ValueError`: text is not supported."""
+        raise ValueError("this model has no tokenizer: send the prompt as token ids")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Nothing to say."""
+        """Return an empty text."""
         return ""
 
     def stream(self) -> TextStream:
-        """Nothing to say, piece by piece."""
+        """Return a detokenizer that yields no text."""
         return ContextStream(self)
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a local folder or hub id; without one, the engine serves token ids alone and says so."""
+    """Load the tokenizer of a local folder or hub id; without one, log it and serve token ids only."""
     try:
         return CheckpointTokenizer(AutoTokenizer.from_pretrained(model))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        log.warning(
-            "KVFERRY_MODEL=%s has no tokenizer that loads (%s): prompts must be token ids", model, _first_line(error)
-        )
+        log.warning("KVFERRY_MODEL=%s: no usable tokenizer (%s); prompts must be token ids", model, _first_line(error))
         return NoTokenizer()
 
 
