@@ -37,8 +37,8 @@ from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize
-from kvferry.core.scheduler import OffloadScheduler
-from kvferry.core.tiers import HOST, Tier
+from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
+from kvferry.core.tiers.base import HOST, Tier
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -257,12 +257,14 @@ class Ferry:
             PolicyResolver(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
             engine.device,
             engine.layout,
+            SchedulerOptions(
+                request_fields=settings.request_fields,
+                num_workers=engine.info.workers,
+                null_block=engine.null_block,
+                store_mode=settings.store_mode,
+                watermark_blocks=engine.watermark_blocks,
+            ),
             choice=LoadOrCompute(settings.load_decision),
-            request_fields=settings.request_fields,
-            num_workers=engine.info.workers,
-            null_block=engine.null_block,
-            store_mode=settings.store_mode,
-            watermark_blocks=engine.watermark_blocks,
             tiers=tiers,
         )
         self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.step)

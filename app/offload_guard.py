@@ -1,6 +1,6 @@
 """Guard between an engine and offloading: an exception in kvferry's code becomes a miss, not a failure of the engine.
 
-`OffloadGuard` has the hooks of `kvferry.core.scheduler.OffloadScheduler` that an engine calls. `GuardedSink` and
+`OffloadGuard` has the hooks of `OffloadScheduler` that an engine calls. `GuardedSink` and
 `GuardedCopies` stand before the event sink and the copy engine in the same way.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
-from kvferry.core.scheduler import MatchResult, Miss, OffloadScheduler
+from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 

@@ -19,7 +19,7 @@ from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import HistoryLimits, Store
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout

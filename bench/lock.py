@@ -29,7 +29,7 @@ from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import Hit, OffloadScheduler
+from kvferry.core.scheduler.scheduler import Hit, OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import StepPlan, TransferResult
 
 BLOCK_TOKENS = 16
@@ -116,7 +116,11 @@ class Bench:
         self.device = Device()
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, 4096)])
         self.scheduler = OffloadScheduler(
-            self.manager, policies, self.device, layout, store_mode=mode, watermark_blocks=STEP_BLOCKS
+            self.manager,
+            policies,
+            self.device,
+            layout,
+            SchedulerOptions(store_mode=mode, watermark_blocks=STEP_BLOCKS),
         )
         self._number = 0
         self._now_s = 1000.0

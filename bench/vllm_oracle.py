@@ -39,7 +39,7 @@ from bench.vllm_cases import MODELS, Case, Turn, draw_case, write_model
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink, StoreBatch
-from kvferry.core.requests import RequestView
+from kvferry.core.scheduler.requests import RequestView
 from kvferry.core.stats import EvictionReason, MissCause, Misses, MissReason, NotStored
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import EXCUSED_GAP, Answer, Prompt
@@ -149,8 +149,8 @@ class Oracle:
                 look_up.is_open = not request.is_finished()
 
     def _look_up(self, request: Any, num_computed_tokens: int) -> Any:
-        state = self.engine.core._requests.get(request.request_id)
-        if state is None or state.prefill_counted or state.prefill_planned:
+        state = self.engine.core.requests.live.get(request.request_id)
+        if state is None or state.prefill.counted or state.prefill.planned:
             return self._match(request, num_computed_tokens)
         end = self._computed_end(request)
         look_up = self.look_ups.get(request.request_id)
@@ -158,8 +158,8 @@ class Oracle:
             look_up = self.look_ups[request.request_id] = LookUp(request, end)
         look_up.last_end, look_up.num_tokens = end, request.num_tokens
         if self._full is not None:
-            state.extend_keys()
-            look_up.keys = tuple(state.groups[self._full.index].keys)
+            state.keys.extend_loadable()
+            look_up.keys = tuple(state.keys.by_group[self._full.index])
             slots = self._manager.lookup_each(look_up.keys)
             look_up.present = frozenset(key for key, slot in zip(look_up.keys, slots, strict=True) if slot >= 0)
             look_up.stored = frozenset(self._sink.keys.intersection(look_up.keys))
@@ -167,10 +167,10 @@ class Oracle:
 
     def _note_commit(self, request: Any, *arguments: Any) -> None:
         self._commit(request, *arguments)
-        state = self.engine.core._requests.get(request.request_id)
+        state = self.engine.core.requests.live.get(request.request_id)
         look_up = self.look_ups.get(request.request_id)
-        if state is not None and look_up is not None and not (state.prefill_counted or state.prefill_planned):
-            look_up.misses = state.misses
+        if state is not None and look_up is not None and not (state.prefill.counted or state.prefill.planned):
+            look_up.misses = state.load.misses
 
     def _computed_end(self, request: Any) -> int:
         """Where the prefix of computed blocks ends that a hit may use."""

@@ -34,7 +34,7 @@ from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import Hit, Miss, OffloadScheduler
+from kvferry.core.scheduler.scheduler import Hit, Miss, OffloadScheduler
 from kvferry.core.transfers import StepPlan, TransferResult
 from tests.api.service import start_service
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
-from kvferry.core.tier_stats import TierStats
+from kvferry.core.tiers.base import TierStats
 from kvferry.core.transfers import Direction
 
 

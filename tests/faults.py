@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.cascades import CascadeSide
 from kvferry.core.cost_model import LoadOrCompute
-from kvferry.core.hits import PrefixHit
-from kvferry.core.jobs import JobTable
-from kvferry.core.lazy import LazySide
-from kvferry.core.leaders import Leaders
-from kvferry.core.loads import LoadSide
 from kvferry.core.policy import PolicyResolver
 from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.eviction.evictor import Evictor
@@ -30,21 +24,25 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pins
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.prefills import Prefills
-from kvferry.core.prefixes import PrefixFinder
-from kvferry.core.promotions import PromotionSide
-from kvferry.core.requests import RequestState, RequestTable
-from kvferry.core.scheduler import OffloadScheduler
-from kvferry.core.stores import StoreSide
-from kvferry.core.tier_links import TierLink
-from kvferry.core.tier_sessions import TierSession
-from kvferry.core.tier_side import TierSide
+from kvferry.core.scheduler.cascades import Cascades
+from kvferry.core.scheduler.eager import EagerPlanner, StorePlanner
+from kvferry.core.scheduler.inflight import InflightPrefixes
+from kvferry.core.scheduler.jobs import JobTable
+from kvferry.core.scheduler.lazy import LazyPlanner
+from kvferry.core.scheduler.loads import LoadPlanner
+from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup, RequestKeys
+from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.scheduler.requests import RequestState, RequestTable
+from kvferry.core.scheduler.scheduler import OffloadScheduler, Prefills
+from kvferry.core.scheduler.stores import StoreJobs
+from kvferry.core.scheduler.tiering import Tiering
+from kvferry.core.tiers.client import TierClient, TierSession
 
 CORE = (
-    Admission, CascadeSide, Inventory, JobTable, BlockIndex, LazySide, Leaders, LoadOrCompute, LoadSide,
-    LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver, Prefills, PrefixFinder,
-    PrefixHit, PromotionSide, RequestState, RequestTable, Evictor, SlotTable, StoreSide, TierLink, TierSession,
-    TierSide,
+    Admission, Cascades, EagerPlanner, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
+    LoadOrCompute, LoadPlanner, LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver,
+    Prefills, PrefixHit, PrefixLookup, Promotions, RequestKeys, RequestState, RequestTable, Evictor, SlotTable,
+    StoreJobs, StorePlanner, TierClient, TierSession, Tiering,
 )  # fmt: skip
 """The classes that decide, all of whose methods may raise."""
 

@@ -28,7 +28,7 @@ from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.pool.slots import SlotState
-from kvferry.core.tiers import HOST
+from kvferry.core.tiers.base import HOST
 
 MAX_KEY_HEX = 512
 TIERS_S = 0.5

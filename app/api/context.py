@@ -16,7 +16,7 @@ from kvferry.app.store import Store
 from kvferry.app.tiers.opening import TierNews
 from kvferry.app.warm_start import WarmStart
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvferry.app.api.raw_ids import RequestId
 from kvferry.app.api.requests import OverrideState, find_override, ids_of, show_override, unknown_request
 from kvferry.app.policies.kept import TooManyError
 from kvferry.core.policy import Override
-from kvferry.core.requests import RequestPhase
+from kvferry.core.scheduler.requests import RequestPhase
 
 
 class OverrideView(PolicyView):

@@ -17,7 +17,7 @@ from kvferry.app.api.raw_ids import RequestId
 from kvferry.app.api.stats_models import MissedTokenStats, PromptTokenStats, StoreStats
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import Override
-from kvferry.core.requests import RequestPhase, RequestView
+from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
 
 EXPECTED = "expected"

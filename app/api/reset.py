@@ -18,8 +18,8 @@ from kvferry.app.field_errors import FieldError
 from kvferry.app.policies.wire import TierName
 from kvferry.app.tenants import TenantMatch
 from kvferry.core.keys import RequestFilter
-from kvferry.core.resets import ResetTicket
-from kvferry.core.tiers import HOST
+from kvferry.core.scheduler.resets import ResetTicket
+from kvferry.core.tiers.base import HOST
 
 MAX_DRAIN_S = 3600.0
 MAX_SEARCHES = 4

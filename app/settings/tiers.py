@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from kvferry.app.settings import values
 from kvferry.app.settings.problems import MASK, show
 from kvferry.core.policy import Level
-from kvferry.core.tiers import HOST, TIER_METHODS, Tier, TierContext
+from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),)

@@ -15,7 +15,7 @@ from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 
 
 class Outcome(StrEnum):
-    """Result of one block; the values are the names of counters in `kvferry.core.tiers.TierCounts`."""
+    """Result of one block; the values are the names of counters in `kvferry.core.tiers.base.TierCounts`."""
 
     STORED = "stored"
     PRESENT = "present"

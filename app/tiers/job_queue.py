@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.tiers import TierJob, TierResetResult, TierResult
+from kvferry.core.tiers.base import TierJob, TierResetResult, TierResult
 
 
 class JobKind(IntEnum):

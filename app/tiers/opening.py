@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvferry.app.settings.tiers import TierSettings, TierType, load_type
 from kvferry.app.tiers.queued import QueuedTier
-from kvferry.core.tiers import SlotBytes, Tier, TierContext, TierRefused
+from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRefused
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
-from kvferry.core.tiers import (
+from kvferry.core.tiers.base import (
     SlotBytes,
     Tier,
     TierContext,
@@ -95,14 +95,14 @@ class _ClosableSlots:
         self.is_closed = False
 
     def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
-        """See `kvferry.core.tiers.SlotBytes`."""
+        """See `kvferry.core.tiers.base.SlotBytes`."""
         if self.is_closed:
             raise RuntimeError(f"slot {slot} cannot be accessed: the tier is closed")
         return self._slots.views(slot, num_bytes)
 
 
 class QueuedTier:
-    """A `kvferry.core.tiers.Tier` whose methods return at once and have another tier's methods called later, in order.
+    """A `Tier` whose methods return at once and have another tier's methods called later, in order.
 
     - Results of `poll`, `health` and `counts` are those that the thread fetched last.
     - `on_new_request` returns the level that the tier returned last for any request, at first `level`.
@@ -153,7 +153,7 @@ class QueuedTier:
 
     @property
     def timeout_s(self) -> float:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `kvferry.core.tiers.base.Tier`."""
         return self._timeout_s
 
     # --- requests and jobs --------------------------------------------------------------------------------------
@@ -165,23 +165,23 @@ class QueuedTier:
             return self._level
 
     def on_request_finished(self, request_id: str) -> None:
-        """See `kvferry.core.tiers.Tier`. Always queued: there is one call for each announced request."""
+        """See `kvferry.core.tiers.base.Tier`. Always queued: there is one call for each announced request."""
         with self._changed:
             self._calls.append(_Call("on_request_finished", lambda: self._finish_request(request_id)))
             self._changed.notify_all()
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `kvferry.core.tiers.base.Tier`."""
         job = _Job(number, len(keys), has_slots=False, is_store=False, submitted_s=time.monotonic())
         self._submit("look_up", job, lambda: self._tier.look_up(number, keys))
 
     def store(self, job: TierJob) -> None:
-        """See `kvferry.core.tiers.Tier`. Refused blocks count as dropped."""
+        """See `kvferry.core.tiers.base.Tier`. Refused blocks count as dropped."""
         opened = _Job(job.number, len(job), has_slots=True, is_store=True, submitted_s=time.monotonic())
         self._submit("store", opened, lambda: self._pass_on(job, self._tier.store))
 
     def load(self, job: TierJob) -> None:
-        """See `kvferry.core.tiers.Tier`. Refused blocks count as failed."""
+        """See `kvferry.core.tiers.base.Tier`. Refused blocks count as failed."""
         opened = _Job(job.number, len(job), has_slots=True, is_store=False, submitted_s=time.monotonic())
         self._submit("load", opened, lambda: self._pass_on(job, self._tier.load))
 
@@ -202,7 +202,7 @@ class QueuedTier:
                 raise JobInProgress(f"job {number} is in progress; its slots are in use until it ends")
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """See `kvferry.core.tiers.Tier`. Raises `TierQueueFull`."""
+        """See `kvferry.core.tiers.base.Tier`. Raises `TierQueueFull`."""
         with self._changed:
             self._put(_Call("drop", lambda: self._tier.drop(keys)))
 
@@ -220,7 +220,7 @@ class QueuedTier:
     # --- results ------------------------------------------------------------------------------------------------
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
-        """See `kvferry.core.tiers.Tier`. Raises `TierCallFailed`; no result is lost by that."""
+        """See `kvferry.core.tiers.base.Tier`. Raises `TierCallFailed`; no result is lost by that."""
         with self._changed:
             if self._open or self._resets:
                 self._is_poll_due = True
@@ -234,7 +234,7 @@ class QueuedTier:
             return results
 
     def health(self) -> Sequence[str]:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `kvferry.core.tiers.base.Tier`."""
         with self._changed:
             now_s = time.monotonic()
             reasons = [failure.text for failure in self._failures.values() if now_s - failure.at_s < FAILURE_S]
@@ -246,7 +246,7 @@ class QueuedTier:
             return [*reasons, *self._health]
 
     def counts(self) -> TierCounts:
-        """See `kvferry.core.tiers.Tier`."""
+        """See `kvferry.core.tiers.base.Tier`."""
         with self._changed:
             counts = self._counts
             return replace(counts, dropped=counts.dropped + self._num_dropped, failed=counts.failed + self._num_failed)

@@ -23,7 +23,7 @@ from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
 from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Work
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import PoolRecord
-from kvferry.core.scheduler import Hit, Later, OffloadScheduler
+from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout

@@ -13,12 +13,12 @@ import pytest
 from kvferry.app.offload_guard import ErrorLog, OffloadGuard
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter
-from kvferry.core.loads import LoadSide
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.events import NullSink
-from kvferry.core.requests import RequestState
-from kvferry.core.scheduler import Miss
-from kvferry.core.stores import StoreSide
+from kvferry.core.scheduler.loads import LoadPlanner
+from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.scheduler.scheduler import Miss
+from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
@@ -116,7 +116,7 @@ class NoLedger:
 
     @property
     def live(self) -> dict[int, Any]:
-        return {state.sequence: SimpleNamespace(state=state) for state in self._scheduler._requests}
+        return {state.sequence: SimpleNamespace(state=state) for state in self._scheduler.requests}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
@@ -197,7 +197,7 @@ def check(engine: ToyEngine) -> None:
     toy_checks._check_slots(engine)
     toy_checks._check_pins(engine)
     held = list(engine.device.held)
-    for blocks in engine.offload._holds._orphans:
+    for blocks in engine.offload._jobs.orphans:
         for block in blocks:
             engine.device.held[block] -= 1
     toy_checks._check_holds(engine)
@@ -223,7 +223,7 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     )
     manager, scheduler = engine.manager, engine.offload
     device = Faulty(engine.device, fault, atomic=("hold", "release"))
-    scheduler._holds._device = scheduler._lazy._device = device
+    scheduler._jobs._device = scheduler._lazy._device = device
     manager.evictor.policy = Faulty(manager.evictor.policy, fault)
     manager.admission = Faulty(manager.admission, fault)
     manager._record = Faulty(NullRecord(), fault)
@@ -320,7 +320,7 @@ def test_blocks_stay_when_no_change_of_the_pool_is_interrupted(mode: str, monkey
         check(engine)
         check_still_useful(engine)
         toy_checks.check_idle(engine)
-        assert not any(isinstance(one, RequestState) for one in engine.offload._requests.all_known())
+        assert not any(isinstance(one, RequestState) for one in engine.offload.requests.all_known())
         faults.left = left
         num_kept += guard.num_kept
         num_dropped += guard.num_dropped
@@ -336,7 +336,7 @@ def test_stored_blocks_are_hit_after_an_exception_outside_the_pool(monkeypatch: 
     engine.manager.operator_pins.pin(key, 1e9, engine.now_s)
     engine.device.forget_all()
     with monkeypatch.context() as patch:
-        patch.setattr(LoadSide, "match", lambda *args: Fault(1).call(list, (), {}, atomic=True))
+        patch.setattr(LoadPlanner, "match", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         engine.add(request("b", 4, 0))
         engine.run()
     assert engine.offload.snapshot().prompt_tokens.host_hit == 0
@@ -356,7 +356,7 @@ def test_failed_reset_drops_all_blocks_at_recovery(monkeypatch: pytest.MonkeyPat
     engine.add(request("a", 4, 0))
     engine.run()
     with monkeypatch.context() as patch:
-        patch.setattr(StoreSide, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
+        patch.setattr(StoreJobs, "disown", lambda *args: Fault(1).call(list, (), {}, atomic=True))
         with pytest.raises(InjectedError):
             engine.offload.resets.reset(engine.now_s, RequestFilter(request="a"))
     engine.offload.abandon_all(engine.now_s)

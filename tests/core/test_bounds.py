@@ -17,7 +17,7 @@ from kvferry.core.keys import RequestIdentity, make_keys
 from kvferry.core.policy import Override, Priority, RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import Hit, Miss
+from kvferry.core.scheduler.scheduler import Hit, Miss
 from kvferry.core.stats import empty
 from kvferry.core.transfers import Direction, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.groups import Group, GroupKind, GroupLayout, GroupSpec
-from kvferry.core.hits import PrefixHit, find_hit
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup, RequestKeys
 
 SPECS = st.builds(
     lambda kind, size, window: GroupSpec(size, 64, kind, window if kind is GroupKind.SLIDING else None),
@@ -19,25 +24,26 @@ SPECS = st.builds(
 
 
 class Pool:
-    """Which slots of one request a pool has: slot `i` of group `g` lies at `1000 * g + i`."""
+    """A manager that has chosen slots of one request. The request is hashed every `layout.hash_block_size` tokens."""
 
-    def __init__(self, held: dict[int, set[int]]) -> None:
+    def __init__(self, layout: GroupLayout, held: dict[int, set[int]], num_tokens: int = 200) -> None:
         self.held = held
+        self.manager = OffloadManager(256, layout.slot_bytes)
+        hashes = [b"%08d" % i for i in range(num_tokens // layout.hash_block_size)]
+        self.keys = RequestKeys(SimpleNamespace(block_hashes=hashes, num_tokens=num_tokens), layout.groups)
+        self.lookup = PrefixLookup(self.manager, layout, SimpleNamespace())
+        for group in layout.groups:
+            numbers = sorted(held[group.index])
+            keys = [key for i in numbers for key in self.keys.of(group, i, i + 1)]
+            offer = self.manager.prepare_store(keys, RequestIdentity("r"), np.array(numbers, dtype=np.int64), 1, 0.0)
+            self.manager.complete_store(offer.slots, 0.0)
 
-    def prefix(self, group: Group, first: int, end: int) -> np.ndarray:
-        found = []
-        for i in range(first, end):
-            if i not in self.held[group.index]:
-                break
-            found.append(1000 * group.index + i)
-        return np.array(found, dtype=np.int64)
+    def slots(self, group: Group, numbers: Iterable[int]) -> list[int]:
+        keys = [key for i in numbers for key in self.keys.of(group, i, i + 1)]
+        return self.manager.lookup_each(keys).tolist()
 
-    def each(self, group: Group, first: int, end: int) -> np.ndarray:
-        held = self.held[group.index]
-        return np.array([1000 * group.index + i if i in held else -1 for i in range(first, end)], dtype=np.int64)
-
-    def find(self, layout: GroupLayout, first_token: int, limit_token: int) -> PrefixHit:
-        return find_hit(layout, first_token, limit_token, self.prefix, self.each)
+    def find(self, first_token: int, limit_token: int) -> PrefixHit:
+        return self.lookup.find(self.keys, first_token, limit_token)
 
 
 def blocks_needed(spec: GroupSpec, first_token: int, end_token: int) -> list[int]:
@@ -70,15 +76,15 @@ def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_
         whole = range(-(-num_tokens // group.slot_tokens))
         missing = data.draw(st.sets(st.sampled_from([*whole]), max_size=2))
         held[group.index] = set(whole) - missing
-    pool = Pool(held)
+    pool = Pool(layout, held)
     first = data.draw(st.integers(0, num_tokens // layout.alignment_tokens)) * layout.alignment_tokens
-    hit = pool.find(layout, first, num_tokens - 1)
+    hit = pool.find(first, num_tokens - 1)
     assert hit.end_token == max(obvious_end(layout, pool, first, num_tokens - 1), first)
     for one in hit.groups:
-        first_block, end_block = hit.blocks_of(one.group)
+        first_block, end_block = one.first_block, one.end_block
         assert list(range(first_block, end_block)) == blocks_needed(one.group.spec, first, hit.end_token)
         needed_slots = sorted({block // one.group.slot_blocks for block in range(first_block, end_block)})
-        assert one.slots.tolist() == [1000 * one.group.index + i for i in needed_slots]
+        assert one.slots.tolist() == pool.slots(one.group, needed_slots)
     if not hit.num_tokens:
         return
     tables = [[10_000 * g.index + i for i in range(num_tokens)] for g in layout.groups]
@@ -88,34 +94,37 @@ def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_
         group = layout.groups[run.group]
         blocks = [block_id - 10_000 * run.group for block_id in run.block_ids.tolist()]
         assert blocks == blocks_needed(group.spec, first, hit.end_token)
-        assert run.slots.tolist() == [1000 * run.group + block // group.slot_blocks for block in blocks]
+        assert run.slots.tolist() == pool.slots(group, [block // group.slot_blocks for block in blocks])
         assert run.parts.tolist() == [block % group.slot_blocks for block in blocks]
 
 
 def test_a_load_takes_part_of_a_slot_where_the_device_has_its_head_or_its_tail_is_computed() -> None:
     layout = GroupLayout([GroupSpec(4, 64)], blocks_per_slot=3)
-    pool = Pool({0: {0, 1, 2}})
-    hit = pool.find(layout, first_token=16, limit_token=31)
+    pool = Pool(layout, {0: {0, 1, 2}})
+    hit = pool.find(first_token=16, limit_token=31)
     assert (hit.first_token, hit.num_tokens) == (16, 12)
     (run,) = hit.runs([list(range(9))], -1) or ()
     assert run.block_ids.tolist() == [4, 5, 6]
-    assert run.slots.tolist() == [1, 1, 2]
+    assert run.slots.tolist() == pool.slots(layout.groups[0], [1, 1, 2])
     assert run.parts.tolist() == [1, 2, 0]
 
 
 def test_a_shorter_hit_is_the_same_blocks_or_none_where_a_window_would_need_others() -> None:
-    full = Pool({0: set(range(8))}).find(GroupLayout([GroupSpec(4, 64)]), 0, 32)
-    assert full.shorten(20).groups[0].slots.tolist() == [0, 1, 2, 3, 4]
+    full = GroupLayout([GroupSpec(4, 64)])
+    pool = Pool(full, {0: set(range(8))})
+    assert pool.find(0, 32).shorten(20).groups[0].slots.tolist() == pool.slots(full.groups[0], range(5))
     window = GroupLayout([GroupSpec(4, 64), GroupSpec(4, 64, GroupKind.SLIDING, 9)])
-    hit = Pool({0: set(range(8)), 1: {6, 7}}).find(window, 0, 32)
+    hit = Pool(window, {0: set(range(8)), 1: {6, 7}}).find(0, 32)
     assert hit.end_token == 32
     assert hit.shorten(28) is None
 
 
 def test_placeholders_in_a_table_are_not_copied_to_and_a_table_too_short_is_told() -> None:
-    hit = Pool({0: set(range(4))}).find(GroupLayout([GroupSpec(4, 64)]), 0, 16)
+    layout = GroupLayout([GroupSpec(4, 64)])
+    pool = Pool(layout, {0: set(range(4))})
+    hit = pool.find(0, 16)
     (run,) = hit.runs([[7, 0, 8, 9]], 0) or ()
-    assert (run.block_ids.tolist(), run.slots.tolist()) == ([7, 8, 9], [0, 2, 3])
+    assert (run.block_ids.tolist(), run.slots.tolist()) == ([7, 8, 9], pool.slots(layout.groups[0], [0, 2, 3]))
     assert hit.runs([[7, 8, 9]], 0) is None
 
 

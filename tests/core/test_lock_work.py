@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.pool.index import BlockIndex
-from kvferry.core.requests import RequestTable
-from kvferry.core.scheduler import Hit
+from kvferry.core.scheduler.requests import RequestTable
+from kvferry.core.scheduler.scheduler import Hit
 from kvferry.core.transfers import StepPlan, TransferResult
 from tests.core.test_request_memory import BLOCK, Engine, FullTier, Request
 

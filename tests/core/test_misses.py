@@ -7,8 +7,8 @@ import pytest
 from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.groups import GroupSpec
 from kvferry.core.keys import RequestFilter
-from kvferry.core.loads import Hit, Miss
 from kvferry.core.policy import RequestPolicy
+from kvferry.core.scheduler.loads import Hit, Miss
 from kvferry.core.stats import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest

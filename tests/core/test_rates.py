@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.core.cost_model import MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.scheduler import Hit, Miss
+from kvferry.core.scheduler.scheduler import Hit, Miss
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.core.toy_engine import SLOT_BYTES, ToyEngine
 

@@ -17,8 +17,8 @@ from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import Key
 from kvferry.core.policy import Level, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import Later, OffloadScheduler
-from kvferry.core.tiers import TierCounts, TierJob, TierResult
+from kvferry.core.scheduler.scheduler import Later, OffloadScheduler, SchedulerOptions
+from kvferry.core.tiers.base import TierCounts, TierJob, TierResult
 from kvferry.core.transfers import StepPlan, TransferResult
 
 BLOCK = 16
@@ -118,10 +118,8 @@ class Engine:
             self.policies,
             self.device,
             GroupLayout([GroupSpec(BLOCK, 64)]),
+            SchedulerOptions(store_mode=mode, watermark_blocks=LONG, **options),
             tiers={"disk": FullTier()} if tiers is None else tiers,
-            store_mode=mode,
-            watermark_blocks=LONG,
-            **options,
         )
         self.now_s = 1000.0
 
@@ -158,7 +156,7 @@ class Engine:
 
     def remembered_bytes(self) -> float:
         """Bytes for each finished request."""
-        recent = list(self.scheduler._requests._recent.values())
+        recent = list(self.scheduler.requests._recent.values())
         return size_of(recent, [self.policies, RequestPolicy]) / len(recent)
 
 

@@ -479,7 +479,7 @@ def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
     engine.resize.request(4)
     engine.resize.step(1.0)
     assert engine.manager.table.is_shrinking
-    assert engine.offload.tiers.promotions._finder.elsewhere >= engine.manager.table.end_slot
+    assert engine.offload.tiers.promotions._lookup.in_tier >= engine.manager.table.end_slot
 
 
 def test_ghosts_and_counted_offers_outlast_a_resize() -> None:

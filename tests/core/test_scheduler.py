@@ -14,9 +14,9 @@ from kvferry.core.keys import RequestFilter, RequestIdentity, make_keys
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.inventory import Inventory
-from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.stats import EvictionReason
-from kvferry.core.tiers import HOST
+from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
 

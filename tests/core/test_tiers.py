@@ -17,7 +17,7 @@ from kvferry.core.pool.events import EvictionBatch, NullSink
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
-from kvferry.core.tiers import HOST
+from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 from tests.core.toy_oracle import key_of
@@ -371,7 +371,7 @@ def test_a_tier_that_does_not_let_go_keeps_its_slots_and_gets_nothing_more() -> 
     assert engine.offload.snapshot().pool.free == 13, "nobody knows whether it still reads these"
     serve_without_rest(engine, request("s", 3, family=2))
     assert use(engine).cascaded == 3
-    assert any("did not let go of 1 jobs" in reason for reason in engine.offload.tiers.health())
+    assert any("1 jobs could not be canceled" in reason for reason in engine.offload.tiers.health())
     engine.check()
     tier.dead = False
     settle(engine)
@@ -710,7 +710,7 @@ def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
     serve_without_rest(engine, request("s", 5))
     assert prompt_tokens(engine, "s").recomputed == 21, "it still has the blocks, and must not bring them"
     assert engine.offload.resets.count_open(ticket) == 1
-    assert any("did not get through" in reason for reason in engine.offload.tiers.health())
+    assert any("were not accepted" in reason for reason in engine.offload.tiers.health())
     tier.raises = set()
     engine.now_s += 2.0
     settle(engine)
@@ -747,8 +747,8 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
         def evicted(self, batch: EvictionBatch) -> None:
             if self.meddle:
                 self.meddle = False
-                state = engine.offload._requests.get("late")
-                engine.offload._stores.cascades.found([state], keys(2, family=2), engine.now_s)
+                state = engine.offload.requests.live.get("late")
+                engine.offload._stores.cascades.submit_present([state], keys(2, family=2), engine.now_s)
 
     sink = Meddler()
     engine = engine_with(sink=sink, num_slots=BATCH_SLOTS + 20)
@@ -867,7 +867,7 @@ def test_settings_apply_to_tiers_as_well() -> None:
     engine = engine_with(settings=RequestPolicy(level=Level.REQUEST, tiers=("disk",)))
     serve(engine, request("r", 3))
     assert len(engine.tiers["disk"].blocks) == 3
-    assert np.array_equal(engine.offload._stores.cascades._holds, np.zeros(64))
+    assert np.array_equal(engine.offload._stores.cascades._num_readers, np.zeros(64))
 
 
 def test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified() -> None:

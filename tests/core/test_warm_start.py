@@ -18,7 +18,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import begin_verification, end_verification, import_blocks
 from kvferry.core.pool.resize import PoolResize, Todo
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
 from tests.core.toy_engine import ToyEngine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
-from kvferry.core.requests import RequestState
+from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import Misses
 from tests.core.toy_tokens import ToyRequest
 
@@ -45,7 +45,7 @@ class CauseOracle:
 
     def matched(self, request: ToyRequest, state: RequestState) -> None:
         """A request was looked up."""
-        if not self.is_sure or state.prefill_counted or state.prefill_planned:
+        if not self.is_sure or state.prefill.counted or state.prefill.planned:
             return
         whole_end = (request.num_tokens - 1) // self._size * self._size
         count = 0
@@ -54,27 +54,27 @@ class CauseOracle:
                 break
             count += self._hash_size
         self._look_ups[request.request_id] = LookUp(
-            state, whole_end, count // self._block_size * self._block_size, state.misses
+            state, whole_end, count // self._block_size * self._block_size, state.load.misses
         )
 
     def committed(self, request: ToyRequest, state: RequestState) -> None:
         """A request got its blocks."""
         look_up = self._look_ups.get(request.request_id)
-        if look_up is not None and not state.prefill_counted:
-            look_up.misses = state.misses
+        if look_up is not None and not state.prefill.counted:
+            look_up.misses = state.load.misses
 
     def check(self, request: ToyRequest, *, is_over: bool = False) -> None:
         """Once a prompt is accounted for: what was computed before is neither `new` nor `tail`, and all else is."""
         look_up = self._look_ups.get(request.request_id)
-        if look_up is None or not (look_up.state.prefill_counted or is_over):
+        if look_up is None or not (look_up.state.prefill.counted or is_over):
             return
         del self._look_ups[request.request_id]
         state = look_up.state
-        if not self.is_sure or self._manager.epoch or not state.prefill_counted:
+        if not self.is_sure or self._manager.epoch or not state.prefill.counted:
             return
-        total = state.prompt_tokens.total
-        served = total - state.prompt_tokens.recomputed
-        causes = dict.fromkeys(("new", "tail"), 0) | {c: t for c, t in state.missed_tokens.flat().items() if t}
+        total = state.prefill.prompt_tokens.total
+        served = total - state.prefill.prompt_tokens.recomputed
+        causes = dict.fromkeys(("new", "tail"), 0) | {c: t for c, t in state.prefill.missed_tokens.flat().items() if t}
         if "unexamined" in causes:
             return
         whole = max(min(look_up.whole_end, total), served)

@@ -137,7 +137,7 @@ def _check_pins(engine: ToyEngine) -> None:
     manager, epoch = engine.manager, engine.manager.epoch
     owned = [0] * manager.table.end_slot
     num_hit = 0
-    pins = [record.state.pin for record in engine.ledger.live.values() if record.state.pin is not None]
+    pins = [record.state.load.pin for record in engine.ledger.live.values() if record.state.load.pin is not None]
     num_hit = sum(map(len, pins))
     assert engine.offload._loads._num_pinned == num_hit
     transfers = (job.pin for job in engine.offload._jobs if job.pin is not None)
@@ -164,7 +164,7 @@ def _check_holds(engine: ToyEngine) -> None:
     for job in engine.offload._jobs:
         for block_id in [] if any(part.ahead for part in job.parts) else blocks_of(job.job):
             held[block_id] += 1
-    for part in engine.offload._stores._parts:
+    for part in engine.offload._stores.parts:
         for block_id in part.block_ids:
             held[block_id] += 1
     assert engine.device.held == held, "a device block is held for nobody, or not held for a job"
@@ -204,18 +204,18 @@ def _check_tiers(engine: ToyEngine) -> None:
     assert side.cascades.num_held == len(held) <= max(engine.manager.table.last_end_slot // 4, 1), (
         "cascades hold too much"
     )
-    looks = [record.state.look for record in engine.ledger.live.values()]
+    looks = [record.state.tiers.lookup for record in engine.ledger.live.values()]
     assert all(look is None or min(look.waits_for.values(), default=1) > 0 for look in looks)
-    for link in side.links:
-        tier = engine.tiers[link.name]
+    for client in side.clients:
+        tier = engine.tiers[client.name]
         assert not tier.wrongs, tier.wrongs
-        assert tier.holds_right_bytes(), f"{link.name} holds wrong bytes"
+        assert tier.holds_right_bytes(), f"{client.name} holds wrong bytes"
         assert tier.blocks.keys() <= engine.ledger.grants, "a tier has what no policy ever allowed to be stored"
-        ours = {slot for job in link.open_jobs for slot in job.slots.tolist()}
+        ours = {slot for job in client.open_jobs for slot in job.slots.tolist()}
         assert tier.touched_slots <= ours, "a tier may touch slots that it was told to let go of"
-        assert link.bytes_in_flight >= 0
-        assert link.num_unawaited >= 0
-        use = link.counts()[1]
+        assert client.bytes_in_flight >= 0
+        assert client.num_unawaited >= 0
+        use = client.counts()[1]
         assert all(getattr(use, name) >= 0 for name in use.__slots__)
         assert use.found <= use.looked_up
 
@@ -238,12 +238,12 @@ def check_idle(engine: ToyEngine) -> None:
     assert not any(device.refs)
     assert not any(device.held)
     assert len(device.free) == device.num_usable
-    assert not len(engine.offload._loads._leaders)
-    assert not engine.offload._stores._storing
+    assert not engine.offload._loads._inflight.leaders
+    assert not engine.offload._stores.storing
     assert engine.offload._loads._bytes_in_flight == 0
     tiers = engine.offload.tiers
     assert not tiers.promotions.open
-    assert not any(link.open_jobs or link.open_resets or link.bytes_in_flight for link in tiers.links)
+    assert not any(client.open_jobs or client.open_resets or client.bytes_in_flight for client in tiers.clients)
     if not engine.ledger.was_lazy:
         assert not tiers._sessions, "a request has ended, and its tiers were not told"
     table = engine.manager.table

@@ -17,9 +17,9 @@ from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize, Todo
-from kvferry.core.resets import ResetTicket
 from kvferry.core.rules import Rule
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.resets import ResetTicket
+from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 from tests.core import toy_checks
 from tests.core.toy_compute import Chunk, check_context, fill, first_needed, needed_values
@@ -79,12 +79,14 @@ class ToyEngine(ToySchedule):
             self.policies,
             self.device,
             self.layout,
+            SchedulerOptions(
+                num_workers=num_workers,
+                num_recent_requests=10**6,
+                null_block=null_block,
+                store_mode=store_mode,
+                watermark_blocks=watermark_blocks,
+            ),
             choice=choice,
-            num_workers=num_workers,
-            num_recent_requests=10**6,
-            null_block=null_block,
-            store_mode=store_mode,
-            watermark_blocks=watermark_blocks,
             tiers=self.tiers,
         )
         self.truth = Truth(self.groups, self.layout.hash_block_size)
@@ -253,7 +255,7 @@ class ToyEngine(ToySchedule):
         raise AssertionError(f"not idle after {max_steps} steps: {self.requests} {self.copies.open}")
 
     def is_idle(self) -> bool:
-        busy = any(link.open_jobs or link.open_resets for link in self.offload.tiers.links)
+        busy = any(link.open_jobs or link.open_resets for link in self.offload.tiers.clients)
         return not (self.requests or self.copies.open or self.flight or busy or self.offload.has_open_work())
 
     # --- operators --------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from kvferry.core.cost_model import LoadDecision
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
-from kvferry.core.promotions import LookPhase
-from kvferry.core.requests import RequestPhase, RequestState
-from kvferry.core.resets import ResetTicket
-from kvferry.core.scheduler import Hit, Later, MatchResult
+from kvferry.core.scheduler.requests import RequestPhase, RequestState
+from kvferry.core.scheduler.resets import ResetTicket
+from kvferry.core.scheduler.scheduler import Hit, Later, MatchResult
 from kvferry.core.stats import PromptTokens, StoreCounts
-from kvferry.core.tiers import HOST
+from kvferry.core.tiers.base import HOST
+from kvferry.core.tiers.client import LookupPhase
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 from tests.core.toy_causes import CauseOracle
 from tests.core.toy_compute import Chunk, first_needed
@@ -87,7 +87,7 @@ class Ledger:
 
     def arrived(self, request: ToyRequest) -> None:
         """A request was announced."""
-        state = self._engine.offload._requests.get(request.request_id)
+        state = self._engine.offload.requests.live.get(request.request_id)
         assert state is not None
         self.num_seen += 1
         count = len(self._groups)
@@ -153,7 +153,7 @@ class Ledger:
         prompt = request.num_prompt_tokens
         if record.storable != (prompt, prompt):
             return
-        boundary, step, most = state.boundary_tokens, self._engine.layout.alignment_tokens, 0
+        boundary, step, most = state.load.boundary_tokens, self._engine.layout.alignment_tokens, 0
         for group, full in zip(self._groups, record.full, strict=True):
             slots = set(range(full))
             if group.spec.kind is GroupKind.SLIDING:
@@ -163,13 +163,13 @@ class Ledger:
                     resumable = min(num_tokens - 1, *whole) // step * step
                     slots |= boundary_slots(group, max(resumable, 0), full * group.slot_tokens)
                 # Nothing of a hit is there before its last window.
-                hit_end = state.device_tokens + state.loaded_tokens
+                hit_end = state.load.device_tokens + state.load.loaded_tokens
                 slots &= set(range(-(-first_needed(group, hit_end) // group.slot_blocks), full))
             most += len(slots) * group.slot_blocks
         offered = state.store.offered
         assert offered <= most, f"{request.request_id}: {offered} blocks were offered, and boundaries need {most}"
         # What finds no space at once may have left its window when there is some.
-        if not self._engine.habits.drops_passed and not state.load_failed:
+        if not self._engine.habits.drops_passed and not state.load.failed:
             assert offered == most, f"{request.request_id}: {offered} blocks were offered, boundaries need {most}"
             self._events["windows at a boundary were stored"] += boundary > 0
 
@@ -238,7 +238,7 @@ class Ledger:
             return
         end, keys = longest_hit(engine, request, prefix)
         if self._has_full and self.policies.of(request, engine.now_s).load:
-            boundary = record.state.boundary_tokens
+            boundary = record.state.load.boundary_tokens
             expected = find_boundary(engine, request, end)
             assert boundary == expected, f"{request.request_id} has its boundary at {boundary} instead of {expected}"
             self._events["left a prefix that others computed"] += boundary > 0
@@ -255,7 +255,7 @@ class Ledger:
         if not policy.load or not settled or engine.offload.choice.decision is not LoadDecision.ALWAYS:
             self._events["a hit was declined"] += end > prefix and not found
             return
-        pinned = sum(len(r.state.pin or ()) for r in self.live.values() if r is not record)
+        pinned = sum(len(r.state.load.pin or ()) for r in self.live.values() if r is not record)
         if len(keys) <= max(engine.manager.num_slots // 2, 1) - pinned:
             assert found == end - prefix, f"a hit of {found} tokens, and the pool has {end - prefix} and room to pin"
         else:
@@ -265,13 +265,13 @@ class Ledger:
         """Tiers are asked, or somebody else brings this very prefix, and the wait has a bound."""
         engine, request = self._engine, record.request
         place = (prefix + engine.layout.alignment_tokens) // request.hash_block_size - 1
-        look = record.state.look
-        if look is not None and look.phase is not LookPhase.DONE and look.waits_for:
+        look = record.state.tiers.lookup
+        if look is not None and look.phase is not LookupPhase.DONE and look.waits_for:
             self._events["waited for tiers"] += 1
         elif any(
             other is not record and other.state.phase is RequestPhase.WAITING and self._mark(record, place) in leads
             for other in self.live.values()
-            if (leads := other.state.leads)
+            if (leads := other.state.wait.leads)
         ):
             self._events["waited for another's promotion"] += 1
         else:
@@ -375,7 +375,7 @@ class Ledger:
         self._disown_promotions(match, places, of_pool)
         if not of_pool:
             return
-        parts = [part for job in offload._jobs for part in job.parts] + offload._stores._parts
+        parts = [part for job in offload._jobs for part in job.parts] + offload._stores.parts
         mine = [part for part in parts if match is None or matches(match, part.request.origin)]
         for part in mine:
             for slot in part.slots.tolist():
@@ -388,9 +388,9 @@ class Ledger:
     def _disown_promotions(self, match: RequestFilter | None, places: Sequence[str] | None, of_pool: bool) -> None:
         table = self._engine.manager.table
         for promotion in self._engine.offload.tiers.promotions.open:
-            if not of_pool and promotion.link.name not in (places or ()):
+            if not of_pool and promotion.client.name not in (places or ()):
                 continue
-            blocks = self._engine.tiers[promotion.link.name].blocks
+            blocks = self._engine.tiers[promotion.client.name].blocks
             for slot, key in zip(promotion.slots.tolist(), promotion.keys, strict=True):
                 if match is None or (key in blocks and matches(match, blocks[key][1])):
                     self._events["a reset met a promotion"] += 1
@@ -401,9 +401,9 @@ class Ledger:
         is_whole = match is None and (places is None or HOST in places)
         assert ticket.epoch == self._num_epochs + is_whole == self._engine.offload.snapshot().epoch
         assert ticket.tiers.keys() == {name for name in self._engine.tiers if places is None or name in places}
-        for link in self._engine.offload.tiers.links:
-            if link.name in ticket.tiers and all(reset.taken for reset in link.open_resets):
-                blocks = self._engine.tiers[link.name].blocks.values()
+        for client in self._engine.offload.tiers.clients:
+            if client.name in ticket.tiers and all(reset.accepted for reset in client.open_resets):
+                blocks = self._engine.tiers[client.name].blocks.values()
                 assert not any(match is None or matches(match, origin) for _, origin in blocks)
         if places is None or HOST in places:
             assert ticket.dropped_blocks == self._num_matching
@@ -416,7 +416,7 @@ class Ledger:
 
 
 def _add(store: StoreCounts, prompt: PromptTokens, state: RequestState) -> None:
-    for total, part in ((store, state.store), (prompt, state.prompt_tokens)):
+    for total, part in ((store, state.store), (prompt, state.prefill.prompt_tokens)):
         for name in total.__slots__:
             value = getattr(part, name)
             if isinstance(value, dict):

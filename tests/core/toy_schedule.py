@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvferry.core.groups import Group, GroupKind, GroupLayout
-from kvferry.core.scheduler import Hit, Later, OffloadScheduler
+from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler
 from kvferry.core.transfers import StepPlan
 from tests.core.toy_compute import Chunk, first_needed
 from tests.core.toy_device import ToyDevice

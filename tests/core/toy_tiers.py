@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core.keys import Key
-from kvferry.core.tiers import TierResetResult, TierResult
+from kvferry.core.tiers.base import TierResetResult, TierResult
 from tests.tiers.reference import ReferenceTier
 
 if TYPE_CHECKING:

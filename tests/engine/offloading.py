@@ -13,7 +13,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine

@@ -26,7 +26,7 @@ from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, read_completio
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.core.engine_api import EngineRequest
-from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from tests.engine.serving import greedy, run, until
 
 

@@ -13,7 +13,7 @@ from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.offload_guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
 from tests.engine.serving import (

@@ -22,8 +22,8 @@ from kvferry.app.settings import Settings
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter
-from kvferry.core.loads import Hit, Later
 from kvferry.core.pool.inventory import Inventory
+from kvferry.core.scheduler.loads import Hit, Later
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent.format import PoolShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.scheduler import Hit
+from kvferry.core.scheduler.scheduler import Hit
 from tests.core.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.pitfalls.requests import answer, findable, request
 

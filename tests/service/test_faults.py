@@ -25,10 +25,10 @@ from kvferry.app.logs import LogPipe
 from kvferry.app.serving import listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.wiring import Process
-from kvferry.core.jobs import OpenJob
 from kvferry.core.pool.pins import Pin
-from kvferry.core.requests import RequestState
-from kvferry.core.tier_links import OpenTierJob
+from kvferry.core.scheduler.jobs import OpenJob
+from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.tiers.client import OpenTierJob
 from kvferry.cuda_ops.copy.engine import JobLedger
 from tests.faults import Faults
 from tests.service.process import check_identities
@@ -52,11 +52,12 @@ KEEP_OUT = {"load": False, "store": False}
 
 PATCHED = {
     "kvferry.core": (
-        "cascades", "cost_model", "expiry", "hits", "jobs", "lazy", "leaders", "loads", "patience", "policy",
-        "pool.admission", "pool.eviction.arc", "pool.eviction.evictor", "pool.eviction.history", "pool.eviction.lru",
-        "pool.eviction.queue", "pool.index", "pool.inventory", "pool.manager", "pool.pins", "pool.resize", "pool.slots",
-        "prefills", "prefixes", "promotions", "request_views", "requests", "resets", "scheduler", "stores",
-        "tier_links", "tier_sessions", "tier_side",
+        "cost_model", "expiry", "policy", "pool.admission", "pool.eviction.arc", "pool.eviction.evictor",
+        "pool.eviction.history", "pool.eviction.lru", "pool.eviction.queue", "pool.index", "pool.inventory",
+        "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades", "scheduler.eager",
+        "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads", "scheduler.lookup",
+        "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler", "scheduler.stores",
+        "scheduler.tiering", "tiers.client",
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
     "kvferry.app.store": (

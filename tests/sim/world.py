@@ -15,7 +15,7 @@ from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.resize import Todo
 from kvferry.core.rules import Rule, RuleMatch, Span
-from kvferry.core.tiers import HOST, TIER_METHODS
+from kvferry.core.tiers.base import HOST, TIER_METHODS
 from kvferry.core.transfers import TransferResult
 from tests.core.toy_copies import OpenCopy
 from tests.core.toy_engine import ToyRequest

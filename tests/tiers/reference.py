@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import SlotBytes, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 
 @dataclass

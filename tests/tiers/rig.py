@@ -13,7 +13,7 @@ from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.queued import JobInProgress, QueuedTier
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
-from kvferry.core.tiers import Tier, TierContext, TierRequest, TierResetResult, TierResult
+from kvferry.core.tiers.base import Tier, TierContext, TierRequest, TierResetResult, TierResult
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.reference import ReferenceTier
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestIdentity, make_keys
-from kvferry.core.tiers import TierJob
+from kvferry.core.tiers.base import TierJob
 
 SLOT_BYTES = 700_000
 """More than one piece of a copy."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
-from kvferry.core.tiers import TIER_METHODS, Tier, TierRequest
+from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of, length_of

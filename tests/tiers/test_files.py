@@ -14,7 +14,7 @@ import pytest
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
-from kvferry.core.tiers import TierRefused
+from kvferry.core.tiers.base import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
 from tests.waiting import wait_until

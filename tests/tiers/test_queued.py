@@ -16,7 +16,7 @@ from kvferry.app.tiers import queued
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.app.tiers.queued import JobInProgress, QueuedTier, TierCallFailed, TierQueueFull
 from kvferry.core.policy import Level
-from kvferry.core.tiers import HOST, TIER_METHODS, Tier, TierContext, TierRequest
+from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext, TierRequest
 from tests.core.test_tiers import keys as keys_of_prompt
 from tests.core.test_tiers import request
 from tests.core.toy_engine import SLOT_BYTES, ToyEngine, ToyRequest
@@ -158,7 +158,7 @@ class Served:
     def _is_settled(self) -> bool:
         self.engine.deliver([])
         self.engine.step(copy=True)
-        (link,) = self.engine.offload.tiers.links
+        (link,) = self.engine.offload.tiers.clients
         return not (link.open_jobs or link.open_resets)
 
 

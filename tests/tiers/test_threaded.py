@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
-from kvferry.core.tiers import TierRequest
+from kvferry.core.tiers.base import TierRequest
 from tests.tiers.dictionary import DictionaryStore
 from tests.tiers.rig import WAIT_S, Rig, threaded_rig
 from tests.tiers.slots import ORIGIN, key_of, keys_of

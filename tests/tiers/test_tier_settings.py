@@ -18,7 +18,7 @@ from kvferry.app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSetti
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.policy import Level
-from kvferry.core.tiers import TierRefused
+from kvferry.core.tiers.base import TierRefused
 from tests.tiers.rig import FINGERPRINT, WAIT_S
 from tests.tiers.slots import SLOT_BYTES, SlotArray
 from tests.waiting import wait_until
@@ -110,7 +110,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SecretStr
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.values import secret_token
-from kvferry.core.tiers import TierRefused
+from kvferry.core.tiers.base import TierRefused
 from tests.tiers.reference import ReferenceTier
 
 class Good(ReferenceTier):

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
-from kvferry.core.tiers import TierRefused
+from kvferry.core.tiers.base import TierRefused
 from tests.tiers.mounts import disk, frozen, mounted, tmpfs, unwritable
 from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
 from tests.tiers.slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of

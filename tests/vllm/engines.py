@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.copies import Copies
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from tests.vllm.workload import BLOCK, Answer, Prompt
 from tests.waiting import wait_until

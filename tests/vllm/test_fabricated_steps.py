@@ -46,7 +46,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import group_of, hash_of
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -105,9 +105,8 @@ class World:
             PolicyResolver(RequestPolicy(offload_prompt_only=False), {}, manager.lock),
             device,
             slots,
+            SchedulerOptions(num_workers=self.num_workers, null_block=NULL_BLOCK),
             choice=LoadOrCompute("always"),
-            num_workers=self.num_workers,
-            null_block=NULL_BLOCK,
         )
         ticks = itertools.count(1)
         self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog())

@@ -15,8 +15,8 @@ from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.offload_guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.scheduler import OffloadScheduler
-from kvferry.core.stores import StoreSide
+from kvferry.core.scheduler.scheduler import OffloadScheduler
+from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.faults import Faults
 from tests.vllm.engines import InProcess, in_process, transfer_config
@@ -101,7 +101,7 @@ def test_vllm_answers_the_same_when_anything_raises(
     engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(monkeypatch, SEED, probability=0.01, most=NUM_FAULTS)
-    for cls in (ConnectorScheduler, ConnectorWorker, VllmRequest, OffloadManager, OffloadScheduler, StoreSide):
+    for cls in (ConnectorScheduler, ConnectorWorker, VllmRequest, OffloadManager, OffloadScheduler, StoreJobs):
         # What handles a failure may not fail itself.
         faults.patch(cls, [name for name in vars(cls) if not name.startswith("__") and name not in HANDLERS])
     faults.patch(CpuCopyEngine, ["submit", "poll", "wait", "_plan"])

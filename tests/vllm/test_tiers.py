@@ -42,7 +42,7 @@ def drain(engine: InProcess) -> None:
     def is_done() -> bool:
         engine.core.expire(time.time())
         engine.settle()
-        return not any(link.open_jobs for link in engine.core.tiers.links)
+        return not any(link.open_jobs for link in engine.core.tiers.clients)
 
     wait_until(is_done, "the tier has what it was given", 30.0)
 

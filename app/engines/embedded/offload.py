@@ -12,12 +12,12 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
-from kvferry.core.scheduler import Hit, Later, Miss
+from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 
 
 class Offload(Protocol):
-    """The part of `kvferry.core.scheduler.OffloadScheduler` that an engine uses."""
+    """The part of `kvferry.core.scheduler.scheduler.OffloadScheduler` that an engine uses."""
 
     def on_new_request(self, request: EngineRequest, now_s: float) -> None: ...
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later: ...

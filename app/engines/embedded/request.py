@@ -1,4 +1,4 @@
-"""Request of the embedded engine: tokens, blocks, progress and end. Satisfies `kvferry.core.engine_api.EngineRequest`."""
+"""Request of the embedded engine: tokens, blocks, progress and end. Satisfies `EngineRequest` of core."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request, RequestState
 from kvferry.app.engines.embedded.waiting import WaitingQueue
 from kvferry.core.engine_api import StepProgress
-from kvferry.core.scheduler import Hit, Later
+from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import LoadOutcome
 
 MAX_LATER_PER_STEP = 64

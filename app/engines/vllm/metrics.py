@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source
-from kvferry.core.scheduler import OffloadScheduler
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 
 PREFIX = "vllm:kvferry_"

@@ -21,7 +21,7 @@ from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.app.offload_guard import OffloadGuard
 from kvferry.core.engine_api import BlockTables, StepProgress
 from kvferry.core.groups import GroupKind
-from kvferry.core.scheduler import Hit, Later
+from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import TransferResult
 
 SLOW_STEP_S = 10.0

@@ -18,7 +18,7 @@ from kvferry.app.settings.values import folder
 from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder, FolderInUse
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier
-from kvferry.core.tiers import TierContext, TierRefused
+from kvferry.core.tiers.base import TierContext, TierRefused
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Open jobs: what a transfer under way touches, who reports on it, and when it has ended.
+"""Open transfer jobs: what each one touches, the reports of its workers, and the device blocks held for it.
 
-A job is complete when every worker has reported it; any failure fails it; late and repeated reports are harmless.
+A job is complete when every worker has reported; any failure fails it; late and repeated reports are ignored.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from dataclasses import dataclass, field
 
 from kvferry.core.engine_api import DeviceView
 from kvferry.core.groups import Group
-from kvferry.core.hits import PrefixHit
 from kvferry.core.keys import Key
 from kvferry.core.pool.pins import Pin
-from kvferry.core.requests import GroupProgress, RequestState
+from kvferry.core.scheduler.lookup import PrefixHit
+from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.transfers import Direction, Slots, StepPlan, TransferJob, TransferResult
 
 
 @dataclass(slots=True)
 class StorePart:
-    """One request's share of a store job, in one group. A reset by match may disown it while the job goes on.
+    """One request's slots of one group in a store job. A reset may disown the part while the job goes on.
 
-    `block_ids` has the slots' blocks one after the other; the last slot ends with the request's token `end_token`.
-    `groups` are the request's, which are needed for as long as the job is open. `leaving`
-    blocks are about to be reused; those copied `ahead` of a step are in use again and not held. `others` had the same
-    blocks, and let more tiers have them. `followers` are requests whose tiers want blocks of it once they are ready.
+    `block_ids` has the blocks of the slots one after another; the last slot ends at the request's token `end_token`.
+    Blocks that are `leaving` are about to be reused; those copied `ahead` of a step are already reused and not held.
+    `others` are requests with the same blocks whose policies allow more tiers. `followers` are requests whose tiers
+    receive keys of the part once it is stored.
     """
 
     request: RequestState
-    groups: tuple[GroupProgress, ...]
     group: Group
     epoch: int
     slots: Slots
@@ -43,12 +42,12 @@ class StorePart:
 
 @dataclass(slots=True)
 class OpenJob:
-    """A job from the moment it is decided until its last worker has reported.
+    """A job from its decision until its last worker has reported.
 
-    A store has `parts`; a load has a `pin`, what it reads (`hit`), and its `request`, which is None once the request
-    went away or was preempted. `corrupt` slots failed verification, and `only_corrupt` says that nothing else failed.
-    `is_sent` once the job was part of a plan that the engine received. A load `is_abandoned` that was open when the
-    scheduler recovered from an exception: it counts as failed, and its slots do not.
+    A store has `parts`. A load has a `pin`, the `hit` that it reads, and its `request`, which is None once the request
+    has finished or was preempted. `corrupt` slots failed verification; `only_corrupt` is True if nothing else failed.
+    `is_sent` is True once a plan with the job was returned to the engine. A load that was open when the scheduler
+    recovered from an exception `is_abandoned`: it counts as failed, but its slots are not dropped.
     """
 
     job: TransferJob
@@ -69,14 +68,21 @@ class OpenJob:
 
     @property
     def is_store(self) -> bool:
-        """Whether bytes go to the host."""
+        """Whether the job copies from device to host."""
         return self.job.direction is Direction.STORE
 
 
 class JobTable:
-    """The open jobs by number."""
+    """Open jobs by number, and the device blocks held for them and for parts that are in no job yet.
 
-    def __init__(self, num_workers: int) -> None:
+    Holds are stored by owner, so that an exception cannot leak one. `orphans` are batches of blocks without an owner,
+    which the next engine call releases.
+    """
+
+    def __init__(self, num_workers: int, device: DeviceView) -> None:
+        self.orphans: list[list[int]] = []
+        self._device = device
+        self._held: dict[int, tuple[object, list[int]]] = {}
         self._num_workers = num_workers
         self._open: dict[int, OpenJob] = {}
         self._ended: list[OpenJob] = []
@@ -89,18 +95,19 @@ class JobTable:
         return iter(self._open.values())
 
     def new_id(self) -> int:
-        """A number that no job had before."""
+        """Return a number that no job has had."""
         self._last_id += 1
         return self._last_id
 
     def open(self, job: OpenJob) -> None:
-        """Remember a job until it ends."""
+        """Add a job."""
         self._open[job.job.job_id] = job
 
-    def note_sent(self, plan: StepPlan) -> None:
+    def mark_sent(self, plan: StepPlan) -> None:
         """Mark the jobs of a plan that is about to be returned to the engine."""
-        for job in plan.jobs:
-            self._open[job.job_id].is_sent = True
+        for jobs in (plan.loads, plan.stores, plan.ahead):
+            for job in jobs:
+                self._open[job.job_id].is_sent = True
 
     def drop_unsent(self, last_sent: int | None) -> list[OpenJob]:
         """Remove and return the jobs that no worker touches: those that were never sent, or have ended.
@@ -114,7 +121,7 @@ class JobTable:
         return dropped
 
     def report(self, result: TransferResult) -> None:
-        """Take one worker's report. A job that has all of its reports is queued for `take_ended`."""
+        """Process one worker's report. A job with all of its reports is queued for `take_ended`."""
         job = self._open.get(result.job_id)
         if job is None or result.worker in job.reported or not 0 <= result.worker < self._num_workers:
             return
@@ -129,48 +136,35 @@ class JobTable:
             self._ended.append(self._open.pop(result.job_id))
 
     def take_ended(self) -> Iterator[OpenJob]:
-        """The jobs that have ended, in order. One stays queued until the caller asks for the next."""
+        """Yield the jobs that have ended, in order. Each stays queued until the caller requests the next."""
         while self._ended:
             yield self._ended[0]
             del self._ended[0]
 
     def count_open(self, job_ids: Iterable[int]) -> int:
-        """How many of these jobs have not ended."""
+        """Count those of these jobs that have not ended."""
         return sum(job_id in self._open for job_id in job_ids)
 
-
-class DeviceHolds:
-    """Holds on device blocks by the part or job that they are for, so that an exception cannot leave one behind."""
-
-    def __init__(self, device: DeviceView) -> None:
-        self._device = device
-        self._by_owner: dict[int, tuple[object, list[int]]] = {}
-        self._orphans: list[list[int]] = []
-
     def hold(self, owner: object, block_ids: list[int]) -> None:
-        """Hold device blocks for an owner that holds none yet. Thread: engine."""
+        """Hold device blocks for a job or part without holds. Thread: engine."""
         self._device.hold(block_ids)
-        self._by_owner[id(owner)] = owner, block_ids
+        self._held[id(owner)] = owner, block_ids
 
     def release(self, owner: object, *, reuse_first: bool = False) -> None:
-        """Release all that an owner holds, if anything. Thread: engine."""
-        held = self._by_owner.get(id(owner))
+        """Release the device blocks of a job or part, if it has any. Thread: engine."""
+        held = self._held.get(id(owner))
         if held is not None:
             self._device.release(held[1], reuse_first=reuse_first)
-            del self._by_owner[id(owner)]
+            del self._held[id(owner)]
 
-    def keep(self, owners: Iterable[object]) -> None:
-        """Queue the blocks of all other owners for `release_orphans`. Any thread."""
-        kept = {id(owner) for owner in owners}
-        self._orphans += [block_ids for owner, (_, block_ids) in self._by_owner.items() if owner not in kept]
-        self._by_owner = {owner: held for owner, held in self._by_owner.items() if owner in kept}
-
-    def has_orphans(self) -> bool:
-        """Whether blocks wait for `release_orphans`."""
-        return bool(self._orphans)
+    def retain_holds(self) -> None:
+        """Keep the holds of open jobs and their parts, and make all other held blocks orphans. Thread: any."""
+        owners = {id(owner) for job in self for owner in (job, *job.parts)}
+        self.orphans += [block_ids for owner, (_, block_ids) in self._held.items() if owner not in owners]
+        self._held = {owner: held for owner, held in self._held.items() if owner in owners}
 
     def release_orphans(self) -> None:
-        """Release the queued blocks. A batch whose release raises stays queued. Thread: engine."""
-        while self._orphans:
-            self._device.release(self._orphans[-1])
-            self._orphans.pop()
+        """Release the orphans. A batch whose release raises stays queued. Thread: engine."""
+        while self.orphans:
+            self._device.release(self.orphans[-1])
+            self.orphans.pop()

@@ -1,0 +1,295 @@
+"""Store planners: which full slots of a request are stored, and the eager planner, which submits slots as they fill."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.requests import GroupProgress, RequestState
+from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs, blocks_at
+from kvferry.core.stats import NotStored, SkipReason
+
+_SUBMIT_SLOTS = 512
+"""Slots in one submission."""
+_STEP_SLOTS = 1000
+"""Slots of one request and group submitted in one step; the rest follows in the next."""
+_RETRY_BLOCKS = 64
+"""Blocks of one request submitted again in one step after they found no space."""
+
+
+class StorePlanner(ABC):
+    """Decides which full slots of a request are stored. Thread: engine. Requires: manager lock held.
+
+    Writes `RequestState.storing`.
+    """
+
+    def __init__(self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout, null_block: int) -> None:
+        self._manager = manager
+        self._stores = stores
+        self._layout = layout
+        self._null_block = null_block
+
+    def has_undecided(self, state: RequestState) -> bool:
+        """Return whether full slots of a request are undecided."""
+        return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing.groups)
+
+    def plan_step(self, state: RequestState) -> None:
+        """Decide a bounded number of full slots. Those without space wait until some was freed."""
+        groups = state.storing.groups
+        for progress in groups:
+            if progress.refused_version is None:
+                self._decide(state, progress, _STEP_SLOTS)
+            elif progress.refused_version != self._manager.evictor.version:
+                self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
+        self._stores.reorder(state)
+
+    def plan_rest(self, state: RequestState) -> None:
+        """Decide all full slots of a request that has finished; those without space are not stored."""
+        for progress in state.storing.groups:
+            self._decide(state, progress, None)
+            if progress.group.spec.kind is GroupKind.SLIDING:
+                self._submit_last_window(state, progress)
+        self.record_parts(state)
+        self._stores.reorder(state, is_last=True)
+
+    def record_lost(self, state: RequestState) -> None:
+        """Record why blocks were not stored that a request loses with its device blocks."""
+        self.record_parts(state)
+
+    def record_parts(self, state: RequestState) -> None:
+        """Record computed blocks that a look-up may need without the rest of their slot."""
+        group = self._layout.prefix_group
+        if group.slot_blocks == 1:
+            return
+        progress = state.storing.groups[group.index]
+        num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
+        num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
+        if num_blocks > progress.parts_end:
+            parts = state.keys.of_parts(group, progress.parts_end, num_blocks)
+            self._manager.history.record_not_stored(parts, NotStored.PART_OF_SLOT)
+            progress.parts_end = num_blocks
+
+    @abstractmethod
+    def _first_undecided(self, progress: GroupProgress) -> int:
+        """Return the first slot of a group that is undecided."""
+
+    @abstractmethod
+    def _accept(
+        self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
+    ) -> bool:
+        """Advance `answered` over the storable slots of these ranges up to `stop`; False if there was no space."""
+
+    def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
+        """Return how many slots of a group are full: computed, on the device, and hashed."""
+        group = progress.group
+        table = state.block_ids[group.index] if state.block_ids else ()
+        full = min(state.num_computed_tokens // group.slot_tokens, len(table) // group.slot_blocks)
+        if full <= len(state.keys.by_group[group.index]) or full <= self._first_undecided(progress):
+            return full
+        return state.keys.extend(group, full)
+
+    def _decide(self, state: RequestState, progress: GroupProgress, limit: int | None) -> None:
+        """Decide full slots of a group, at most `limit` (None: all, and those without space are not stored)."""
+        full, group = self._count_full(state, progress), progress.group
+        if full <= progress.answered:
+            return
+        progress.refused_version = None
+        wanted = self._wanted(state, group, progress.answered, full)
+        if not wanted:
+            self._pass_over(progress, full)
+            return
+        self._pass_over(progress, wanted[0][0])
+        end, skipped = self._split_storable(state, group, progress.answered, wanted[-1][1])
+        stop = end if limit is None else min(end, progress.answered + limit)
+        if not self._accept(state, progress, wanted, stop, is_last=limit is None):
+            self._record_refused(state, progress, end)
+        elif stop == end:
+            for reason, count in skipped:
+                self._skip(state, progress, reason, progress.answered + count)
+            self._pass_over(progress, full)
+
+    def _pass_over(self, progress: GroupProgress, end: int) -> None:
+        """Advance `answered` to `end` over slots that are not offered."""
+        if end > progress.answered:
+            first, passed = progress.answered, progress.passed
+            if passed and passed[-1][1] == first:
+                first = passed.pop()[0]
+            passed.append((first, end))
+            progress.answered = end
+
+    def _submit_ranges(
+        self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
+    ) -> bool:
+        """Submit the slots of these ranges up to `stop`; False if there is no space and the rest waits."""
+        has_space = True
+        for first, end in ranges:
+            end = min(end, stop)
+            self._pass_over(progress, min(first, stop))
+            while has_space and progress.answered < end:
+                has_space = self._submit_batch(state, progress, min(end, progress.answered + _SUBMIT_SLOTS))
+            if not has_space and not is_last:
+                return False
+            if progress.answered < end:
+                self._skip(state, progress, SkipReason.NO_SPACE, end)
+        return True
+
+    def _submit_last_window(self, state: RequestState, progress: GroupProgress) -> None:
+        """Submit the window before the end of a request that was aborted within its prompt, so that a retry resumes."""
+        group, computed, passed = progress.group, state.num_computed_tokens, progress.answered
+        start = group.spec.needed_from(self._longest_hit(state, computed)) // group.slot_tokens
+        full = min(self._count_full(state, progress), passed)
+        if computed >= state.request.num_prompt_tokens or start >= full:
+            return
+        stop, _ = self._split_storable(state, group, start, full)
+        ranges = [(max(first, start), end) for first, end in progress.passed if end > start]
+        progress.answered = start
+        self._submit_ranges(state, progress, ranges, stop, is_last=True)
+        progress.answered = passed
+
+    def _submit_batch(self, state: RequestState, progress: GroupProgress, end: int) -> bool:
+        """Submit slots `answered` to `end` of a group, and advance over the decided ones; False if space ran out."""
+        group, first = progress.group, progress.answered
+        table = state.block_ids[group.index][first * group.slot_blocks : end * group.slot_blocks]
+        numbers, busy = self._readable(group, first, table)
+        every = state.keys.by_group[group.index][first:end]
+        keys, block_ids = every, table
+        if len(numbers) < len(every):
+            chosen = (numbers - first).tolist()
+            keys = [every[i] for i in chosen]
+            block_ids = blocks_at(table, chosen, group.slot_blocks)
+        priority = PRIORITY_CLASS[state.policy.policy.priority]
+        version = self._manager.evictor.version
+        answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
+        if answered < len(keys):
+            progress.refused_version = version
+            end = int(numbers[answered])
+        if busy:
+            taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]
+            self._stores.count_skipped(state, SkipReason.IN_FLIGHT, len(taken) * group.slot_blocks)
+            if group.slot_blocks > 1:
+                self._manager.history.record_not_stored([every[i] for i in taken], NotStored.IN_FLIGHT)
+            self._stores.follow(state, group, [first + i for i in taken])
+        progress.answered = end
+        return progress.refused_version is None
+
+    def _readable(self, group: Group, first: int, table: Sequence[int]) -> tuple[NDArray[np.int64], Sequence[bool]]:
+        """Return the slots from `first` on that can be read now, whose blocks are in `table`, and which are busy.
+
+        A busy slot has a block that is being stored or was named before. The rest has lost a block.
+        """
+        count, storing = len(table) // group.slot_blocks, self._stores.storing
+        every = np.arange(first, first + count)
+        if self._null_block not in table and storing.keys().isdisjoint(table) and len(set(table)) == len(table):
+            return every, ()
+        named: set[int] = set()
+        idle: list[bool] = []
+        taken: list[bool] = []
+        for start in range(0, count * group.slot_blocks, group.slot_blocks):
+            blocks = table[start : start + group.slot_blocks]
+            whole = self._null_block not in blocks
+            busy = not (named.isdisjoint(blocks) and storing.keys().isdisjoint(blocks))
+            idle.append(whole and not busy)
+            taken.append(whole and busy)
+            named.update(blocks)
+        return every[np.array(idle, dtype=np.bool_)], taken
+
+    def _wanted(self, state: RequestState, group: Group, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the slots of a request from `first` to `end` that a hit may read, as ranges in ascending order.
+
+        Of windows, those from the end of the prompt on and before the point where it leaves other requests' prefixes.
+        """
+        needed_from = group.spec.needed_from
+        if group.spec.kind is GroupKind.FULL:
+            return [(first, end)] if first < end else []
+        if group.spec.kind is GroupKind.RECURRENT:
+            starts = [(needed_from(self._state_end(state)), end)]
+        else:
+            starts = [(needed_from(self._longest_hit(state, state.request.num_prompt_tokens)), end)]
+            boundary = state.load.boundary_tokens
+            if boundary:
+                starts.insert(0, (needed_from(boundary), boundary // group.slot_tokens))
+        # Of a hit, the device has only what its end needs, whatever blocks the table has.
+        hit_start = needed_from(state.load.device_tokens + state.load.loaded_tokens) // group.spec.block_size
+        first = max(first, -(-hit_start // group.slot_blocks))
+        ranges: list[tuple[int, int]] = []
+        for token, last in starts:
+            start = max(token // group.slot_tokens, first, ranges[-1][1] if ranges else 0)
+            if start < min(last, end):
+                ranges.append((start, min(last, end)))
+        return ranges
+
+    def _state_end(self, state: RequestState) -> int:
+        """Return the number of tokens whose recurrent state is stored.
+
+        A block that the computed tokens have passed may hold the state of any of its own tokens.
+        """
+        return state.num_computed_tokens
+
+    def _split_storable(
+        self, state: RequestState, group: Group, first: int, end: int
+    ) -> tuple[int, list[tuple[SkipReason, int]]]:
+        """Return where the storable slots among `first` to `end` end, and why how many of the rest are skipped."""
+        if not state.policy.policy.store:
+            return first, [(SkipReason.DISABLED, end - first)]
+        prompt_end, cap_end = _storable_ends(state, group, end)
+        storable_end = max(first, min(end, prompt_end, cap_end))
+        decode = end - max(storable_end, min(prompt_end, end))
+        capped = end - storable_end - decode
+        skipped = [(SkipReason.TOKEN_CAP, capped), (SkipReason.PROMPT_ONLY, decode)]
+        return storable_end, [(reason, count) for reason, count in skipped if count]
+
+    def _longest_hit(self, state: RequestState, num_tokens: int) -> int:
+        """Return the end of the longest hit of the first `num_tokens` tokens once all storable slots are stored.
+
+        The last token is always computed.
+        """
+        alignment, end_token = self._layout.alignment_tokens, max(num_tokens - 1, 0)
+        for group in self._layout.groups:
+            full = num_tokens // group.slot_tokens
+            end_token = min(end_token, group.slot_tokens * min(full, *_storable_ends(state, group, full)))
+        return end_token // alignment * alignment
+
+    def _skip(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
+        """Decide that the slots up to `end` are not stored."""
+        first, progress.answered = progress.answered, end
+        self._stores.skip(state, progress.group, reason, state.keys.by_group[progress.group.index][first:end])
+
+    def _record_refused(self, state: RequestState, progress: GroupProgress, end: int) -> None:
+        """Record that there is no space for slots up to `end` so far."""
+        first = max(progress.answered, progress.refused_end)
+        if end > first:
+            progress.refused_end = end
+            keys = state.keys.by_group[progress.group.index][first:end]
+            self._manager.history.record_not_stored(keys, NotStored.NO_SPACE)
+
+
+class EagerPlanner(StorePlanner):
+    """Submits slots as they fill."""
+
+    def record_lost(self, state: RequestState) -> None:
+        """Record why blocks were not stored that a request loses with its device blocks."""
+        self.record_parts(state)
+        for progress in state.storing.groups:
+            self._record_refused(state, progress, self._count_full(state, progress))
+
+    def _first_undecided(self, progress: GroupProgress) -> int:
+        return progress.answered
+
+    def _accept(
+        self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
+    ) -> bool:
+        return self._submit_ranges(state, progress, ranges, stop, is_last)
+
+
+def _storable_ends(state: RequestState, group: Group, end: int) -> tuple[int, int]:
+    """Return the ends of a group's storable slots by prompt and by token cap; `end` if there is no such limit."""
+    policy = state.policy.policy
+    prompt_end = state.request.num_prompt_tokens // group.slot_tokens if policy.offload_prompt_only else end
+    cap_end = end if policy.max_offload_tokens is None else policy.max_offload_tokens // group.slot_tokens
+    return prompt_end, cap_end

@@ -1,0 +1,95 @@
+"""Prefixes in flight: which request loads or promotes which prefix, so that others wait for it, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.groups import GroupLayout
+from kvferry.core.scheduler.lookup import PrefixLookup
+from kvferry.core.scheduler.requests import RequestState
+
+DEFAULT_WAIT_S = 1.0
+"""Time limit of a wait while the rate of computing is unknown."""
+
+
+class InflightPrefixes:
+    """Requests that load or promote, by the block hashes of their prefixes. Requires: manager lock held.
+
+    Owns `RequestState.wait`. All waits of one request together end when recomputing it would have ended.
+    """
+
+    def __init__(self, layout: GroupLayout, lookup: PrefixLookup, choice: LoadOrCompute) -> None:
+        self._layout = layout
+        self._lookup = lookup
+        self._choice = choice
+        self.leaders: dict[bytes, RequestState] = {}
+        """The request that brings each prefix, by block hash."""
+
+    def lead(self, state: RequestState, first_token: int, end_token: int) -> None:
+        """Record that a request brings these tokens, except prefixes that another request already brings."""
+        self.stop(state)
+        state.wait.leads = self._hashes(state, first_token, end_token)
+        for block_hash in state.wait.leads:
+            self.leaders.setdefault(block_hash, state)
+
+    def stop(self, state: RequestState) -> None:
+        """Record that a request brings nothing any more."""
+        for block_hash in state.wait.leads:
+            if self.leaders.get(block_hash) is state:
+                del self.leaders[block_hash]
+        state.wait.leads = ()
+
+    def forget(self, state: RequestState) -> None:
+        """End all waits of a request; the next one has a new deadline. It brings nothing any more."""
+        state.wait.deadline_s = state.wait.follow_until_s = None
+        self.stop(state)
+
+    def reset(self, states: Sequence[RequestState]) -> None:
+        """Forget all leaders; `states` are the live requests."""
+        self.leaders.clear()
+        for state in states:
+            state.wait.leads = ()
+
+    def must_wait(self, state: RequestState, first_token: int) -> bool:
+        """Return whether another request brings the next tokens of this one, and waiting for them still pays.
+
+        A request waits for one leader, once; afterwards the blocks are on the device, or it loads its own copy.
+        """
+        step, wait = self._layout.alignment_tokens, state.wait
+        hashes = self._hashes(state, first_token, first_token + step)
+        leader = self.leaders.get(hashes[0]) if hashes else None
+        if leader is None or leader is state:
+            return False
+        if wait.follow_until_s is None:
+            num_led = 0
+            for block_hash in self._hashes(state, first_token, state.loadable_tokens // step * step):
+                if self.leaders.get(block_hash) is not leader:
+                    break
+                num_led += step
+            hit = self._lookup.find(state.keys, first_token, state.loadable_tokens)
+            wait.follow_until_s = self.wait_deadline(state, max(num_led, hit.num_tokens))
+            wait.leader = leader.sequence
+        return leader.sequence == wait.leader and state.now_s < wait.follow_until_s
+
+    def wait_deadline(self, state: RequestState, num_tokens: int) -> float:
+        """Return when a wait for `num_tokens` tokens that begins now has to end."""
+        if state.wait.deadline_s is None:
+            state.wait.deadline_s = state.now_s + self._compute_s(state.request.num_tokens)
+        return min(state.wait.deadline_s, state.now_s + self._compute_s(num_tokens))
+
+    def is_overdue(self, state: RequestState) -> bool:
+        """Return whether a request has waited for as long as it may."""
+        return state.wait.deadline_s is not None and state.now_s >= state.wait.deadline_s
+
+    def _compute_s(self, num_tokens: int) -> float:
+        estimate_s = self._choice.tokens_rate.estimate_s(num_tokens)
+        return DEFAULT_WAIT_S if estimate_s is None else estimate_s
+
+    def _hashes(self, state: RequestState, first_token: int, end_token: int) -> Sequence[bytes]:
+        """Return the block hashes of a request's prefixes with an end in (first_token, end_token], at possible hits."""
+        if end_token > state.request.num_tokens - 1:
+            return ()
+        step = self._layout.alignment_tokens // self._layout.hash_block_size
+        first = first_token // self._layout.hash_block_size + step - 1
+        return state.request.block_hashes[first : end_token // self._layout.hash_block_size : step]

@@ -1,0 +1,368 @@
+"""Loads: hits and their pins, the decision to load, load jobs, and the causes of misses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.groups import GroupLayout
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.pins import Pin
+from kvferry.core.scheduler.inflight import InflightPrefixes
+from kvferry.core.scheduler.jobs import JobTable, OpenJob
+from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
+from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.scheduler.requests import RequestPhase, RequestState
+from kvferry.core.stats import EvictionReason, LoadCounts, MissCause, Misses, NotStored
+from kvferry.core.transfers import BlockRun, Direction, LoadOutcome, Slots, TransferJob
+
+_EXAMINED_SLOTS = 1000
+"""Slots of one request after its hit whose miss causes are determined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The next `num_tokens` tokens can be loaded: whole blocks, pinned until `commit`."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Nothing can be loaded: compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Another request's load or a tier brings this prefix: match again in the next step, and schedule others now."""
+
+
+MatchResult = Hit | Miss | Later
+_MISS = Miss()
+_LATER = Later()
+
+
+class LoadPlanner:
+    """Finds, pins and loads hits. Thread: engine. Requires: manager lock held. Writes `RequestState.load`."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        jobs: JobTable,
+        layout: GroupLayout,
+        null_block: int,
+        choice: LoadOrCompute,
+        lookup: PrefixLookup,
+        inflight: InflightPrefixes,
+        promotions: Promotions | None,
+    ) -> None:
+        """`promotions` is None without tiers."""
+        self.counts = LoadCounts()
+        self.num_waiting = 0
+        self._manager = manager
+        self._jobs = jobs
+        self._layout = layout
+        self._null_block = null_block
+        self._choice = choice
+        self._lookup = lookup
+        self._inflight = inflight
+        self._promotions = promotions
+        self.pending: list[TransferJob] = []
+        """Loads that were committed since the last step."""
+        self.lost: list[tuple[RequestState, LoadOutcome]] = []
+        """Loads that could not start, to be ended."""
+        self.outcomes: list[LoadOutcome] = []
+        """Outcomes that wait to be returned to the engine."""
+        self._num_pinned = 0
+        self._bytes_in_flight = 0
+
+    # --- matching ---------------------------------------------------------------------------------------------------
+
+    def match(self, state: RequestState, num_computed_tokens: int) -> MatchResult:
+        """Find and pin a hit, and decide whether to load it; see `OffloadScheduler.match`."""
+        load = state.load
+        is_new_prefix, load.matched_tokens = load.matched_tokens != num_computed_tokens, num_computed_tokens
+        if not state.policy.policy.load:
+            if is_new_prefix or not load.is_decline_counted:
+                self._look_up_disabled(state, num_computed_tokens)
+            return self._miss(state)
+        limit, num_pinned = state.loadable_tokens, self._num_pinned
+        is_led = num_computed_tokens < limit and bool(self._inflight.leaders)
+        if is_led and self._inflight.must_wait(state, num_computed_tokens):
+            self._set_hit(state, None)
+            return _LATER
+        if load.pin is not None:
+            num_pinned -= len(load.pin.slots)
+        max_slots = max(self._manager.num_slots // 2, 1) - num_pinned
+        hit = self._lookup.find(state.keys, num_computed_tokens, limit)
+        load.boundary_tokens = self._lookup.find_boundary(state.keys, hit.end_token)
+        unused = MissCause.GAP
+        if len(hit.slots) > max_slots:
+            unused = MissCause.PIN_LIMIT
+        elif limit < state.request.num_tokens - 1 and hit.end_token + self._layout.alignment_tokens > limit:
+            unused = MissCause.LOAD_DISABLED
+        while hit.num_tokens and len(hit.slots) > max_slots:
+            # With windows, the slots of a hit grow by less than its tokens: it takes several rounds to fit.
+            fitting = hit.num_tokens * max(max_slots, 0) // len(hit.slots)
+            hit = self._lookup.find(state.keys, num_computed_tokens, num_computed_tokens + fitting)
+        self._set_hit(state, hit)
+        if self._promotions is not None and self._promotions.must_wait(state, hit, max_slots - len(hit.slots)):
+            return _LATER
+        load.found_end, load.unused = hit.end_token, unused
+        if not hit.num_tokens:
+            return self._miss(state)
+        if load.wanted is None:
+            # Decided once until `commit`, however often the engine matches: the pin must not flicker.
+            load.wanted = self._choice.should_load(hit.num_bytes, self._bytes_in_flight, hit.num_tokens)
+            self.counts.declined += 0 if load.wanted else hit.num_blocks
+        return Hit(hit.num_tokens) if load.wanted else self._miss(state)
+
+    def _look_up_disabled(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Look up the hit of a request whose policy disables loads, to count it once and to find the boundary."""
+        load = state.load
+        hit = self._lookup.find(state.keys, num_computed_tokens, state.loadable_tokens)
+        load.boundary_tokens = self._lookup.find_boundary(state.keys, num_computed_tokens)
+        self.counts.declined += 0 if load.is_decline_counted else hit.num_blocks
+        load.is_decline_counted = True
+        load.found_end, load.unused = hit.end_token, MissCause.GAP
+
+    def _miss(self, state: RequestState) -> Miss:
+        """Release the request's pin, and let others no longer wait for it."""
+        if state.load.hit is not None:
+            self._set_hit(state, None)
+        if state.wait.leads:
+            self._inflight.stop(state)
+        return _MISS
+
+    def _set_hit(self, state: RequestState, hit: PrefixHit | None, *, release: bool = True) -> None:
+        """Pin a new hit, or none, and release the pin of the old one."""
+        load = state.load
+        old, load.hit = load.pin, hit
+        load.pin = None if hit is None else self._manager.pin(hit.slots)
+        self._num_pinned += (0 if load.pin is None else len(load.pin.slots)) - (0 if old is None else len(old.slots))
+        if old is not None and release:
+            self._manager.unpin(old)
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def commit(self, state: RequestState, num_loaded_tokens: int, now_s: float) -> None:
+        """Start the load that the engine agreed to, or release the pin; see `OffloadScheduler.commit`."""
+        load = state.load
+        if load.matched_tokens is None:
+            return
+        self._lookup.record_computed(state.keys)
+        if not state.prefill.counted:
+            self._find_misses(state)
+        load.device_tokens = state.num_computed_tokens = load.matched_tokens
+        load.loaded_tokens = 0
+        load.matched_tokens = load.wanted = None
+        self._inflight.forget(state)
+        hit, pin = load.hit, load.pin
+        self._set_hit(state, None, release=False)
+        if num_loaded_tokens > 0:
+            self._start(state, hit, pin or Pin.empty(), num_loaded_tokens, now_s)
+            return
+        state.phase = RequestPhase.RUNNING
+        if pin is not None:
+            self._manager.unpin(pin)
+
+    def take_jobs(self) -> list[TransferJob]:
+        """Return the loads that were committed since the last step."""
+        jobs, self.pending = self.pending, []
+        return jobs
+
+    def end_lost(self) -> None:
+        """End the loads that could not start, of requests that still wait for them."""
+        lost, self.lost = self.lost, []
+        for state, outcome in lost:
+            if state.load.lost is outcome:
+                self._stop_waiting(state)
+                self.outcomes.append(outcome)
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the outcomes of all loads that ended since the last call, for requests that waited for them."""
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+    def end(self, ended: OpenJob, now_s: float) -> None:
+        """Release what a load held, and queue its outcome if its request still waits for it."""
+        job, hit, state = ended.job, ended.hit, ended.request
+        pin = Pin.empty() if ended.pin is None else ended.pin
+        intact = self._manager.complete_load(pin)
+        self._jobs.release(ended)
+        num_blocks = job.num_blocks
+        self.counts.in_flight -= num_blocks
+        self.counts.seconds += ended.seconds
+        if ended.errors and pin.epoch == self._manager.epoch:
+            self._drop_failed(ended, pin.slots, now_s)
+        ok = intact and not ended.errors and not ended.is_abandoned
+        if ok:
+            self._manager.record_verified(pin)
+            self.counts.blocks += num_blocks
+            self.counts.bytes += ended.num_bytes
+            self._choice.bytes_rate.observe(ended.num_bytes, ended.seconds)
+        else:
+            self.counts.failed += num_blocks
+        if hit is None:
+            return
+        self._bytes_in_flight -= hit.num_bytes
+        if state is None:
+            return
+        self._stop_waiting(state)
+        state.load.failed |= not ok
+        if ok:
+            state.load.loaded_tokens = hit.num_tokens
+            state.num_computed_tokens = hit.end_token
+        self.outcomes.append(LoadOutcome(state.request.request_id, ok, hit.first_token, hit.num_tokens))
+
+    def detach(self, state: RequestState) -> None:
+        """Release the pin and the load of a request that has finished or was preempted."""
+        state.load.matched_tokens = state.load.wanted = None
+        self._inflight.forget(state)
+        if self._promotions is not None:
+            self._promotions.forget(state)
+        if state.phase is RequestPhase.LOADING:
+            for job in self._jobs:
+                if job.request is state:
+                    job.request = None
+            self._stop_waiting(state)
+        self._set_hit(state, None)
+
+    def restart(self, state: RequestState) -> None:
+        """Prepare a preempted request for its next match."""
+        state.load.failed = False
+        state.load.misses = None
+        self.detach(state)
+
+    def abandon(self, dropped: Sequence[OpenJob], states: Sequence[RequestState]) -> None:
+        """Forget every hit, and fail the loads of live requests that are in no open job.
+
+        `dropped` are jobs that were removed and touch nothing.
+        """
+        self.pending = []
+        self.lost = []
+        self._inflight.reset(states)
+        self._num_pinned = self.num_waiting = 0
+        loads = [job for job in self._jobs if not job.is_store]
+        for job in loads:
+            job.is_abandoned = True
+        self.counts.in_flight = sum(job.job.num_blocks for job in loads)
+        self._bytes_in_flight = sum(job.hit.num_bytes for job in loads if job.hit is not None)
+        for job in dropped:
+            state, hit = job.request, job.hit
+            if not job.is_store:
+                self.counts.failed += job.job.num_blocks
+            if state is not None and hit is not None:
+                state.load.lost = LoadOutcome(state.request.request_id, False, hit.first_token, hit.num_tokens)
+        self._fail_lost(states, {id(job.request) for job in loads})
+
+    def _fail_lost(self, states: Iterable[RequestState], loading: set[int]) -> None:
+        """Forget the hits of requests, and fail the loads of those that are not among `loading`."""
+        for state in states:
+            load = state.load
+            load.hit = load.pin = load.wanted = None
+            if state.phase is not RequestPhase.LOADING:
+                continue
+            self.num_waiting += 1
+            if id(state) in loading:
+                continue
+            load.failed = True
+            if load.lost is None:
+                load.lost = LoadOutcome(state.request.request_id, False, load.device_tokens, 0)
+            self.lost.append((state, load.lost))
+
+    def _start(self, state: RequestState, hit: PrefixHit | None, pin: Pin, num_tokens: int, now_s: float) -> None:
+        state.phase = RequestPhase.LOADING
+        state.load.lost = LoadOutcome(state.request.request_id, False, state.load.device_tokens, num_tokens)
+        self.num_waiting += 1
+        whole = num_tokens % self._layout.alignment_tokens == 0
+        wanted = hit.shorten(num_tokens) if hit is not None and num_tokens <= hit.num_tokens and whole else None
+        runs = None if wanted is None else wanted.runs(state.block_ids, self._null_block)
+        if wanted is not None and runs is not None:
+            if wanted is not hit:
+                self._manager.unpin(Pin(np.setdiff1d(pin.slots, wanted.slots), pin.epoch))
+                pin = Pin(wanted.slots, pin.epoch)
+            if self._manager.prepare_load(pin, now_s):
+                self._open(state, wanted, pin, runs, now_s)
+                return
+        self._manager.unpin(pin)
+        self.counts.failed += num_tokens // self._layout.alignment_tokens if wanted is None else wanted.num_blocks
+        state.load.failed = True
+        self.lost.append((state, state.load.lost))
+
+    def _open(self, state: RequestState, hit: PrefixHit, pin: Pin, runs: tuple[BlockRun, ...], now_s: float) -> None:
+        verify = self._manager.unverified(pin.slots)
+        job = TransferJob(
+            self._jobs.new_id(),
+            Direction.LOAD,
+            runs,
+            state.request.request_id,
+            verify=verify if len(verify) else None,
+        )
+        opened = OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit)
+        self._jobs.hold(opened, [block_id for run in runs for block_id in run.block_ids.tolist()])
+        self._jobs.open(opened)
+        self.pending.append(job)
+        state.load.lost = None
+        self._inflight.lead(state, hit.first_token, hit.end_token)
+        self.counts.in_flight += job.num_blocks
+        self._bytes_in_flight += hit.num_bytes
+
+    def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:
+        """Drop the slots that failed verification, and all slots if anything else failed."""
+        corrupt = np.intersect1d(slots, np.fromiter(ended.corrupt, dtype=np.int64))
+        self.counts.corrupt += self._manager.drop(corrupt, EvictionReason.FAILED_VERIFICATION, now_s)
+        if not ended.only_corrupt:
+            self._manager.drop(slots, EvictionReason.LOAD_FAILED, now_s)
+
+    def _stop_waiting(self, state: RequestState) -> None:
+        state.phase = RequestPhase.WAITING
+        state.load.lost = None
+        self.num_waiting -= 1
+        self._inflight.stop(state)
+
+    # --- misses -----------------------------------------------------------------------------------------------------
+
+    def _find_misses(self, state: RequestState) -> None:
+        """Determine why the tokens after the latest hit of a request could not be loaded.
+
+        Once per admission, so that the causes are those of the look-up that counts. Tokens whose load failed before
+        keep that cause.
+        """
+        load = state.load
+        end_token = load.found_end
+        if load.failed and load.misses is not None:
+            end_token = max(end_token, load.misses.hit_end)
+        load.misses = misses = Misses(end_token)
+        num_tokens, alignment = state.request.num_tokens, self._layout.alignment_tokens
+        limit = (num_tokens - 1) // alignment * alignment
+        # A hit needs the slots of all full-attention groups, which are stored together.
+        group = self._layout.prefix_group
+        size = group.slot_tokens
+        # A hit may end within a slot, but only a whole slot has a key.
+        first, end = end_token // size, min(-(-limit // size), num_tokens // size)
+        keys = state.keys.of(group, first, min(end, first + _EXAMINED_SLOTS))
+        found, misses.evicted_between_s = self._manager.history.explain(keys, state.now_s)
+        # In lazy mode the device may have what the pool lacks, and windows alone are never stored from end to end.
+        has_all = self._layout.full_groups and self._manager.evictor.residency is None
+        num_known = 0 if has_all else load.boundary_tokens // size - first
+        causes = [
+            load.unused if cause is MissCause.GAP or (cause is MissCause.NEW and i < num_known) else cause
+            for i, cause in enumerate(found)
+        ]
+        num_old = causes.index(MissCause.NEW) if MissCause.NEW in causes else len(causes)
+        misses.extend(causes[:num_old], first * size, size)
+        if group.slot_blocks > 1:
+            # Of prompts that part within a slot, or end there, the first blocks of that slot may be known.
+            start, block_size = max((first + num_old) * size, end_token), group.spec.block_size
+            parts = state.keys.of_parts(group, start // block_size, (first + num_old + 1) * group.slot_blocks)
+            num_parts = self._manager.history.count_parts(parts)
+            misses.extend([NotStored.PART_OF_SLOT] * num_parts, start, block_size)
+        misses.extend(causes[num_old:], (first + num_old) * size, size)
+        rest = max((first + len(causes)) * size, misses.end_token)
+        if limit > rest:
+            misses.extend([MissCause.NEW if len(causes) == end - first else MissCause.UNEXAMINED], rest, limit - rest)
+        misses.end_at(limit)

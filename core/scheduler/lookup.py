@@ -1,0 +1,267 @@
+"""Prefix lookup: the keys of a request's slots, and the longest prefix that every group of the model can load."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvferry.core.engine_api import DeviceView, EngineRequest
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.keys import Key, make_keys
+from kvferry.core.pool.eviction.history import Ghosts
+from kvferry.core.pool.index import hash_keys
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.transfers import NO_SLOTS, BlockRun, Slots
+
+
+class RequestKeys:
+    """The keys of one request's slots in each group, made from the engine's block hashes as they appear."""
+
+    __slots__ = ("_groups", "by_group", "request")
+
+    def __init__(self, request: EngineRequest, groups: Sequence[Group]) -> None:
+        self.request = request
+        self.by_group: list[list[Key]] = [[] for _ in groups]
+        self._groups = groups
+
+    def extend(self, group: Group, num_slots: int) -> int:
+        """Make the keys of the first `num_slots` slots, as far as they are hashed; return how many there are."""
+        keys = self.by_group[group.index]
+        if len(keys) < num_slots:
+            # The chained hash of a slot's last block covers all blocks before it.
+            step = group.hashes_per_slot
+            hashes = self.request.block_hashes[(len(keys) + 1) * step - 1 : num_slots * step : step]
+            keys += make_keys(hashes, group.index)
+        return min(len(keys), num_slots)
+
+    def extend_loadable(self) -> None:
+        """Make the keys of all slots that a hit may contain. Thread: engine; the manager lock is not needed."""
+        for group in self._groups:
+            self.extend(group, (self.request.num_tokens - 1) // group.slot_tokens)
+
+    def of(self, group: Group, first: int, end: int) -> list[Key]:
+        """Return the keys of slots `first` to `end`, as far as they are hashed."""
+        keys = self.by_group[group.index]
+        return keys[first : end if end <= len(keys) else self.extend(group, end)]
+
+    def of_parts(self, group: Group, first_block: int, end_block: int) -> list[Key]:
+        """Return single-block keys of those of these blocks that do not end a slot."""
+        step = group.hashes_per_slot // group.slot_blocks
+        hashes = self.request.block_hashes
+        numbers = range(first_block, min(end_block, len(hashes) // step))
+        parts = (hashes[(i + 1) * step - 1] for i in numbers if (i + 1) % group.slot_blocks)
+        return make_keys(parts, group.index)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """Blocks `first_block` to `end_block` of a request in one group, in `slots` from slot number `first_slot` on."""
+
+    group: Group
+    first_block: int
+    end_block: int
+    first_slot: int
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A loadable prefix: tokens `first_token` to `end_token` of a request, and the slots that hold their blocks.
+
+    `slots` are those of all groups; `num_blocks` blocks of `num_bytes` bytes have to be copied.
+    """
+
+    first_token: int
+    end_token: int
+    num_tokens: int
+    groups: tuple[GroupHit, ...] = ()
+    slots: Slots = field(default_factory=lambda: NO_SLOTS)
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+    def shorten(self, num_tokens: int) -> PrefixHit | None:
+        """Return the hit's first `num_tokens` tokens; None if they need slots that the hit lacks, as windows may."""
+        if num_tokens == self.num_tokens:
+            return self
+        end_token = self.first_token + num_tokens
+        hits = [_group_hit(hit.group, hit.slots, hit.first_slot, self.first_token, end_token) for hit in self.groups]
+        groups = [hit for hit in hits if hit is not None]
+        return _hit(self.first_token, end_token, groups) if len(groups) == len(hits) else None
+
+    def runs(self, tables: Sequence[Sequence[int]], null_block: int) -> tuple[BlockRun, ...] | None:
+        """Return the copies into the device blocks of `tables`, without null blocks; None if a table is too short."""
+        runs: list[BlockRun] = []
+        for hit in self.groups:
+            block_ids = np.array(tables[hit.group.index][hit.first_block : hit.end_block], dtype=np.int64)
+            if len(block_ids) < hit.end_block - hit.first_block:
+                return None
+            blocks = np.arange(hit.first_block, hit.end_block)
+            slots = hit.slots[blocks // hit.group.slot_blocks - hit.first_slot]
+            run = BlockRun(hit.group.index, block_ids, slots, blocks % hit.group.slot_blocks)
+            real = block_ids != null_block
+            if not real.all():
+                run = BlockRun(run.group, block_ids[real], slots[real], run.parts[real])
+            runs.append(run)
+        return tuple(runs)
+
+
+class _Seen(Enum):
+    COMPUTED = "computed"
+
+
+class PrefixLookup:
+    """Looks up prefixes of requests in the pool. Requires: manager lock held."""
+
+    def __init__(self, manager: OffloadManager, layout: GroupLayout, device: DeviceView) -> None:
+        self._manager = manager
+        self._layout = layout
+        self._device = device
+        self._windowed = [group for group in layout.groups if group.spec.kind is not GroupKind.FULL]
+        # Without full attention, neither pool nor device has the blocks between two boundaries.
+        self._computed = None if layout.full_groups else Ghosts(manager.num_slots, _Seen)
+
+    @property
+    def in_tier(self) -> int:
+        """Placeholder slot of a block that would be promoted from a tier."""
+        return self._manager.table.max_slots
+
+    def find(
+        self, keys: RequestKeys, first_token: int, limit_token: int, also: Container[Key] | None = None
+    ) -> PrefixHit:
+        """Find the longest hit after `first_token` that ends at or before `limit_token`; it may have no tokens.
+
+        With `also`, these keys count as found, at the slot `in_tier`.
+        """
+        alignment = self._layout.alignment_tokens
+        end_token = first_token if first_token % alignment else limit_token // alignment * alignment
+        found: dict[int, Slots] = {}
+        for group in self._layout.full_groups:
+            if end_token > first_token:
+                first = first_token // group.slot_tokens
+                slots = self._find_leading(keys.of(group, first, -(-end_token // group.slot_tokens)), also)
+                found[group.index] = slots
+                end_token = min(end_token, (first + len(slots)) * group.slot_tokens // alignment * alignment)
+        if self._windowed and end_token > first_token:
+            end_token = self._find_agreed_end(keys, first_token, end_token, also, found)
+        if end_token <= first_token:
+            return PrefixHit(first_token, first_token, 0)
+        hits = [
+            _group_hit(group, found[group.index], first_token // group.slot_tokens, first_token, end_token)
+            for group in self._layout.groups
+        ]
+        return _hit(first_token, end_token, [hit for hit in hits if hit is not None])
+
+    def find_boundary(self, keys: RequestKeys, hit_end: int) -> int:
+        """Find where a request leaves the prefixes that other requests computed before it.
+
+        Full-attention groups have that prefix in the pool or on the device, though windows or states may be missing.
+        Models without such a group have it if `record_computed` recorded it.
+
+        Args:
+            keys: The keys of the request.
+            hit_end: The end of its hit, in tokens.
+
+        Returns:
+            The number of tokens in that prefix, in whole slots of every group; 0 if it is not longer than the hit.
+        """
+        if not self._windowed:
+            return 0
+        layout = self._layout
+        end = keys.request.num_tokens - 1
+        for group in layout.full_groups or layout.groups[:1]:
+            if end <= hit_end:
+                return 0
+            first = hit_end // group.slot_tokens
+            num_computed = self._count_computed(keys.of(group, first, end // group.slot_tokens))
+            end = min(end, (first + num_computed) * group.slot_tokens)
+        end = end // layout.slot_alignment_tokens * layout.slot_alignment_tokens
+        return end if end > hit_end else 0
+
+    def record_computed(self, keys: RequestKeys) -> None:
+        """Record the slots of a request that is about to be computed, for models without full attention."""
+        if self._computed is not None:
+            group = self._layout.groups[0]
+            slots = keys.of(group, 0, keys.request.num_tokens // group.slot_tokens)
+            self._computed.add(hash_keys(slots), _Seen.COMPUTED)
+
+    def _count_computed(self, keys: Sequence[Key]) -> int:
+        """Count the leading keys that are in the pool or on the device, or were computed earlier."""
+        if self._computed is not None:
+            seen = self._computed.reasons(hash_keys(keys))
+            return next((i for i, known in enumerate(seen) if known is None), len(seen))
+        count = len(self._manager.lookup(keys))
+        if count == len(keys) or not self._device.resident([keys[count]])[0]:
+            return count
+        missing = np.flatnonzero(self._manager.lookup_each(keys) < 0).tolist()
+        resident = self._device.resident([keys[i] for i in missing])
+        return next((i for i, held in zip(missing, resident, strict=True) if not held), len(keys))
+
+    def _find_leading(self, keys: Sequence[Key], also: Container[Key] | None) -> Slots:
+        """Return the slots of the keys before the first that is missing."""
+        if also is None:
+            return self._manager.lookup(keys)
+        slots = self._find_each(keys, also)
+        gaps = np.flatnonzero(slots < 0)
+        return slots[: gaps[0]] if len(gaps) else slots
+
+    def _find_each(self, keys: Sequence[Key], also: Container[Key] | None) -> Slots:
+        """Return the slot of each key, -1 if it is missing."""
+        slots = self._manager.lookup_each(keys)
+        if also:
+            for i in np.flatnonzero(slots < 0).tolist():
+                if keys[i] in also:
+                    slots[i] = self.in_tier
+        return slots
+
+    def _find_agreed_end(
+        self,
+        keys: RequestKeys,
+        first_token: int,
+        end_token: int,
+        also: Container[Key] | None,
+        found: dict[int, Slots],
+    ) -> int:
+        """Return the longest end up to `end_token` whose windows and states are all there, or `first_token`.
+
+        Adds the slots of windowed groups to `found`, -1 where a slot is missing.
+        """
+        alignment = self._layout.alignment_tokens
+        ends = np.arange(first_token + alignment, end_token + 1, alignment)
+        agreed = np.ones(len(ends), dtype=np.bool_)
+        for group in self._windowed:
+            first, end = first_token // group.slot_tokens, -(-end_token // group.slot_tokens)
+            slots = np.full(end - first, -1, dtype=np.int64)
+            hashed = keys.of(group, first, end)
+            slots[: len(hashed)] = self._find_each(hashed, also)
+            found[group.index] = slots
+            present = np.concatenate(([0], np.cumsum(slots >= 0)))
+            needed = np.maximum(ends - (group.spec.reach_tokens or 0), first_token)
+            starts = needed // group.spec.block_size // group.slot_blocks - first
+            stops = -(-ends // group.slot_tokens) - first
+            agreed &= present[stops] - present[starts] == stops - starts
+        good = np.flatnonzero(agreed)
+        return int(ends[good[-1]]) if len(good) else first_token
+
+
+def _group_hit(group: Group, slots: Slots, first_slot: int, first_token: int, end_token: int) -> GroupHit | None:
+    """Return the blocks of a group that a hit needs, in `slots` from number `first_slot` on; None if any lacks there.
+
+    The device already has the blocks before `first_token`; of windows, only the last is needed.
+    """
+    size = group.spec.block_size
+    needed = first_token if group.spec.reach_tokens is None else max(first_token, group.spec.needed_from(end_token))
+    first_block, end_block = needed // size, end_token // size
+    first, end = first_block // group.slot_blocks, -(-end_block // group.slot_blocks)
+    if first < first_slot or end > first_slot + len(slots):
+        return None
+    return GroupHit(group, first_block, end_block, first, slots[first - first_slot : end - first_slot])
+
+
+def _hit(first_token: int, end_token: int, groups: Sequence[GroupHit]) -> PrefixHit:
+    slots = groups[0].slots if len(groups) == 1 else np.concatenate([hit.slots for hit in groups])
+    counts = [hit.end_block - hit.first_block for hit in groups]
+    num_bytes = sum(count * hit.group.spec.block_bytes for count, hit in zip(counts, groups, strict=True))
+    return PrefixHit(first_token, end_token, end_token - first_token, tuple(groups), slots, sum(counts), num_bytes)

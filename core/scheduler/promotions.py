@@ -1,0 +1,372 @@
+"""Promotions: copies of blocks that only a tier has into the pool, while their request waits for a limited time.
+
+A request looks its missing keys up in the tiers once. Blocks that are found, and that the pool has space for, are
+loaded into slots and published when they have arrived. From then on they are hits like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.groups import Group, GroupKind, GroupLayout
+from kvferry.core.keys import Key, Prefix, RequestFilter, RequestIdentity
+from kvferry.core.policy import PRIORITY_CLASS
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.inflight import InflightPrefixes
+from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
+from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.tiers.base import TierJob, TierResult
+from kvferry.core.tiers.client import LookupPhase, OpenTierJob, TierClient, TierLookup, allowed_tiers
+from kvferry.core.transfers import Slots
+
+_LOOK_UP_SLOTS = 1000
+"""Slots of one request that are looked up at once; the rest follows once these have arrived."""
+_MAX_HELD_SHARE = 2
+"""Promotions hold at most half the slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block to be promoted: slot number `number` of its request in a group, into `slot` of the pool."""
+
+    group: Group
+    key: Key
+    number: int
+    slot: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class OpenPromotion:
+    """Slots that a tier writes to, of one epoch of the pool.
+
+    A reset of everything makes the promotion void; resets by origin add to `matches`, dropped blocks to `dropped`.
+    """
+
+    client: TierClient
+    epoch: int
+    slots: Slots
+    keys: Sequence[Key]
+    num_bytes: int
+    is_void: bool = False
+    matches: list[RequestFilter] = field(default_factory=list)
+    dropped: set[Key] = field(default_factory=set)
+
+
+class Promotions:
+    """Promotes blocks for waiting requests. Requires: manager lock held. Thread: engine, except for the end of jobs."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        layout: GroupLayout,
+        clients: Sequence[TierClient],
+        new_number: Callable[[], int],
+        lookup: PrefixLookup,
+        inflight: InflightPrefixes,
+        choice: LoadOrCompute,
+    ) -> None:
+        self.open: list[OpenPromotion] = []
+        self._manager = manager
+        self._layout = layout
+        self._clients = clients
+        self._new_number = new_number
+        self._lookup = lookup
+        self._inflight = inflight
+        self._choice = choice
+        self._version = 0
+
+    def must_wait(self, state: RequestState, hit: PrefixHit, max_slots: int) -> bool:
+        """Return whether a request with this hit in the pool waits for more; at most `max_slots` slots are promoted.
+
+        To be called until it returns False.
+        """
+        lookup = state.tiers.lookup
+        if lookup is None:
+            lookup = state.tiers.lookup = self._begin(state, hit)
+            if lookup is None:
+                return False
+        if lookup.phase is LookupPhase.DONE:
+            return False
+        is_stale = lookup.version != self._version and lookup.phase is LookupPhase.LOOKING
+        if not is_stale and lookup.epoch == self._manager.epoch and _may_promote(state):
+            if lookup.waits_for:
+                if state.now_s < lookup.deadline_s:
+                    return True
+                self._stop_waiting(lookup)
+                if lookup.phase is LookupPhase.PROMOTING:
+                    lookup.phase = LookupPhase.DONE
+                    return False
+            # Answers that arrived are used even if the deadline has passed.
+            if lookup.phase is LookupPhase.LOOKING and self._promote(state, lookup, hit, max_slots):
+                return True
+            if lookup.phase is LookupPhase.PROMOTING and not lookup.num_lost and hit.end_token >= lookup.limit_token:
+                # Everything has arrived, and there may be more.
+                state.tiers.lookup = None
+                return self.must_wait(state, hit, max_slots)
+        lookup.phase = LookupPhase.DONE
+        return False
+
+    def forget(self, state: RequestState) -> None:
+        """Forget the look-up of a request; blocks in flight are still published."""
+        state.tiers.lookup = None
+
+    def touched_slots(self) -> list[Slots]:
+        """Return the slots that tiers may write to."""
+        return [promotion.slots for promotion in self.open]
+
+    def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
+        """Void earlier look-ups, and prevent the publication of affected blocks from some tiers, or from all (None)."""
+        self._version += 1
+        for promotion in self.open:
+            if clients is None or promotion.client in clients:
+                if match is None:
+                    promotion.is_void = True
+                else:
+                    promotion.matches.append(match)
+
+    def drop(self, key: Key) -> None:
+        """Prevent the publication of a block that an operator dropped."""
+        for promotion in self.open:
+            promotion.dropped.add(key)
+
+    def abandon(self) -> None:
+        """Forget promotions that are not open in any tier, and void the others."""
+        slots_in_use = {id(job.slots) for client in self._clients for job in client.open_jobs}
+        self.open = [promotion for promotion in self.open if id(promotion.slots) in slots_in_use]
+        for client in self._clients:
+            client.num_unawaited = 0
+            client.bytes_in_flight = sum(one.num_bytes for one in self.open if one.client is client)
+        self.reset(None, None)
+
+    # --- look-up ----------------------------------------------------------------------------------------------------
+
+    def _tiers_of(self, state: RequestState) -> list[TierClient]:
+        session = state.tiers.session
+        if session is None:
+            return []
+        return [client for client in allowed_tiers(self._clients, state.policy.policy) if session.knows(client)]
+
+    def _stop_waiting(self, lookup: TierLookup) -> None:
+        """Stop waiting for the open jobs. A tier with an unawaited look-up receives no other."""
+        for client, count in lookup.waits_for.items():
+            client.use.gave_up += 1
+            if lookup.phase is LookupPhase.LOOKING:
+                client.num_unawaited += count
+        lookup.waits_for.clear()
+
+    def _begin(self, state: RequestState, hit: PrefixHit) -> TierLookup | None:
+        """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
+        step = self._layout.alignment_tokens
+        limit = state.loadable_tokens // step * step
+        clients = [client for client in self._tiers_of(state) if not client.num_unawaited]
+        if limit <= hit.end_token or hit.first_token % step or not clients or not _may_promote(state):
+            return None
+        if self._inflight.is_overdue(state):
+            return None
+        num_slots = max(_LOOK_UP_SLOTS // len(self._layout.groups), 1)
+        num_tokens = num_slots * min(group.slot_tokens for group in self._layout.groups)
+        limit = min(limit, hit.end_token + max(num_tokens // step, 1) * step)
+        missing = (key for group in self._layout.groups for key in self._missing(state, group, hit, limit))
+        keys = list(dict.fromkeys(missing))
+        if not keys:
+            return None
+        deadline_s = self._inflight.wait_deadline(state, limit - hit.end_token)
+        lookup = TierLookup(self._version, self._manager.epoch, deadline_s, limit)
+        for client in clients:
+            self._look_up(client, state, lookup, keys)
+        return lookup
+
+    def _missing(self, state: RequestState, group: Group, hit: PrefixHit, limit: int) -> list[Key]:
+        """Return the keys that a longer hit may need and the pool lacks."""
+        first_token = max(hit.first_token, group.spec.needed_from(hit.end_token))
+        if group.spec.kind is GroupKind.FULL:
+            first_token = hit.end_token
+        keys = state.keys.of(group, first_token // group.slot_tokens, -(-limit // group.slot_tokens))
+        slots = self._manager.lookup_each(keys)
+        return [keys[i] for i in np.flatnonzero(slots < 0).tolist()]
+
+    def _look_up(self, client: TierClient, state: RequestState, lookup: TierLookup, keys: Sequence[Key]) -> None:
+        expected_s = client.look_up_rate.estimate_s(1)
+        begun_s = state.now_s
+        if expected_s is None or state.now_s + expected_s <= lookup.deadline_s:
+            lookup.waits_for[client] += 1
+        else:
+            # A tier that is too slow is still measured, but the request does not wait for it.
+            client.num_unawaited += 1
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            if client in lookup.waits_for:
+                lookup.count_down(client)
+            else:
+                # `abandon` sets it to 0.
+                client.num_unawaited = max(client.num_unawaited - 1, 0)
+            client.look_up_rate.observe(1, now_s - begun_s)
+            if result is not None:
+                found = {keys[i] for i in np.flatnonzero(result.ok).tolist()}
+                client.use.found += len(found)
+                lookup.answers[client.name] = found
+
+        client.look_up(OpenTierJob(self._new_number(), len(keys), state.now_s, end), keys)
+
+    # --- promotion --------------------------------------------------------------------------------------------------
+
+    def _promote(self, state: RequestState, lookup: TierLookup, hit: PrefixHit, max_slots: int) -> bool:
+        """Promote blocks that make the hit longer; False if there are none, or computing them is faster."""
+        sources: dict[Key, TierClient] = {}
+        for client in self._tiers_of(state):
+            for key in lookup.answers.get(client.name, ()):
+                sources.setdefault(key, client)
+        if not sources:
+            return False
+        longer = self._fit(state, lookup, hit, max_slots, sources)
+        gain = longer.end_token - hit.end_token
+        if gain <= 0:
+            return False
+        wanted = self._wanted(state, longer)
+        if not self._pays(wanted, sources, gain):
+            return False
+        lookup.deadline_s = self._inflight.wait_deadline(state, gain)
+        if self._inflight.is_overdue(state):
+            for client in {sources[block.key] for block in wanted}:
+                client.use.gave_up += 1
+            return False
+        lookup.phase = LookupPhase.PROMOTING
+        parts: dict[TierClient, list[_Block]] = {}
+        for _, blocks in groupby(wanted, key=lambda block: block.group.index):
+            for block in self._reserve(state, list(blocks)):
+                parts.setdefault(sources[block.key], []).append(block)
+        for client, reserved in parts.items():
+            self._load(client, state, lookup, reserved)
+        if lookup.waits_for:
+            self._inflight.lead(state, hit.first_token, longer.end_token)
+        return bool(lookup.waits_for)
+
+    def _fit(
+        self,
+        state: RequestState,
+        lookup: TierLookup,
+        hit: PrefixHit,
+        max_slots: int,
+        sources: Mapping[Key, TierClient],
+    ) -> PrefixHit:
+        """Return the longest hit with the blocks of the tiers that the limits allow."""
+        num_held = sum(len(promotion.slots) for promotion in self.open)
+        max_slots = min(max_slots, max(self._manager.num_slots // _MAX_HELD_SHARE, 1) - num_held)
+        limit = lookup.limit_token
+        while True:
+            longer = self._lookup.find(state.keys, hit.first_token, limit, sources)
+            num_wanted = int(np.count_nonzero(longer.slots == self._lookup.in_tier))
+            if num_wanted <= max_slots or longer.end_token <= hit.end_token:
+                return longer
+            gain = longer.end_token - hit.end_token
+            limit = hit.end_token + gain * max(max_slots, 0) // num_wanted
+
+    def _wanted(self, state: RequestState, hit: PrefixHit) -> list[_Block]:
+        """Return the blocks that a hit takes from tiers, group by group, without slots."""
+        wanted: list[_Block] = []
+        for one in hit.groups:
+            keys = state.keys.of(one.group, one.first_slot, one.first_slot + len(one.slots))
+            indices = np.flatnonzero(one.slots == self._lookup.in_tier).tolist()
+            wanted += [_Block(one.group, keys[i], one.first_slot + i) for i in indices]
+        return wanted
+
+    def _pays(self, wanted: Sequence[_Block], sources: Mapping[Key, TierClient], num_tokens: int) -> bool:
+        """Return whether every tier brings its part faster than computing takes."""
+        sizes: dict[TierClient, list[int]] = {}
+        for block in wanted:
+            sizes.setdefault(sources[block.key], []).append(block.group.slot_bytes)
+        for client, of_client in sizes.items():
+            client.choice.decision = self._choice.decision
+            if not client.choice.should_load(sum(of_client), client.bytes_in_flight, num_tokens):
+                for each, declined in sizes.items():
+                    each.use.declined += len(declined)
+                return False
+        return True
+
+    def _reserve(self, state: RequestState, wanted: Sequence[_Block]) -> list[_Block]:
+        """Reserve slots for blocks of one group as for a store; blocks at the end may get none."""
+        offer = self._manager.prepare_store(
+            [block.key for block in wanted],
+            state.origin,
+            np.array([block.number for block in wanted], dtype=np.int64),
+            PRIORITY_CLASS[state.policy.policy.priority],
+            state.now_s,
+            prefix=Prefix({i: (keys, len(keys)) for i, keys in enumerate(state.keys.by_group)}),
+            size_bytes=wanted[0].group.slot_bytes,
+            is_counted=False,
+        )
+        reserved = zip(offer.stored_at.tolist(), offer.slots.tolist(), strict=True)
+        return [replace(wanted[i], slot=slot) for i, slot in reserved]
+
+    def _load(self, client: TierClient, state: RequestState, lookup: TierLookup, blocks: Sequence[_Block]) -> None:
+        slots = np.array([block.slot for block in blocks], dtype=np.int64)
+        keys = [block.key for block in blocks]
+        sizes = np.array([block.group.slot_bytes for block in blocks], dtype=np.int64)
+        num_bytes = int(sizes.sum())
+        self._manager.begin_tier_write(slots)
+        promotion = OpenPromotion(client, self._manager.epoch, slots, keys, num_bytes)
+        self.open.append(promotion)
+        lookup.waits_for[client] += 1
+        client.bytes_in_flight += num_bytes
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            client.bytes_in_flight -= num_bytes
+            lookup.count_down(client)
+            self.open = [other for other in self.open if other is not promotion]
+            published = self._publish(promotion, result, now_s)
+            num_published = int(np.count_nonzero(published))
+            lookup.num_lost += len(blocks) - num_published
+            if result is not None and result.ok.all():
+                client.choice.bytes_rate.observe(result.num_bytes, result.seconds)
+            client.use.promoted += num_published
+            client.use.promotions_failed += len(blocks) - num_published
+            step = self._layout.alignment_tokens
+            for block, ok in zip(blocks, published.tolist(), strict=True):
+                if ok:
+                    size = block.group.slot_tokens
+                    first, last = block.number * size // step, ((block.number + 1) * size - 1) // step
+                    state.record_promoted(first, last, client.name)
+
+        session = state.tiers.session
+        number = self._new_number()
+        request_id = state.request.request_id if session is None else session.request_id
+        client.load(
+            OpenTierJob(number, len(blocks), state.now_s, end, slots), TierJob(number, request_id, keys, slots, sizes)
+        )
+
+    def _publish(self, promotion: OpenPromotion, result: TierResult | None, now_s: float) -> NDArray[np.bool_]:
+        """Publish the blocks that arrived, with the origin that stored them, and free the rest.
+
+        Returns whether each block was published.
+        """
+        slots, keys = promotion.slots, promotion.keys
+        ok = np.zeros(len(slots), dtype=np.bool_) if result is None else result.ok.copy()
+        if promotion.is_void or promotion.epoch != self._manager.epoch:
+            ok[:] = False
+        origins: list[RequestIdentity | None] = list(result.origins) if result is not None else []
+        origins += [None] * (len(slots) - len(origins))
+        if promotion.matches or promotion.dropped:
+            for i in np.flatnonzero(ok).tolist():
+                origin = origins[i]
+                affected = origin is None or any(match.matches(origin) for match in promotion.matches)
+                ok[i] = keys[i] not in promotion.dropped and not (promotion.matches and affected)
+        self._manager.abort_store(slots[~ok])
+        # Events of a batch name one origin.
+        for origin, run in groupby(np.flatnonzero(ok).tolist(), key=lambda i: origins[i]):
+            chosen = slots[list(run)]
+            if origin is not None:
+                self._manager.record_origin(chosen, origin)
+            self._manager.complete_store(chosen, now_s)
+            self._manager.end_tier_write(chosen)
+        return ok
+
+
+def _may_promote(state: RequestState) -> bool:
+    """Return whether a request may promote: the blocks are for a load, and are written to the pool."""
+    return state.policy.policy.load and state.policy.policy.store

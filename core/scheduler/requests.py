@@ -1,0 +1,389 @@
+"""Requests: their state from announcement to finish, and views of live and recent requests."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from threading import RLock
+from typing import Any, NamedTuple
+
+from kvferry.core.engine_api import BlockTables, EngineRequest
+from kvferry.core.groups import Group
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.policy import EffectivePolicy, PolicyResolver
+from kvferry.core.pool.pins import Pin
+from kvferry.core.rules import RuleSubject
+from kvferry.core.scheduler.lookup import PrefixHit, RequestKeys
+from kvferry.core.stats import MissCause, MissedTokens, Misses, PromptTokens, StoreCounts
+from kvferry.core.tiers.client import TierLookup, TierSession
+from kvferry.core.transfers import LoadOutcome
+
+_MAX_CHARS = 128
+_DIGEST_CHARS = 32
+_MAX_NAMES = 4
+_MAX_ALIASES = 8
+"""Aliases kept of a finished request: the last ones, which are the shortest forms of its id."""
+_VIEW_BATCH = 50
+"""Requests copied under one hold of the manager lock."""
+
+
+class RequestPhase(StrEnum):
+    """Phase of a request."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """An `EngineRequest` without blocks, which replaces the engine's object once the request has finished."""
+
+    request_id: str
+    aliases: tuple[str, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    tenant: str | None
+    lora: str | None
+    block_hashes: tuple[bytes, ...] = ()
+    kv_transfer_params: None = None
+
+
+@dataclass(slots=True)
+class GroupProgress:
+    """Store decisions for a request's slots in one group. Written by the store planners only.
+
+    The first `answered` slots were offered or skipped for good, except the ranges `passed`, which no hit would read. In
+    lazy mode the first `recorded` slots are recorded for the device blocks that the request has now. A slot that found
+    no space at `refused_version` of the free space is offered again after space was freed. Reasons of misses were
+    recorded up to slot `refused_end` and up to block `parts_end`.
+    """
+
+    group: Group
+    answered: int = 0
+    recorded: int = 0
+    refused_version: int | None = None
+    refused_end: int = 0
+    parts_end: int = 0
+    passed: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StoreProgress:
+    """Store decisions for a request; its first `ordered_tokens` tokens are in eviction order."""
+
+    groups: tuple[GroupProgress, ...]
+    ordered_tokens: int = 0
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """Hit and load of a request. Written by the load planner only.
+
+    `hit` was found after `matched_tokens` tokens on the device, and `pin` holds its slots until `commit`; `wanted` is
+    the decision to load it. The latest look-up found blocks up to `found_end`; what the pool has beyond that is unused
+    for the cause `unused`. `misses` are the causes for the rest, and `boundary_tokens` is the end of the prefix that
+    other requests computed. `lost` is the outcome of a load that could not start. The device has `device_tokens` tokens
+    and `loaded_tokens` were loaded.
+    """
+
+    hit: PrefixHit | None = None
+    pin: Pin | None = None
+    matched_tokens: int | None = None
+    wanted: bool | None = None
+    found_end: int = 0
+    unused: MissCause = MissCause.GAP
+    misses: Misses | None = None
+    boundary_tokens: int = 0
+    is_decline_counted: bool = False
+    failed: bool = False
+    lost: LoadOutcome | None = None
+    device_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+@dataclass(slots=True)
+class WaitProgress:
+    """What a request waits for, and the block hashes of the prefixes it brings. Written by `InflightPrefixes` only.
+
+    `leader` is the sequence of the request that it follows until `follow_until_s`.
+    """
+
+    deadline_s: float | None = None
+    follow_until_s: float | None = None
+    leader: int | None = None
+    leads: Sequence[bytes] = ()
+
+
+class PromotedRun(NamedTuple):
+    """Pieces `first` to `last` of a prompt, each of the layout's alignment, that a tier brought."""
+
+    first: int
+    last: int
+    tier: str
+
+
+@dataclass(slots=True)
+class TierProgress:
+    """A request in the tiers. Written by `Tiering` and `Promotions` only."""
+
+    session: TierSession | None = None
+    lookup: TierLookup | None = None
+    promoted: list[PromotedRun] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PrefillProgress:
+    """Where the tokens of a prompt came from. Written by `Prefills` only, except `planned`.
+
+    The prompt's end is `planned` with a step and `counted` after that step.
+    """
+
+    planned: bool = False
+    counted: bool = False
+    prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+    missed_tokens: MissedTokens = field(default_factory=MissedTokens)
+    evicted_between_s: tuple[float, float] | None = None
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One announced request. The scheduler writes the fields of this class, other parts only their own record.
+
+    `now_s` is the time of the engine call that is being processed.
+    """
+
+    sequence: int
+    request: EngineRequest
+    keys: RequestKeys
+    origin: RequestIdentity
+    patch: Mapping[str, Any]
+    policy: EffectivePolicy
+    policy_version: int
+    storing: StoreProgress
+    phase: RequestPhase = RequestPhase.WAITING
+    block_ids: BlockTables = ()
+    num_blocks: int = 0
+    num_computed_tokens: int = 0
+    now_s: float = 0.0
+    store: StoreCounts = field(default_factory=StoreCounts)
+    load: LoadProgress = field(default_factory=LoadProgress)
+    wait: WaitProgress = field(default_factory=WaitProgress)
+    tiers: TierProgress = field(default_factory=TierProgress)
+    prefill: PrefillProgress = field(default_factory=PrefillProgress)
+
+    def update_policy(self, policies: PolicyResolver, now_s: float) -> None:
+        """Resolve the policy again if any policy has changed. Requires: manager lock held."""
+        self.now_s = now_s
+        if self.policy_version != policies.version:
+            self.policy = policies.settle(subject_of(self.request, self.origin), self.patch, now_s, self.policy)
+            self.policy_version = policies.version
+
+    def forget_progress(self) -> None:
+        """Forget the device blocks and the computed tokens until the engine reports them again, and tier look-ups."""
+        self.block_ids = ()
+        self.num_computed_tokens = 0
+        self.load.misses = self.tiers.lookup = None
+        for progress in self.storing.groups:
+            progress.refused_version = None
+
+    @property
+    def loadable_tokens(self) -> int:
+        """Number of leading tokens that may be loaded: all but the last, up to the policy's cap."""
+        cap = self.policy.policy.max_load_tokens
+        last = self.request.num_tokens - 1
+        return last if cap is None else min(last, cap)
+
+    def record_promoted(self, first: int, last: int, tier: str) -> None:
+        """Record that a tier brought the aligned pieces `first` to `last`, unless the prompt is already counted."""
+        if self.prefill.counted or self.phase is RequestPhase.FINISHED:
+            return
+        promoted = self.tiers.promoted
+        run = promoted[-1] if promoted else None
+        if run is not None and run.tier == tier and run.first <= first <= run.last + 1:
+            promoted[-1] = PromotedRun(run.first, max(run.last, last), tier)
+        else:
+            promoted.append(PromotedRun(first, last, tier))
+
+    def retire(self) -> None:
+        """Release the engine's object. Counts continue while stores of this request are open."""
+        request = self.request
+        self.request = self.keys.request = FinishedRequest(
+            request.request_id,
+            tuple(request.aliases),
+            request.num_prompt_tokens,
+            request.num_tokens,
+            request.tenant,
+            request.lora,
+        )
+        self.phase = RequestPhase.FINISHED
+        self.block_ids = ()
+        self.load.misses = None
+        self.tiers.promoted = []
+
+    def view(self) -> RequestView:
+        """Return a view whose counts continue to change."""
+        request = self.request
+        return RequestView(
+            sequence=self.sequence,
+            request_id=request.request_id,
+            aliases=tuple(request.aliases),
+            phase=self.phase,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_tokens - request.num_prompt_tokens,
+            tenant=request.tenant,
+            lora=request.lora,
+            policy=self.policy,
+            prompt_tokens=self.prefill.prompt_tokens,
+            missed_tokens=self.prefill.missed_tokens,
+            evicted_between_s=self.prefill.evicted_between_s,
+            store=self.store,
+        )
+
+
+def subject_of(request: EngineRequest, origin: RequestIdentity) -> RuleSubject:
+    """Return the properties of a request that rules match. Not every engine knows priorities."""
+    return RuleSubject(origin, request.num_prompt_tokens, getattr(request, "priority", None))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as operators see it, detached from the engine. `sequence` increases with each announcement.
+
+    Finished requests are kept in this form, in at most 4 KiB each: long texts are shortened.
+    """
+
+    sequence: int
+    request_id: str
+    aliases: tuple[str, ...]
+    phase: RequestPhase
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tenant: str | None
+    lora: str | None
+    policy: EffectivePolicy
+    prompt_tokens: PromptTokens
+    missed_tokens: MissedTokens
+    evicted_between_s: tuple[float, float] | None
+    store: StoreCounts
+
+    def copy(self) -> RequestView:
+        """Copy the counts."""
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens.copy(),
+            missed_tokens=self.missed_tokens.copy(),
+            store=self.store.copy(),
+        )
+
+    def bounded(self) -> RequestView:
+        """Return the view with long texts shortened."""
+        policy = self.policy.policy
+        if policy.tiers is not None:
+            policy = replace(policy, tiers=tuple(map(shorten, policy.tiers[:_MAX_NAMES])))
+        return replace(
+            self,
+            request_id=shorten(self.request_id),
+            aliases=tuple(map(shorten, self.aliases[-_MAX_ALIASES:])),
+            tenant=None if self.tenant is None else shorten(self.tenant),
+            lora=None if self.lora is None else shorten(self.lora),
+            policy=replace(self.policy, policy=policy),
+        )
+
+
+def shorten(text: str) -> str:
+    """Replace the end of a long text by a digest of the text."""
+    if len(text) <= _MAX_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGEST_CHARS]
+    return f"{text[: _MAX_CHARS - _DIGEST_CHARS - 1]}~{digest}"
+
+
+class RequestTable:
+    """Live requests by id, and views of the latest finished ones. Requires: manager lock held, with exceptions."""
+
+    def __init__(self, num_recent: int, policies: PolicyResolver, lock: RLock) -> None:
+        self.live: dict[str, RequestState] = {}
+        self._policies = policies
+        self._lock = lock
+        self._num_recent = num_recent
+        self._recent: dict[int, RequestView] = {}
+        # By sequence: a request keeps its place when it finishes.
+        self._known: dict[int, RequestState | RequestView] = {}
+        self._last_sequence = 0
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self.live.values())
+
+    def all_known(self) -> list[RequestState | RequestView]:
+        """Return the live requests and the recent ones."""
+        return list(self._known.values())
+
+    def next_sequence(self) -> int:
+        """Return the number of the next announcement."""
+        self._last_sequence += 1
+        return self._last_sequence
+
+    def add(self, state: RequestState) -> None:
+        """Add a live request."""
+        self.live[state.request.request_id] = state
+        self._known[state.sequence] = state
+
+    def retire(self, state: RequestState) -> None:
+        """Move a live request to the recent ones. If this raises, the request stays live and can be finished again."""
+        state.retire()
+        view = state.view().bounded()
+        del self.live[state.request.request_id]
+        self._known[state.sequence] = self._recent[state.sequence] = view
+        if len(self._recent) > self._num_recent:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest], self._known[oldest]
+
+    def some(self, sequences: Iterable[int]) -> list[RequestState | RequestView]:
+        """Return those of these requests that are still known, in this order."""
+        return [found for sequence in sequences if (found := self._known.get(sequence)) is not None]
+
+    def page(self, after: int | None, limit: int, now_s: float) -> list[RequestView]:
+        """Return views of live and recent requests, latest first; `after` is the last sequence of the previous page.
+
+        Thread: any; acquires the manager lock, as `find` does.
+        """
+        with self._lock:
+            sequences = list(self._known)
+        end = len(sequences) if after is None else bisect_left(sequences, after)
+        views: list[RequestView] = []
+        while end > 0 and len(views) < limit:
+            start = max(end - min(limit - len(views), _VIEW_BATCH), 0)
+            with self._lock:
+                views += [self._view(found, now_s) for found in self.some(reversed(sequences[start:end]))]
+            end = start
+        return views
+
+    def find(self, request_id: str, now_s: float) -> RequestView | None:
+        """Return a view of the latest request with this id or alias; live requests and exact ids come first."""
+        with self._lock:
+            found = self._find(request_id)
+            return None if found is None else self._view(found, now_s)
+
+    def _view(self, found: RequestState | RequestView, now_s: float) -> RequestView:
+        """Copy a request. A finished request keeps its last policy."""
+        if isinstance(found, RequestView):
+            return found.copy()
+        found.update_policy(self._policies, now_s)
+        return found.view().copy()
+
+    def _find(self, request_id: str) -> RequestState | RequestView | None:
+        exact = self.live.get(request_id)
+        if exact is not None:
+            return exact
+        for state in reversed(self.live.values()):
+            if request_id in state.request.aliases:
+                return state
+        short = shorten(request_id)
+        recent = list(reversed(self._recent.values()))
+        named = [view for view in recent if view.request_id == short]
+        return next(iter(named or [view for view in recent if short in view.aliases]), None)

@@ -1,0 +1,129 @@
+"""Resets by operators, at any time: of all blocks, of the blocks of matching origins, or of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.jobs import JobTable
+from kvferry.core.scheduler.lazy import LazyPlanner
+from kvferry.core.scheduler.stores import StoreJobs
+from kvferry.core.scheduler.tiering import Tiering
+from kvferry.core.tiers.base import HOST, TierResetResult
+from kvferry.core.tiers.client import TierClient
+from kvferry.core.transfers import NO_SLOTS, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class ResetTicket:
+    """Immediate effect of a reset on the pool, and the transfers in `job_ids` that it waits for.
+
+    `epoch` is the pool's epoch after the reset; only a reset of the whole pool raises it. `tiers` are the tickets of
+    the tiers' resets, which are among `job_ids` too.
+    """
+
+    epoch: int
+    dropped_blocks: int
+    dropped_bytes: int
+    job_ids: tuple[int, ...]
+    tiers: Mapping[str, int] = field(default_factory=dict)
+
+
+class Resets:
+    """Resets of the pool and the tiers. Thread: any; each method acquires the manager lock."""
+
+    def __init__(
+        self, manager: OffloadManager, jobs: JobTable, stores: StoreJobs, lazy: LazyPlanner, tiers: Tiering
+    ) -> None:
+        self._manager = manager
+        self._jobs = jobs
+        self._stores = stores
+        self._lazy = lazy
+        self._tiers = tiers
+
+    def reset(
+        self, now_s: float, match: RequestFilter | None = None, places: Sequence[str] | None = None
+    ) -> ResetTicket:
+        """Drop all blocks, or those of matching origins; stores of such blocks in flight are not published.
+
+        The cost of a whole reset is bounded by the open jobs. A reset by origin examines every slot in batches, between
+        which the lock is released, so it must not run on the engine thread.
+
+        Args:
+            now_s: The time.
+            match: The origins; None for all blocks.
+            places: Names of the tiers to reset, `HOST` for the pool; None for all.
+
+        Returns:
+            A ticket, with which `tier_results` finds what the tiers dropped.
+
+        Raises:
+            ValueError: A place is unknown.
+        """
+        manager, cascades = self._manager, self._tiers.cascades
+        of_pool = places is None or HOST in places
+        clients = self._tiers.named(None if places is None else [name for name in places if name != HOST])
+        try:
+            if not of_pool or match is None:
+                return self._reset(now_s, match, clients, of_pool)
+            with manager.lock:
+                cascades.resets.append(match)
+            try:
+                return self._reset(now_s, match, clients, of_pool)
+            finally:
+                with manager.lock:
+                    cascades.resets.remove(match)
+        except BaseException:
+            # Affected blocks must not be found again: the recovery drops all blocks.
+            manager.changing.is_torn |= of_pool
+            raise
+
+    def _reset(
+        self, now_s: float, match: RequestFilter | None, clients: Sequence[TierClient], of_pool: bool
+    ) -> ResetTicket:
+        manager, tiers = self._manager, self._tiers
+        dropped = 0
+        with manager.lock:
+            job_ids = tiers.open_transfers()
+            tickets = tiers.reset(clients, match, of_pool, now_s)
+            job_ids += tickets.values()
+            if of_pool and match is None:
+                job_ids += [job.job.job_id for job in self._jobs]
+                dropped = manager.reset(self.filled_slots(), now_s)
+                self._stores.reset()
+                self._lazy.reset()
+            elif of_pool and match is not None:
+                job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
+            epoch = manager.epoch
+        if of_pool and match is not None:
+            next_slot: int | None = 0
+            while next_slot is not None:
+                count, next_slot = manager.drop_matching(match.matches, next_slot, now_s)
+                dropped += count
+        return ResetTicket(epoch, dropped, dropped * manager.slot_bytes, tuple(job_ids), tickets)
+
+    def tier_results(self, ticket: ResetTicket) -> dict[str, TierResetResult]:
+        """Return what the tiers dropped whose resets have ended."""
+        with self._manager.lock:
+            return self._tiers.reset_results(ticket.tiers)
+
+    def count_open(self, ticket: ResetTicket) -> int:
+        """Count the transfers and tier resets of a ticket that have not ended."""
+        with self._manager.lock:
+            return self._jobs.count_open(ticket.job_ids) + self._tiers.count_open(ticket.job_ids)
+
+    def drop_block(self, key: Key, now_s: float) -> bool:
+        """Drop one block from the pool and the tiers; return False if the pool does not have it."""
+        with self._manager.lock:
+            self._tiers.drop(key)
+            return self._manager.drop_key(key, now_s)
+
+    def filled_slots(self) -> Slots:
+        """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""
+        filled = [job.slots for job in self._jobs if job.is_store] + self._stores.touched_slots()
+        filled += self._tiers.promotions.touched_slots()
+        return np.concatenate(filled) if filled else NO_SLOTS

@@ -1,0 +1,553 @@
+"""The offload scheduler: decides which blocks are stored and loaded for which request, one engine step at a time.
+
+It mirrors an engine's own scheduler and is engine-neutral. For each request the engine calls, in this order:
+`on_new_request`, `match` (any number of times), `commit`, every step `plan_step` and `on_transfers_finished`, on
+preemption `on_preempted` (after which it matches and commits again), and finally `on_request_finished`, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
+from kvferry.core.groups import GroupLayout
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_request_fields
+from kvferry.core.pool.events import RequestEnd
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.eager import EagerPlanner, StorePlanner
+from kvferry.core.scheduler.inflight import InflightPrefixes
+from kvferry.core.scheduler.jobs import JobTable
+from kvferry.core.scheduler.lazy import LazyPlanner
+from kvferry.core.scheduler.loads import Hit, Later, LoadPlanner, MatchResult, Miss
+from kvferry.core.scheduler.lookup import PrefixLookup, RequestKeys
+from kvferry.core.scheduler.requests import (
+    GroupProgress,
+    RequestPhase,
+    RequestState,
+    RequestTable,
+    StoreProgress,
+    subject_of,
+)
+from kvferry.core.scheduler.resets import Resets
+from kvferry.core.scheduler.stores import StoreJobs
+from kvferry.core.scheduler.tiering import Tiering
+from kvferry.core.stats import MissCause, MissedTokens, Misses, PromptTokens, RequestCounts, Snapshot, by_direction
+from kvferry.core.tiers.base import Tier
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+
+__all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "SchedulerOptions"]
+
+_log = logging.getLogger(__name__)
+
+_WARN_EVERY_S = 60.0
+_MIN_MEASURED_TOKENS = 16
+"""Steps with fewer prefill tokens are not used to measure the rate of computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Options of a scheduler.
+
+    `request_fields` are the policy fields that `kv_transfer_params` may set. `null_block` stands in a block table where
+    there is no block. In lazy mode `watermark_blocks` at the head of the device's free queue are kept stored: as many
+    as a step may take.
+    """
+
+    request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT
+    num_workers: int = 1
+    num_recent_requests: int = 1000
+    null_block: int = -1
+    store_mode: StoreMode = StoreMode.EAGER
+    watermark_blocks: int = 64
+
+
+class OffloadScheduler:
+    """Decides stores and loads for an engine. Every method acquires the manager lock.
+
+    The hooks are called on the engine thread, methods for operators on any thread.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        policies: PolicyResolver,
+        device: DeviceView,
+        layout: GroupLayout,
+        options: SchedulerOptions | None = None,
+        *,
+        choice: LoadOrCompute | None = None,
+        tiers: Mapping[str, Tier] | None = None,
+    ) -> None:
+        """`tiers` are those below the pool by name, the fastest first; the caller closes them after `tiers.close`.
+
+        Raises `ValueError` if the manager's slots are too small for the layout.
+        """
+        if layout.slot_bytes > manager.slot_bytes:
+            raise ValueError(
+                f"a slot of this layout takes {layout.slot_bytes:,} bytes, the pool's {manager.slot_bytes:,}"
+            )
+        options = options or SchedulerOptions()
+        null_block = options.null_block
+        self.manager = manager
+        self.layout = layout
+        self.choice = choice = choice or LoadOrCompute()
+        self.policies = policies
+        self._request_fields = tuple(options.request_fields)
+        self.requests = RequestTable(options.num_recent_requests, policies, manager.lock)
+        self._jobs = JobTable(options.num_workers, device)
+        lookup = PrefixLookup(manager, layout, device)
+        inflight = InflightPrefixes(layout, lookup, choice)
+        self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
+        self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades if tiers else None)
+        self._eager = EagerPlanner(manager, self._stores, layout, null_block)
+        self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
+        promotions = self.tiers.promotions if tiers else None
+        self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, promotions)
+        self.resets = Resets(manager, self._jobs, self._stores, self._lazy, self.tiers)
+        self._counts = RequestCounts()
+        prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
+        self._prefills = Prefills(layout, choice, prompt_tokens)
+        self._transfers = by_direction()
+        self._live = Snapshot(
+            epoch=0,
+            pool=manager.live_counts(),
+            requests=self._counts,
+            prompt_tokens=prompt_tokens,
+            store=self._stores.counts,
+            load=self._loads.counts,
+            evictions=manager.evictions,
+            missed_tokens=self._prefills.missed_tokens,
+            open_jobs=0,
+            transfers=self._transfers,
+        )
+        self._last_warned_s: dict[str, float] = {}
+        self._num_taken_blocks = 0
+        self._planner: StorePlanner = self._eager
+        self.set_store_mode(options.store_mode)
+
+    # --- engine hooks ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        """Announce a request and resolve its policy. An id may be announced again after its request has finished."""
+        patch, ignored = parse_request_fields(request.kv_transfer_params, self._request_fields)
+        with self.manager.lock:
+            origin = RequestIdentity(request.request_id, request.tenant, request.lora, tuple(request.aliases))
+            state = RequestState(
+                sequence=self.requests.next_sequence(),
+                request=request,
+                keys=RequestKeys(request, self.layout.groups),
+                origin=origin,
+                patch=patch,
+                policy=self.policies.settle(subject_of(request, origin), patch, now_s),
+                policy_version=self.policies.version,
+                storing=StoreProgress(tuple(GroupProgress(group) for group in self.layout.groups)),
+            )
+            unfinished = self.requests.live.get(request.request_id)
+            if unfinished is not None:
+                # The engine forgot it, so the contents of its blocks are unknown: none of them is stored.
+                unfinished.num_computed_tokens = 0
+                self._finish(request.request_id, now_s)
+            self.tiers.announce(state)
+            self.requests.add(state)
+            self._counts.seen += 1
+            self._counts.running += 1
+            to_warn = [one for one in ignored if self._may_warn(one.name, now_s)]
+        for one in to_warn:
+            text = "kv_transfer_params.%s=%s of request %s was ignored: it has the wrong type or is out of range"
+            _log.warning(text, one.name, one.value, request.request_id)
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> MatchResult:
+        """Return how many tokens after the first `num_computed_tokens` can be loaded.
+
+        A hit is pinned until `commit`; another call replaces the pin. A hit ends before the last token of the request,
+        which is always computed. An unknown request, or one that is loading, misses. While another request loads this
+        prefix the result is `Later`, for at most as long as computing it would take.
+        """
+        # Only the engine thread adds requests and keys. For a long prompt, making keys takes longer than finding them.
+        state = self.requests.live.get(request_id)
+        if state is not None:
+            state.keys.extend_loadable()
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            if state is None or state.phase is RequestPhase.LOADING:
+                return Miss()
+            self._update_policy(state, now_s)
+            return self._loads.match(state, num_computed_tokens)
+
+    def boundary(self, request_id: str) -> int:
+        """Return where, by the latest `match`, a request leaves the prefixes of others, in tokens; 0 if nowhere.
+
+        The window or state there is missing, and is stored if the engine has it when it has computed that far.
+        """
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            return 0 if state is None else state.load.boundary_tokens
+
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
+        """Load the first `num_loaded_tokens` tokens of the hit into the request's allocated blocks.
+
+        `block_ids` are the request's whole tables. With tokens to load, the request has to wait for its `LoadOutcome`.
+        A load that is no longer possible, or does not consist of whole blocks of the hit, is a failed load. A second
+        call for the same match only updates the tables.
+        """
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            if state is None:
+                return
+            matched = state.load.matched_tokens
+            if matched is not None:
+                state.num_blocks = sum(matched // group.spec.block_size for group in self.layout.groups)
+            self._update_tables(state, block_ids)
+            self._loads.commit(state, num_loaded_tokens, now_s)
+
+    def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+        """Return the transfers to start with this step, after which the requests are as far as `progress` says.
+
+        Called every step, also without requests, after the engine has allocated the step's blocks. The blocks of the
+        plan are held until their job ends, except those that are copied ahead of the step.
+        """
+        with self.manager.lock:
+            if self._jobs.orphans:
+                self._jobs.release_orphans()
+            self._expire(now_s)
+            prefills, planner = self._prefills, self._planner
+            if prefills.planned or prefills.last_step is not None:
+                prefills.end_step(now_s)
+            if self._stores.parts:
+                self._stores.end_disowned(now_s)
+            # Before the tables below are updated: the contents of reused blocks were recorded by earlier steps.
+            self._lazy.store_reused(now_s)
+            num_prefill_tokens = num_tokens = 0
+            for step in progress:
+                state = self.requests.live.get(step.request_id)
+                if state is None or state.phase is RequestPhase.LOADING:
+                    continue
+                new_tokens = step.num_computed_tokens - state.num_computed_tokens
+                num_tokens += new_tokens
+                state.phase = RequestPhase.RUNNING
+                self._update_tables(state, step.block_ids)
+                state.num_computed_tokens = step.num_computed_tokens
+                if not state.prefill.counted:
+                    num_prefill_tokens += new_tokens
+                    if step.num_computed_tokens >= state.request.num_prompt_tokens:
+                        state.prefill.planned = True
+                        prefills.planned.append(state)
+                planner.record_parts(state)
+                if planner.has_undecided(state):
+                    self._update_policy(state, now_s)
+                    planner.plan_step(state)
+            prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
+            if self._stores.reorderings:
+                self._stores.continue_reordering()
+            self._lazy.walk(self._num_taken_blocks, now_s)
+            self._num_taken_blocks = 0
+            loads = self._loads.take_jobs() if self._loads.pending else []
+            stores, ahead = self._stores.take_jobs(now_s) if self._stores.parts else ([], [])
+            plan = StepPlan(loads, stores, ahead)
+            self._jobs.mark_sent(plan)
+            return plan
+
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
+        """Store nothing of these requests from now on, since the compute of a step failed.
+
+        The engine also reports the step's store jobs as failed.
+        """
+        with self.manager.lock:
+            self._prefills.cancel_step()
+            found = (self.requests.live.get(request_id) for request_id in request_ids)
+            failed = [state for state in found if state is not None]
+            for state in failed:
+                state.num_computed_tokens = 0
+                state.prefill.planned = False
+            self._stores.end_failed(failed, now_s)
+            self._lazy.forget_hidden()
+
+    def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
+        """Process the workers' reports, and return the outcomes of loads that ended. Called every step."""
+        errors: list[str] = []
+        has_tiers = bool(self.tiers.clients)
+        if has_tiers:
+            self.tiers.fetch()
+        with self.manager.lock:
+            for result in results:
+                self._jobs.report(result)
+            if self._jobs.orphans:
+                self._jobs.release_orphans()
+            if has_tiers:
+                self.tiers.process_results(now_s)
+            if self._loads.lost:
+                self._loads.end_lost()
+            for ended in self._jobs.take_ended():
+                if ended.is_store:
+                    self._stores.end(ended, now_s)
+                else:
+                    self._loads.end(ended, now_s)
+                direction = ended.job.direction
+                if not ended.errors:
+                    self._transfers[direction] = self._transfers[direction].counting(ended.num_bytes, ended.seconds)
+                elif self._may_warn(f"{direction} failed", now_s):
+                    errors.append(f"{direction} job {ended.job.job_id}: {ended.errors[0]}")
+        if has_tiers:
+            self.tiers.log_warnings()
+        for error in errors:
+            _log.error("%s; its blocks are dropped and will be recomputed", error)
+        with self.manager.lock:
+            return self._loads.take_outcomes()
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        """Forget the device blocks of a request. Decisions about stores stand; open transfers keep their holds."""
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            if state is None:
+                return
+            self._counts.preempted += 1
+            self._prefills.count(state)
+            if state.phase is RequestPhase.RUNNING:
+                self._planner.record_lost(state)
+            state.block_ids = ()
+            state.num_blocks = state.num_computed_tokens = 0
+            for progress in state.storing.groups:
+                progress.recorded = 0
+            self._loads.restart(state)
+            state.phase = RequestPhase.WAITING
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        """Finish a request, for whatever reason. Called before its blocks are freed: full blocks are stored."""
+        with self.manager.lock:
+            self._finish(request_id, now_s)
+
+    def is_loading(self, request_id: str) -> bool:
+        """Return whether a request waits for the outcome of its load."""
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            return state is not None and state.phase is RequestPhase.LOADING
+
+    def has_open_work(self) -> bool:
+        """Return whether transfers are open or waiting to be planned, so that an idle engine has to keep stepping."""
+        with self.manager.lock:
+            stores, loads, jobs = self._stores, self._loads, self._jobs
+            is_pending = stores.parts or stores.reorderings or loads.lost or loads.outcomes or jobs.orphans
+            return bool(is_pending) or len(jobs) > 0
+
+    def abandon_all(self, now_s: float, last_sent: int | None = None) -> list[Exception]:
+        """Return to a consistent state after an exception in any method, however incomplete its changes are.
+
+        Stores in flight are not published, and hits are forgotten. Blocks in the pool stay, unless the exception
+        interrupted a change of the pool: then all are dropped. Jobs that the engine received stay open and keep their
+        slots and device blocks until they are reported. Loads fail: the outcomes of those that the engine did not
+        receive are returned by the next `on_transfers_finished`. Requests miss until the engine reports their blocks
+        again, and tiers receive nothing more of them. Device blocks of no open job are released in the engine's next
+        call of `plan_step` or `on_transfers_finished`. Thread: any.
+
+        Args:
+            now_s: The time.
+            last_sent: The engine received no job with a number above this; None: it received each job of a plan.
+
+        Returns:
+            Further exceptions, which did not prevent the recovery.
+        """
+        with self.manager.lock:
+            dropped = self._jobs.drop_unsent(last_sent)
+            live, known = list(self.requests), self.requests.all_known()
+            self._loads.abandon(dropped, live)
+            self._stores.abandon(known)
+            self._lazy.abandon()
+            self.tiers.abandon()
+            self._prefills.reset()
+            for state in live:
+                state.forget_progress()
+            self._counts.running = len(live)
+            self._jobs.retain_holds()
+            loads = [job.pin for job in self._jobs if job.pin is not None]
+            return self.manager.recover(self.resets.filled_slots(), loads, now_s)
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def tier_hit(self, request_id: str, num_loaded_tokens: int) -> dict[str, int]:
+        """Return, by tier, how many tokens of the load just committed it brought into the pool for this request."""
+        with self.manager.lock:
+            state = self.requests.live.get(request_id)
+            if state is None:
+                return {}
+            first_token = state.load.device_tokens
+            return self._prefills.tier_hit(state, first_token, first_token + num_loaded_tokens)
+
+    def snapshot(self) -> Snapshot:
+        """Return a consistent copy of all counters."""
+        self.tiers.fetch_counts()
+        with self.manager.lock:
+            return self.live().copy()
+
+    def live(self) -> Snapshot:
+        """Return the counters themselves, which continue to change. Requires: manager lock held.
+
+        Those of tiers are as of the latest `tiers.fetch_counts`, which must be called before, without the lock.
+        """
+        live = self._live
+        live.epoch = self.manager.epoch
+        live.pool = self.manager.live_counts()
+        live.requests.waiting_for_load = self._loads.num_waiting
+        live.open_jobs = len(self._jobs)
+        if self.tiers.clients:
+            live.tiers = self.tiers.stats()
+        return live
+
+    def expire(self, now_s: float) -> None:
+        """Remove what has expired (overrides, pins, jobs of tiers) as every step does, for an idle engine."""
+        with self.manager.lock:
+            self._expire(now_s)
+        self.tiers.poll(now_s)
+
+    def overdue_jobs(self, now_s: float, limit_s: float) -> int:
+        """Count the jobs open for longer than `limit_s`; they keep their blocks, because no device copy times out."""
+        with self.manager.lock:
+            return sum(now_s - job.opened_s > limit_s for job in self._jobs)
+
+    @property
+    def store_mode(self) -> StoreMode:
+        """When blocks are submitted."""
+        return StoreMode.LAZY if self._planner is self._lazy else StoreMode.EAGER
+
+    def set_store_mode(self, mode: StoreMode) -> None:
+        """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""
+        with self.manager.lock:
+            is_lazy = mode is StoreMode.LAZY
+            self._planner = self._lazy if is_lazy else self._eager
+            self.manager.evictor.residency = self._lazy.residency if is_lazy else None
+
+    # --- internals ------------------------------------------------------------------------------------------------
+
+    def _expire(self, now_s: float) -> None:
+        self.policies.expire(now_s)
+        self.manager.operator_pins.expire(now_s)
+
+    def _update_policy(self, state: RequestState, now_s: float) -> None:
+        state.now_s = now_s
+        if state.policy_version != self.policies.version:
+            state.update_policy(self.policies, now_s)
+
+    def _update_tables(self, state: RequestState, block_ids: BlockTables) -> None:
+        """Replace a request's tables, and count the device blocks that they have grown by."""
+        num_blocks = sum(map(len, block_ids))
+        self._num_taken_blocks += max(num_blocks - state.num_blocks, 0)
+        state.block_ids, state.num_blocks = block_ids, num_blocks
+
+    def _finish(self, request_id: str, now_s: float) -> None:
+        state = self.requests.live.get(request_id)
+        if state is None:
+            return
+        try:
+            self._prefills.count(state)
+            if state.phase is RequestPhase.RUNNING:
+                self._update_policy(state, now_s)
+                self._planner.plan_rest(state)
+            self._loads.detach(state)
+        finally:
+            # Must end even after an exception, because the engine finishes a request only once.
+            self._retire(state, now_s)
+
+    def _retire(self, state: RequestState, now_s: float) -> None:
+        self.requests.retire(state)
+        self._counts.running -= 1
+        self._counts.finished += 1
+        if state.tiers.session is not None:
+            state.tiers.session.release()
+        request = state.request
+        num_output_tokens = request.num_tokens - request.num_prompt_tokens
+        tokens = state.prefill.prompt_tokens.copy()
+        end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
+        self.manager.sink.request_ended(end)
+
+    def _may_warn(self, subject: str, now_s: float) -> bool:
+        """Return whether a minute has passed since the last warning about a subject."""
+        if now_s - self._last_warned_s.get(subject, -_WARN_EVERY_S) < _WARN_EVERY_S:
+            return False
+        self._last_warned_s[subject] = now_s
+        return True
+
+
+class Prefills:
+    """Counts the source of each prompt's tokens once, and measures the rate of computing. Requires: manager lock held.
+
+    An engine plans a step after it has computed the previous one, so a planned prefill is done at the next step.
+    """
+
+    def __init__(self, layout: GroupLayout, choice: LoadOrCompute, prompt_tokens: PromptTokens) -> None:
+        """`prompt_tokens` are the counts of all requests together; `choice` receives the measured rate."""
+        self.prompt_tokens = prompt_tokens
+        self.missed_tokens = MissedTokens()
+        self.planned: list[RequestState] = []
+        """Requests whose prompt ends with the step that is being planned."""
+        self.last_step: tuple[float, int] | None = None
+        """Start and number of tokens of the previous step, if it is to be measured."""
+        self._layout = layout
+        self._choice = choice
+        self._skips_step = False
+
+    def begin_step(self, num_prefill_tokens: int, num_tokens: int, now_s: float) -> None:
+        """Start to measure a step if most of its tokens are prefill."""
+        skips, self._skips_step = self._skips_step, False
+        if not skips and num_prefill_tokens >= max(_MIN_MEASURED_TOKENS, num_tokens // 2):
+            self.last_step = (now_s, num_tokens)
+
+    def end_step(self, now_s: float) -> None:
+        """Count the prompts that ended with the previous step, and measure that step."""
+        for state in self.planned:
+            self.count(state)
+        self.planned.clear()
+        if self.last_step is not None:
+            then_s, num_tokens = self.last_step
+            self._choice.tokens_rate.observe(num_tokens, now_s - then_s)
+            self.last_step = None
+
+    def cancel_step(self) -> None:
+        """Do not measure the previous step, which failed."""
+        self.last_step = None
+
+    def reset(self) -> None:
+        """Measure neither the previous step nor the next one, in which all reported tokens count as new."""
+        self.last_step = None
+        self._skips_step = True
+
+    def count(self, state: RequestState) -> None:
+        """Count the prompt of a request once, if all of it was computed or loaded."""
+        if not state.prefill.planned or state.prefill.counted:
+            return
+        total = state.request.num_prompt_tokens
+        device_hit = min(state.load.device_tokens, total)
+        loaded = min(state.load.loaded_tokens, total - device_hit)
+        served = device_hit + loaded
+        tier_hit = self.tier_hit(state, device_hit, served)
+        host_hit = loaded - sum(tier_hit.values())
+        unused = MissCause.DECLINED if state.policy.policy.load else MissCause.LOAD_DISABLED
+        lost_cause = MissCause.LOAD_FAILED if state.load.failed else unused
+        # Nothing below may raise, or some counts would be missing.
+        state.prefill.counted = True
+        for counts in (self.prompt_tokens, state.prefill.prompt_tokens):
+            counts.total += total
+            counts.device_hit += device_hit
+            counts.host_hit += host_hit
+            counts.recomputed += total - served
+            for name, count in tier_hit.items():
+                counts.tier_hit[name] = counts.tier_hit.get(name, 0) + count
+        misses = state.load.misses or Misses.unexamined(total)
+        misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
+        state.prefill.evicted_between_s = misses.evicted_between_s
+        state.tiers.promoted = []
+
+    def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
+        """Return, by tier, how many of these loaded tokens it brought into the pool for this request."""
+        if not state.tiers.promoted:
+            return {}
+        step = self._layout.alignment_tokens
+        hits: dict[str, int] = {}
+        tiers = {piece: run.tier for run in state.tiers.promoted for piece in range(run.first, run.last + 1)}
+        for start in range(first_token // step * step, end_token, step):
+            name = tiers.get(start // step)
+            if name is not None:
+                hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)
+        return hits

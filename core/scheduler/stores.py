@@ -1,0 +1,375 @@
+"""Store jobs: reserve slots for candidates of the store planners, copy them, and publish or free the slots."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import merge
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.groups import Group, GroupLayout
+from kvferry.core.keys import Key, Prefix, RequestFilter
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.cascades import Cascades
+from kvferry.core.scheduler.jobs import JobTable, OpenJob, StorePart
+from kvferry.core.scheduler.lookup import RequestKeys
+from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView
+from kvferry.core.stats import NotStored, SkipReason, StoreCounts
+from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
+
+_REORDER_SHARE = 16
+"""A request's blocks are reordered when 1/16 of them is new, and at its end, which bounds the cost."""
+_REORDER_SLOTS = 1000
+"""Slots of one request reordered under one hold of the manager lock."""
+_MAX_REORDERINGS = 64
+"""Long requests that wait to be reordered; beyond that, the oldest keep their order."""
+
+
+@dataclass(slots=True)
+class _Reordering:
+    """A long request to be reordered from `end_token` down to its start, and then again from `again_token`."""
+
+    keys: RequestKeys
+    end_token: int
+    again_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCandidate:
+    """Slots of one request and group that can be read now, in ascending order of their `numbers` in the request.
+
+    `block_ids` has the device blocks of all slots, one after another. If `leaving`, the blocks are about to be reused;
+    if `ahead`, the current step overwrites them and they are copied before its compute. Keys in `protected` are not
+    evicted for the candidate. `others` are requests with the same blocks whose policies allow more tiers.
+    """
+
+    request: RequestState
+    group: Group
+    numbers: NDArray[np.int64]
+    keys: Sequence[Key]
+    block_ids: Sequence[int]
+    priority_class: int
+    leaving: bool = False
+    ahead: bool = False
+    protected: frozenset[Key] = frozenset()
+    others: Sequence[RequestState] = ()
+
+    @property
+    def requests(self) -> tuple[RequestState, ...]:
+        """All requests whose tiers receive the blocks."""
+        return (self.request, *self.others)
+
+
+class StoreJobs:
+    """Reserves slots for candidates, makes store jobs and publishes or frees the slots. Requires: manager lock held.
+
+    Thread: engine, except `disown` and `reset`.
+    """
+
+    def __init__(self, manager: OffloadManager, jobs: JobTable, layout: GroupLayout, cascades: Cascades | None) -> None:
+        """`cascades` is None without tiers."""
+        self.counts = StoreCounts()
+        self.storing: dict[int, StorePart] = {}
+        """The store in flight of each device block."""
+        self.num_leaving = 0
+        """Device blocks in flight that were stored because they are about to be reused."""
+        self.num_returned = 0
+        """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
+        self.cascades = cascades
+        self._manager = manager
+        self._jobs = jobs
+        self._layout = layout
+        self.parts: list[StorePart] = []
+        """Parts that are in no job yet."""
+        self.reorderings: deque[_Reordering] = deque(maxlen=_MAX_REORDERINGS)
+        """Long requests that `continue_reordering` puts in order."""
+
+    def submit(self, candidate: StoreCandidate, now_s: float) -> int:
+        """Reserve slots for those blocks that are not in the pool; return how many slots of the candidate are decided.
+
+        The slots after those found no space.
+        """
+        state, group, keys = candidate.request, candidate.group, candidate.keys
+        answered = {each.group.index: each.answered for each in state.storing.groups}
+        prefix = Prefix({i: (state.keys.by_group[i], count) for i, count in answered.items()}, candidate.protected)
+        offer = self._manager.prepare_store(
+            keys,
+            state.origin,
+            candidate.numbers,
+            candidate.priority_class,
+            now_s,
+            prefix=prefix,
+            size_bytes=group.slot_bytes,
+        )
+        num_present = offer.num_answered - len(offer.slots) - len(offer.held_back_at)
+        if num_present:
+            self.count_skipped(state, SkipReason.ALREADY_STORED, num_present * group.slot_blocks)
+            if self.cascades is not None and any(map(self.cascades.request_level_tiers, candidate.requests)):
+                absent = {*offer.stored_at.tolist(), *offer.held_back_at.tolist()}
+                present = [keys[i] for i in range(offer.num_answered) if i not in absent]
+                self.cascades.submit_present(candidate.requests, present, now_s)
+        if len(offer.held_back_at):
+            self.skip(state, group, SkipReason.ADMISSION, [keys[i] for i in offer.held_back_at.tolist()])
+        if len(offer.slots):
+            self._begin(candidate, offer.stored_at.tolist(), offer.slots)
+        return offer.num_answered
+
+    def follow(self, state: RequestState, group: Group, numbers: Sequence[int]) -> None:
+        """Cascade these slots of a request, which are stored for other requests, once they are stored."""
+        session = state.tiers.session
+        if self.cascades is None or session is None or not self.cascades.request_level_tiers(state):
+            return
+        size, table = group.slot_blocks, state.block_ids[group.index]
+        for number in numbers:
+            blocks = table[number * size : (number + 1) * size]
+            part = next((self.storing[block] for block in blocks if block in self.storing), None)
+            if part is None:
+                continue
+            if not part.followers or part.followers[-1][0] is not state:
+                session.acquire()
+                part.followers.append((state, []))
+            part.followers[-1][1].append(state.keys.by_group[group.index][number])
+
+    def skip(self, state: RequestState, group: Group, reason: SkipReason, keys: Sequence[Key]) -> None:
+        """Count slots that are not stored, and record the reason for later misses."""
+        self.count_skipped(state, reason, len(keys) * group.slot_blocks)
+        self._manager.history.record_not_stored(keys, NotStored(reason.value))
+
+    def count_skipped(self, state: RequestState, reason: SkipReason, num_blocks: int) -> None:
+        """Count blocks that were offered and are not stored."""
+        if num_blocks:
+            for counts in (self.counts, state.store):
+                counts.offered += num_blocks
+                counts.skipped[reason.value] += num_blocks
+
+    def _begin(self, candidate: StoreCandidate, stored_at: list[int], slots: Slots) -> None:
+        """Hold the device blocks of the reserved slots until their job has ended."""
+        group = candidate.group
+        part = StorePart(
+            request=candidate.request,
+            group=group,
+            epoch=self._manager.epoch,
+            slots=slots,
+            block_ids=blocks_at(candidate.block_ids, stored_at, group.slot_blocks),
+            end_token=(int(candidate.numbers[stored_at[-1]]) + 1) * group.slot_tokens,
+            leaving=candidate.leaving,
+            ahead=candidate.ahead,
+            others=candidate.others,
+        )
+        num_blocks = len(part.block_ids)
+        self.parts.append(part)
+        if not part.ahead:
+            self._jobs.hold(part, part.block_ids)
+            self.storing.update(dict.fromkeys(part.block_ids, part))
+        for state in candidate.requests if self.cascades is not None else ():
+            if state.tiers.session is not None:
+                state.tiers.session.acquire()
+        self.num_leaving += num_blocks if part.leaving else 0
+        for counts in (self.counts, part.request.store):
+            counts.offered += num_blocks
+            counts.in_flight += num_blocks
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+
+    def take_jobs(self, now_s: float) -> tuple[list[TransferJob], list[TransferJob]]:
+        """Return a job for the slots reserved since the last step, if any, and one for those copied ahead of it."""
+        parts, self.parts = self.parts, []
+        jobs: tuple[list[TransferJob], list[TransferJob]] = ([], [])
+        for ahead in (False, True):
+            of_job = [part for part in parts if part.ahead is ahead]
+            if of_job:
+                runs = [run for group in self._layout.groups if (run := _run_of(group, of_job)) is not None]
+                slots = of_job[0].slots if len(of_job) == 1 else np.concatenate([part.slots for part in of_job])
+                labels = self._manager.labels(slots)
+                job = TransferJob(self._jobs.new_id(), Direction.STORE, tuple(runs), labels=labels)
+                self._jobs.open(OpenJob(job, now_s, slots, parts=of_job))
+                jobs[ahead].append(job)
+        return jobs
+
+    def end_disowned(self, now_s: float) -> None:
+        """End the parts that a reset disowned before they were in a job; their blocks may be submitted again."""
+        parts = self.parts
+        self.parts = [part for part in parts if not self._is_disowned(part)]
+        if len(self.parts) < len(parts):
+            for part in parts:
+                if self._is_disowned(part):
+                    self._end_part(part, failed=False, now_s=now_s)
+
+    def end_failed(self, states: Sequence[RequestState], now_s: float) -> None:
+        """End the parts of these requests that are in no job yet: their blocks were not computed."""
+        failed = [part for part in self.parts if any(part.request is state for state in states)]
+        self.parts = [part for part in self.parts if not any(part is one for one in failed)]
+        for part in failed:
+            self._end_part(part, failed=True, now_s=now_s)
+
+    def end(self, ended: OpenJob, now_s: float) -> None:
+        """Publish or free the slots of a job. Its seconds are divided among its requests by their blocks."""
+        num_blocks = sum(len(part.block_ids) for part in ended.parts)
+        for part in ended.parts:
+            self._end_part(part, bool(ended.errors), now_s)
+            part.request.store.seconds += ended.seconds * len(part.block_ids) / num_blocks
+        self.counts.seconds += ended.seconds
+
+    def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
+        group, count, missing = part.group, len(part.block_ids), self._manager.history
+        self._forget_blocks(part)
+        self._jobs.release(part, reuse_first=part.leaving)
+        if part.leaving:
+            self.num_leaving -= count
+            self.num_returned += count
+        disowned = self._is_disowned(part)
+        ok = not failed and not disowned
+        keys = [] if ok and self.cascades is None else self._manager.table.keys[part.slots].tolist()
+        published = 0
+        if ok:
+            is_last = part.request.phase is RequestPhase.FINISHED
+            reorder = is_last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
+            used = self._begin_reordering(part.request.keys, part.end_token) if reorder else ()
+            published = self._manager.complete_store(part.slots, now_s, used) * group.slot_blocks
+        else:
+            if failed and not disowned:
+                missing.record_not_stored(keys, NotStored.FAILED)
+            elif part.epoch == self._manager.epoch:
+                missing.record_not_stored(keys, NotStored.RESET)
+            self._manager.abort_store(part.slots)
+        if self.cascades is not None:
+            self._cascade(self.cascades, part, keys if ok else None, now_s)
+        for counts in (self.counts, part.request.store):
+            counts.in_flight -= count
+            counts.stored += published
+            counts.bytes += published * group.spec.block_bytes
+            if disowned:
+                counts.skipped[SkipReason.RESET.value] += count
+            elif failed:
+                counts.failed += count
+            else:
+                counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
+
+    def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
+        """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
+        states = (part.request, *part.others)
+        if keys is not None:
+            won = self._manager.table.is_ready(part.slots)
+            cascades.submit_stored(states, part.slots[won], now_s)
+            cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
+        for follower, wanted in part.followers:
+            cascades.submit_present((follower,), wanted, now_s)
+        for state in (*states, *(follower for follower, _ in part.followers)):
+            if state.tiers.session is not None:
+                state.tiers.session.release()
+
+    # --- eviction order ---------------------------------------------------------------------------------------------
+
+    def reorder(self, state: RequestState, *, is_last: bool = False) -> None:
+        """Put the decided slots of a request in eviction order, its end first, if enough of them are new."""
+        ordered = state.storing.ordered_tokens
+        decided = max(each.answered * each.group.slot_tokens for each in state.storing.groups)
+        if ordered < decided and (is_last or (decided - ordered) * _REORDER_SHARE >= decided):
+            self._manager.touch(self._begin_reordering(state.keys, decided))
+            state.storing.ordered_tokens = decided
+
+    def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
+        """Return the keys to reorder now; those of a long request are reordered by the next steps instead."""
+        if sum(end_token // group.slot_tokens for group in self._layout.groups) <= _REORDER_SLOTS:
+            return self._in_order(keys, 0, end_token)
+        waiting = next((one for one in self.reorderings if one.keys is keys), None)
+        if waiting is None:
+            self.reorderings.append(_Reordering(keys, end_token))
+        else:
+            waiting.again_token = max(waiting.again_token, end_token)
+        return ()
+
+    def continue_reordering(self) -> None:
+        """Reorder the next part of a long request, from its end to its start: a bounded number of slots."""
+        first, alignment = self.reorderings[0], self._layout.alignment_tokens
+        size = min(group.slot_tokens for group in self._layout.groups)
+        step = max(_REORDER_SLOTS // len(self._layout) * size // alignment, 1)
+        start = max(first.end_token - step * alignment, 0)
+        self._manager.touch(self._in_order(first.keys, start, first.end_token))
+        first.end_token = start
+        if not start:
+            self.reorderings.popleft()
+            if first.again_token:
+                self.reorderings.append(_Reordering(first.keys, first.again_token))
+
+    def _in_order(self, keys: RequestKeys, first_token: int, end_token: int) -> list[Key]:
+        """Return the keys of all groups' slots with an end in (first_token, end_token], by that end."""
+        parts = []
+        for group, of_group in zip(self._layout.groups, keys.by_group, strict=True):
+            size = group.slot_tokens
+            first, end = first_token // size, end_token // size
+            if len(keys.by_group) == 1:
+                return of_group[first:end]
+            parts.append([((i + 1) * size, key) for i, key in enumerate(of_group[first:end], first)])
+        return [key for _, key in merge(*parts)]
+
+    # --- resets and recovery ----------------------------------------------------------------------------------------
+
+    def touched_slots(self) -> list[Slots]:
+        """Return the reserved slots that are in no job yet."""
+        return [part.slots for part in self.parts]
+
+    def disown(self, match: RequestFilter) -> list[int]:
+        """Prevent the publication of stores from matching origins; return the affected jobs."""
+        self._disown_parts(self.parts, match)
+        return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
+
+    def reset(self) -> None:
+        """Begin a new epoch: stores in flight will not be published, and their blocks may be submitted again."""
+        self.storing.clear()
+
+    def abandon(self, requests: Iterable[RequestState | RequestView]) -> None:
+        """Drop all parts that are in no job, disown the others, and set the counts to what the open jobs store."""
+        self.parts = []
+        self.storing = {}
+        self.reorderings.clear()
+        self.num_leaving = self.num_returned = 0
+        in_flight: Counter[int] = Counter()
+        for job in self._jobs:
+            for part in job.parts:
+                part.disowned = True
+                in_flight[id(part.request.store)] += len(part.block_ids)
+                self.num_leaving += len(part.block_ids) if part.leaving else 0
+        for request in requests:
+            request.store.settle(in_flight[id(request.store)])
+        self.counts.settle(in_flight.total())
+
+    def _disown_parts(self, parts: Sequence[StorePart], match: RequestFilter) -> bool:
+        matching = [part for part in parts if match.matches(part.request.origin)]
+        for part in matching:
+            part.disowned = True
+            self._manager.invalidate(part.slots)
+            self._forget_blocks(part)
+        return bool(matching)
+
+    def _is_disowned(self, part: StorePart) -> bool:
+        return part.disowned or part.epoch != self._manager.epoch
+
+    def _forget_blocks(self, part: StorePart) -> None:
+        """Remove a part from `storing`, except blocks that were submitted again since a reset."""
+        for block_id in part.block_ids:
+            if self.storing.get(block_id) is part:
+                del self.storing[block_id]
+
+
+def blocks_at(block_ids: Sequence[int], chosen: Sequence[int], slot_blocks: int) -> list[int]:
+    """Return the device blocks of the slots at these indices."""
+    if slot_blocks == 1:
+        return [block_ids[i] for i in chosen]
+    return [block for i in chosen for block in block_ids[i * slot_blocks : (i + 1) * slot_blocks]]
+
+
+def _run_of(group: Group, parts: Sequence[StorePart]) -> BlockRun | None:
+    """Return the copies of one group in these parts."""
+    mine = [part for part in parts if part.group is group]
+    if not mine:
+        return None
+    slots = mine[0].slots if len(mine) == 1 else np.concatenate([part.slots for part in mine])
+    block_ids = np.array([block_id for part in mine for block_id in part.block_ids], dtype=np.int64)
+    if group.slot_blocks == 1:
+        return BlockRun(group.index, block_ids, slots, np.zeros(len(slots), dtype=np.int64))
+    parts_of_slots = np.tile(np.arange(group.slot_blocks), len(slots))
+    return BlockRun(group.index, block_ids, np.repeat(slots, group.slot_blocks), parts_of_slots)

@@ -1,0 +1,183 @@
+"""Tiering: announces requests to the tiers below the pool, processes their results, and forwards resets to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.groups import GroupLayout
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.policy import Level
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.scheduler.cascades import Cascades
+from kvferry.core.scheduler.inflight import InflightPrefixes
+from kvferry.core.scheduler.lookup import PrefixLookup
+from kvferry.core.scheduler.promotions import Promotions
+from kvferry.core.scheduler.requests import RequestState
+from kvferry.core.tiers.base import Tier, TierRequest, TierResetResult, TierStats
+from kvferry.core.tiers.client import TierClient, TierInquiry, TierSession
+
+_log = logging.getLogger(__name__)
+
+
+class Tiering:
+    """The tiers below the pool, possibly none. Requires: manager lock held, except where a method acquires it."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        layout: GroupLayout,
+        tiers: Mapping[str, Tier],
+        new_number: Callable[[], int],
+        lookup: PrefixLookup,
+        inflight: InflightPrefixes,
+        choice: LoadOrCompute,
+    ) -> None:
+        """`tiers` by name, the fastest first. `choice` has the rates of loading and computing."""
+        self.clients = [TierClient(name, tier, choice, new_number) for name, tier in tiers.items()]
+        self.cascades = Cascades(manager, self.clients, new_number)
+        self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
+        self._lock = manager.lock
+        self._sessions: dict[str, TierSession] = {}
+        self._closed = False
+
+    def announce(self, state: RequestState) -> None:
+        """Announce a request to every tier, after the end of an earlier request with its id."""
+        request = state.request
+        known = self._sessions.get(request.request_id)
+        if known is not None:
+            known.end()
+        if self._closed or not self.clients:
+            return
+        about = TierRequest(
+            request.request_id, request.num_prompt_tokens, request.tenant, request.lora, request.kv_transfer_params
+        )
+        answers = [(client, client.announce(about)) for client in self.clients]
+        announced = [client for client, level in answers if level is not None]
+        request_level = [client for client, level in answers if level is Level.REQUEST]
+        state.tiers.session = TierSession(request.request_id, announced, request_level, self._forget)
+        self._sessions[request.request_id] = state.tiers.session
+
+    def fetch(self) -> None:
+        """Poll the tiers for the next `process_results`. Thread: any, without the manager lock."""
+        for client in self.clients:
+            client.fetch()
+
+    def fetch_counts(self) -> None:
+        """Query the tiers' counters for the next `stats`. Thread: any, without the manager lock."""
+        for client in self.clients:
+            client.fetch_counts()
+
+    def process_results(self, now_s: float) -> None:
+        """Process the fetched results, and cancel jobs that exceeded their time limit."""
+        for client in self.clients:
+            client.poll(now_s)
+
+    # --- resets -----------------------------------------------------------------------------------------------------
+
+    def named(self, names: Sequence[str] | None) -> list[TierClient]:
+        """Return the tiers with these names, or all. Raises `ValueError` for an unknown name."""
+        unknown = [] if names is None else sorted(set(names) - {client.name for client in self.clients})
+        if unknown:
+            raise ValueError(f"there is no tier called {', '.join(unknown)}")
+        return [client for client in self.clients if names is None or client.name in names]
+
+    def reset(
+        self, clients: Sequence[TierClient], match: RequestFilter | None, is_of_pool: bool, now_s: float
+    ) -> dict[str, int]:
+        """Reset tiers, and prevent the publication of affected promotions; return the tickets of the resets.
+
+        If the pool is reset too, affected promotions from all tiers are not published.
+        """
+        self.promotions.reset(match, None if is_of_pool else clients)
+        return {client.name: client.reset(match, now_s) for client in clients}
+
+    def abandon(self) -> None:
+        """End all requests in the tiers, and publish nothing that is in flight."""
+        for session in list(self._sessions.values()):
+            session.end()
+        for client in self.clients:
+            client.retry_resets()
+        self.cascades.abandon()
+        self.promotions.abandon()
+
+    def reset_results(self, tickets: Mapping[str, int]) -> dict[str, TierResetResult]:
+        """Return the results of these resets that have arrived."""
+        named = [client for client in self.clients if client.name in tickets]
+        found = {client.name: client.reset_result(tickets[client.name]) for client in named}
+        return {name: result for name, result in found.items() if result is not None}
+
+    def drop(self, key: Key) -> None:
+        """Drop a key from all tiers and from open promotions."""
+        self.promotions.drop(key)
+        for client in self.clients:
+            client.drop(key)
+
+    def open_transfers(self) -> list[int]:
+        """Return the numbers of the open jobs, without look-ups."""
+        return [job.number for client in self.clients for job in client.open_jobs if len(job.slots)]
+
+    def count_open(self, numbers: Sequence[int]) -> int:
+        """Count those of these jobs and resets that have not ended."""
+        among = set(numbers)
+        num_jobs = sum(job.number in among for client in self.clients for job in client.open_jobs)
+        return num_jobs + sum(reset.ticket in among for client in self.clients for reset in client.open_resets)
+
+    # --- operators: each method acquires the manager lock -----------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tiers, the fastest first."""
+        return tuple(client.name for client in self.clients)
+
+    def poll(self, now_s: float) -> None:
+        """Process results as every step does, for times when the engine is idle."""
+        self.fetch()
+        with self._lock:
+            self.process_results(now_s)
+        self.log_warnings()
+
+    def inquire(self, keys: Sequence[Key], now_s: float) -> dict[str, TierInquiry]:
+        """Look up a batch of keys in the usable tiers. The answers arrive with `poll`."""
+        with self._lock:
+            return {client.name: client.inquire(keys, now_s) for client in self.clients if client.is_usable}
+
+    def health(self) -> list[str]:
+        """Return the reasons why tiers work with restrictions, one per item."""
+        for client in self.clients:
+            client.fetch_health()
+        with self._lock:
+            return [reason for client in self.clients for reason in client.health()]
+
+    def stats(self) -> dict[str, TierStats]:
+        """Return the counters of each tier, the tier's own as of the latest `fetch_counts`."""
+        with self._lock:
+            return {client.name: TierStats(*client.counts()) for client in self.clients}
+
+    def close(self, now_s: float) -> None:
+        """End all requests in the tiers, cancel all jobs, and submit nothing from now on."""
+        with self._lock:
+            self._closed = True
+            for session in list(self._sessions.values()):
+                session.end()
+            for client in self.clients:
+                client.close(now_s)
+        self.log_warnings()
+
+    def log_warnings(self) -> None:
+        """Log the warnings about tiers. Acquires the manager lock, and logs without it."""
+        if not self.clients:
+            return
+        with self._lock:
+            warnings = [text for client in self.clients for text in client.warnings]
+            for client in self.clients:
+                client.warnings.clear()
+        for warning in warnings:
+            _log.warning("tier failed, the engine continues without it: %s", warning)
+
+    # --- internals --------------------------------------------------------------------------------------------------
+
+    def _forget(self, session: TierSession) -> None:
+        if self._sessions.get(session.request_id) is session:
+            del self._sessions[session.request_id]

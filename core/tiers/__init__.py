@@ -1,0 +1,1 @@
+"""The tier protocol, and the client that core uses tiers through."""

@@ -1,0 +1,235 @@
+"""The tier protocol: a tier is a store below the host pool that receives jobs and returns results without blocking.
+
+The client calls a tier with the manager lock held, on the engine thread or an operator's thread, one call at a time.
+`poll`, `health` and `counts` are called without the lock, each by one thread at a time, possibly during another call.
+Every method except `close` returns immediately, whatever the tier's disk or network does; work that takes time ends in
+a result, which `poll` returns once. For each request the order of calls is:
+
+    on_new_request -> look_up, load, store (any number of times) -> on_request_finished (once, after the last of them)
+
+The client cancels a job that has been open for longer than the tier's `timeout_s`. After `cancel` returns, the tier
+must not touch any slot of that job, even if one of its own threads still hangs in a system call. A dead tier therefore
+cannot block a slot or a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import isfunction
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.policy import Level
+from kvferry.core.transfers import Slots
+
+HOST = "host"
+"""Name of the pool where tiers are named; a tier must not have this name."""
+
+
+class SlotBytes(Protocol):
+    """Access of tiers to the bytes of the pool's slots. Thread: any."""
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """Return the first `num_bytes` bytes of a slot, in order, to be read or written in place.
+
+        Usually one flat array; several if each rank holds a part of the slot. Must be called for each block of a job
+        before its bytes are accessed, and not on the engine thread: it may write to the pool's file. If it raises, the
+        block has failed.
+        """
+
+
+class TierRefused(ValueError):
+    """A tier cannot be used with its settings. The message names the tier, the problem and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The environment of a tier.
+
+    `fingerprint` identifies the meaning of bytes: blocks stored under another fingerprint must never be found. No block
+    is longer than `slot_bytes`. `on_finished` may be called from any thread once `poll` has a new result that a request
+    waits for. `engine` names the engine; engines with a common configuration (data parallel) have different names.
+    """
+
+    name: str
+    fingerprint: Mapping[str, object]
+    slot_bytes: int
+    slots: SlotBytes
+    on_finished: Callable[[], None]
+    engine: str = "kvferry"
+
+
+@dataclass(frozen=True, slots=True)
+class TierRequest:
+    """A request as tiers see it. `tenant` is a digest; `kv_transfer_params` come from an end user, unchecked."""
+
+    request_id: str
+    num_prompt_tokens: int
+    tenant: str | None = None
+    lora: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierJob:
+    """Blocks to store from slots into a tier, or to load into slots: `keys[i]` belongs to `slots[i]`.
+
+    `num_bytes` is the length of each block, at most a slot's; a key's length never changes. `origins` are the origins
+    of blocks to store; a load has none. No key and no slot occurs twice.
+    """
+
+    number: int
+    request_id: str
+    keys: Sequence[Key]
+    slots: Slots
+    num_bytes: NDArray[np.int64]
+    origins: Sequence[RequestIdentity] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """The result of one look-up, store or load. `ok` holds for each key whether it was found, stored or loaded.
+
+    The slot of a block that was not loaded has undefined contents. `origins` are those of loaded blocks, as far as the
+    tier knows them. `num_bytes` were moved in `seconds`, measured from submission.
+    """
+
+    number: int
+    ok: NDArray[np.bool_]
+    origins: Sequence[RequestIdentity | None] = ()
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierResetResult:
+    """The end of a reset: the dropped blocks will not reappear, even after a restart."""
+
+    number: int
+    dropped_blocks: int
+    dropped_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """Contents of a tier, and outcomes of the blocks submitted to it since it was opened.
+
+    Outcomes of stores: `stored`, `present` (already in the tier), `dropped` (not tried, because the tier was busy, full
+    or out of order), `failed`. Outcomes of loads: `loaded`, `missing` (removed since the look-up), `corrupt` (failed
+    verification), `failed`. Blocks of canceled jobs are not counted.
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    max_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    present: int = 0
+    dropped: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    missing: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    evicted: int = 0
+
+
+@dataclass(slots=True)
+class TierUse:
+    """The client's own counters for a tier, in blocks unless noted.
+
+    `cascades_dropped` were not submitted, because cascades held too many slots. `found` counts `looked_up` keys that
+    the tier had. `promoted` blocks came into the pool, `promotions_failed` were requested and did not; `declined` were
+    not requested, because recomputing is faster. `gave_up` counts requests that stopped waiting for the tier,
+    `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a result.
+    """
+
+    cascaded: int = 0
+    cascades_dropped: int = 0
+    looked_up: int = 0
+    found: int = 0
+    promoted: int = 0
+    promotions_failed: int = 0
+    declined: int = 0
+    gave_up: int = 0
+    timed_out: int = 0
+    errors: int = 0
+    open_jobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A tier's own counters, and the client's counters for it."""
+
+    counts: TierCounts
+    use: TierUse
+
+
+class Tier(Protocol):
+    """One tier. Failures of disks and networks must not raise: count them and report them in `health`."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time that a job may be open, including time in the tier's own queue."""
+
+    def on_new_request(self, request: TierRequest) -> Level:
+        """Return whether the tier receives only new blocks of this request, or all of them, prefix hits included."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Note that no further job will be submitted for this request. Jobs may still be open."""
+
+    def look_up(self, number: int, keys: Sequence[Key]) -> None:
+        """Determine which of these keys could be loaded. Must not count as an access to them."""
+
+    def store(self, job: TierJob) -> None:
+        """Store these blocks from their slots. A tier that cannot keep up drops them instead of queueing without bound.
+
+        A block that the tier already has counts as stored.
+        """
+
+    def load(self, job: TierJob) -> None:
+        """Load these blocks into their slots. Only verified bytes that were stored under that key count as loaded."""
+
+    def cancel(self, number: int) -> None:
+        """Stop touching the slots of this job before returning. A later result of the job is ignored.
+
+        Must not wait for a disk or network; it may wait for the copy of a part of a slot. Blocks of a canceled store
+        may be kept. Raises if the job still uses its slots: it keeps them until its result, and the tier gets no jobs
+        until then.
+        """
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Forget these keys: not found from now on, and deleted from the medium as soon as possible."""
+
+    def reset(self, number: int, match: RequestFilter | None) -> None:
+        """Forget all blocks, or those of matching origins; a tier that does not store origins forgets all blocks.
+
+        From return until the result, no affected block can be found or loaded, and earlier submissions are not kept.
+        The result confirms that the blocks will not reappear, and may take as long as a disk hangs.
+        """
+
+    def poll(self) -> Sequence[TierResult | TierResetResult]:
+        """Return the results since the last call, each once. Called every step, and every second without steps.
+
+        Also the place to restart a thread of the tier that died.
+        """
+
+    def health(self) -> Sequence[str]:
+        """Return the reasons why the tier works with restrictions, one per item; empty if it does not."""
+
+    def counts(self) -> TierCounts:
+        """Return the tier's counters. Called whenever statistics are requested, so it must be cheap."""
+
+    def close(self, timeout_s: float) -> None:
+        """Stop within about `timeout_s`. No slot may be touched after this returns, even if a thread still hangs."""
+
+
+TIER_METHODS = tuple(name for name, member in vars(Tier).items() if isfunction(member) and not name.startswith("_"))
+"""Methods that an attached tier must have, in addition to `timeout_s`."""

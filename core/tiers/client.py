@@ -1,0 +1,394 @@
+"""Client of a tier: submits jobs, enforces their time limit, and counts exceptions of the tier."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+from kvferry.core.cost_model import LoadOrCompute, Rate
+from kvferry.core.keys import Key, RequestFilter
+from kvferry.core.policy import Level, RequestPolicy
+from kvferry.core.tiers.base import Tier, TierCounts, TierJob, TierRequest, TierResetResult, TierResult, TierUse
+from kvferry.core.transfers import NO_SLOTS, Slots
+
+T = TypeVar("T")
+
+RETRY_RESET_S = 1.0
+"""Interval at which a reset is submitted again that the tier did not accept."""
+TROUBLE_S = 60.0
+"""Time for which a failed call is reported, unless the same call succeeds earlier."""
+_MAX_RESET_RESULTS = 100
+
+
+@dataclass(slots=True, eq=False)
+class OpenTierJob:
+    """A look-up, cascade or promotion that a tier works on, and the slots that the tier may touch.
+
+    `end` receives the result, or None if the job was canceled. A job that cannot be canceled keeps its slots.
+    """
+
+    number: int
+    num_keys: int
+    opened_s: float
+    end: Callable[[TierResult | None, float], None]
+    slots: Slots = field(default_factory=lambda: NO_SLOTS)
+
+
+@dataclass(slots=True, eq=False)
+class OpenReset:
+    """A reset without a result. `ticket` is the number that the caller knows; each retry has another job number."""
+
+    ticket: int
+    match: RequestFilter | None
+    submitted_s: float
+    accepted: bool
+
+
+@dataclass(slots=True, eq=False)
+class TierInquiry:
+    """An operator's look-up of keys. `found` stays None if the tier does not answer."""
+
+    is_over: bool = False
+    found: Sequence[bool] | None = None
+
+
+class _Trouble(NamedTuple):
+    """A failure, and the time of the first `poll` after it."""
+
+    text: str
+    at_s: float | None = None
+
+
+class TierClient:
+    """One tier. Requires: manager lock held, except for `fetch*`. New warnings for the log are added to `warnings`.
+
+    If the tier fails to cancel a job, the job keeps its slots, because the tier may still touch them, and the tier
+    receives no other job until the result arrives.
+    """
+
+    def __init__(self, name: str, tier: Tier, choice: LoadOrCompute, new_number: Callable[[], int]) -> None:
+        """`choice` provides the rate of computing; the tier's own rates are measured here."""
+        self.name = name
+        self.warnings: list[str] = []
+        self.choice = LoadOrCompute()
+        self.choice.tokens_rate = choice.tokens_rate
+        self.look_up_rate = Rate()
+        self.num_unawaited = 0
+        """Open look-ups that no request waits for."""
+        self.bytes_in_flight = 0
+        self.use = TierUse()
+        self.timeout_s = float(tier.timeout_s)
+        self._tier = tier
+        self._new_number = new_number
+        self._open: dict[int, OpenTierJob] = {}
+        self._stuck: dict[int, OpenTierJob] = {}
+        self._resets: dict[int, OpenReset] = {}
+        self._reset_results: dict[int, TierResetResult] = {}
+        self._troubles: dict[str, _Trouble] = {}
+        self._closed = False
+        self._poll_lock = Lock()
+        self._query_lock = Lock()
+        self._fetched: deque[Sequence[TierResult | TierResetResult] | Exception] = deque()
+        self._fetched_counts: TierCounts | Exception | None = None
+        self._fetched_health: Sequence[str] | Exception = ()
+        self._counts = TierCounts()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether jobs may be submitted: every job could be canceled, and every reset was accepted."""
+        return not (self._closed or self._stuck or (self._resets and any(not one.accepted for one in self.open_resets)))
+
+    @property
+    def open_jobs(self) -> Sequence[OpenTierJob]:
+        """The jobs without a result, including those that could not be canceled."""
+        return [*self._open.values(), *self._stuck.values()]
+
+    @property
+    def open_resets(self) -> Sequence[OpenReset]:
+        """The resets without a result."""
+        return list(self._resets.values())
+
+    # --- calls of the tier ----------------------------------------------------------------------------------------
+
+    def announce(self, request: TierRequest) -> Level | None:
+        """Announce a request; None if the call failed, and then the tier receives no job of that request."""
+        return self._checked("on_new_request", _tried(lambda: Level(self._tier.on_new_request(request))), None)
+
+    def finish(self, request_id: str) -> None:
+        """Announce the end of a request."""
+        self._call("on_request_finished", lambda: self._tier.on_request_finished(request_id))
+
+    def look_up(self, job: OpenTierJob, keys: Sequence[Key]) -> None:
+        """Look up keys for a request."""
+        self.use.looked_up += len(keys)
+        self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
+
+    def inquire(self, keys: Sequence[Key], now_s: float) -> TierInquiry:
+        """Look up keys for an operator, without counting a use of the tier."""
+        inquiry = TierInquiry()
+
+        def end(result: TierResult | None, now_s: float) -> None:
+            inquiry.is_over = True
+            inquiry.found = None if result is None else result.ok.tolist()
+
+        job = OpenTierJob(self._new_number(), len(keys), now_s, end)
+        self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
+        return inquiry
+
+    def store(self, job: OpenTierJob, blocks: TierJob) -> None:
+        """Submit a store."""
+        self.use.cascaded += len(blocks)
+        self._submit("store", job, lambda: self._tier.store(blocks))
+
+    def load(self, job: OpenTierJob, blocks: TierJob) -> None:
+        """Submit a load."""
+        self._submit("load", job, lambda: self._tier.load(blocks))
+
+    def drop(self, key: Key) -> None:
+        """Drop a key from the tier."""
+        self._call("drop", lambda: self._tier.drop([key]))
+
+    def reset(self, match: RequestFilter | None, now_s: float) -> int:
+        """Reset the tier, or drop blocks of matching origins; return a ticket that is open until the result arrives."""
+        number = self._new_number()
+        self._submit_reset(OpenReset(number, match, now_s, accepted=False), number, now_s)
+        return number
+
+    def reset_result(self, ticket: int) -> TierResetResult | None:
+        """Return the result of a reset if it has arrived; the latest hundred are kept."""
+        return self._reset_results.get(ticket)
+
+    def fetch(self) -> None:
+        """Poll the tier for the next `poll`. Thread: any, without the manager lock."""
+        if self._poll_lock.acquire(blocking=False):
+            try:
+                self._fetched.append(_tried(lambda: list(self._tier.poll())))
+            finally:
+                self._poll_lock.release()
+
+    def fetch_counts(self) -> None:
+        """Query the tier's counters for the next `counts`. Thread: any, without the manager lock."""
+        with self._query_lock:
+            self._fetched_counts = _tried(self._tier.counts)
+
+    def fetch_health(self) -> None:
+        """Query the tier's health for the next `health`. Thread: any, without the manager lock."""
+        with self._query_lock:
+            self._fetched_health = _tried(lambda: list(self._tier.health()))
+
+    def poll(self, now_s: float) -> None:
+        """Process the fetched results, cancel jobs that exceeded the time limit, and retry resets."""
+        for subject, trouble in list(self._troubles.items()):
+            if trouble.at_s is None:
+                self._troubles[subject] = _Trouble(trouble.text, now_s)
+            elif abs(now_s - trouble.at_s) > TROUBLE_S:
+                del self._troubles[subject]
+        while self._fetched:
+            fetched = self._fetched.popleft()
+            if isinstance(fetched, Exception):
+                self.retry_resets()
+            for result in self._checked("poll", fetched, []):
+                self._process(result, now_s)
+        # All jobs have the same limit, so the oldest exceeds it first.
+        while self._open:
+            oldest = next(iter(self._open.values()))
+            if now_s - oldest.opened_s <= self.timeout_s:
+                break
+            self.use.timed_out += 1
+            self._record_trouble("jobs", f"gave no answer to a job within {self.timeout_s:g} s")
+            self._cancel(oldest, now_s)
+        for number, reset in list(self._resets.items()) if self._resets else ():
+            if not reset.accepted and abs(now_s - reset.submitted_s) >= RETRY_RESET_S:
+                del self._resets[number]
+                self._submit_reset(reset, self._new_number(), now_s)
+
+    def retry_resets(self) -> None:
+        """Submit the open resets again at the next `poll`: an exception may have lost their results."""
+        for reset in self._resets.values():
+            reset.accepted = False
+
+    def close(self, now_s: float) -> None:
+        """Submit nothing from now on, and cancel all jobs."""
+        self._closed = True
+        for job in list(self._open.values()):
+            self._cancel(job, now_s)
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def health(self) -> list[str]:
+        """Return the reasons why the tier works with restrictions, one per item."""
+        reported = self._checked("health", self._fetched_health, [])
+        texts = [*reported, *(trouble.text for trouble in self._troubles.values())]
+        if self._stuck:
+            num_slots = sum(len(job.slots) for job in self._stuck.values())
+            texts.append(
+                f"{len(self._stuck)} jobs could not be canceled: the tier is not used until their results arrive, "
+                f"and {num_slots} slots are blocked"
+            )
+        num_refused = sum(not reset.accepted for reset in self._resets.values())
+        if num_refused:
+            texts.append(f"{num_refused} resets were not accepted yet: the tier is not used until they are")
+        return [f"tier {self.name}: {text}" for text in texts]
+
+    def counts(self) -> tuple[TierCounts, TierUse]:
+        """Return the tier's latest fetched counters, and the client's own."""
+        fetched, self._fetched_counts = self._fetched_counts, None
+        if fetched is not None:
+            self._counts = self._checked("counts", fetched, TierCounts())
+        return self._counts, replace(self.use, open_jobs=len(self._open) + len(self._stuck) + len(self._resets))
+
+    # --- internals ------------------------------------------------------------------------------------------------
+
+    def _submit(self, method: str, job: OpenTierJob, send: Callable[[], None]) -> None:
+        self._open[job.number] = job
+        if not self._call(method, send):
+            # The tier may have accepted the job before it raised.
+            self._cancel(job, job.opened_s)
+
+    def _cancel(self, job: OpenTierJob, now_s: float) -> None:
+        """Cancel and end a job; if the tier raises, a job with slots keeps them."""
+        del self._open[job.number]
+        if self._call("cancel", lambda: self._tier.cancel(job.number)) or not len(job.slots):
+            job.end(None, now_s)
+        else:
+            self._stuck[job.number] = job
+
+    def _process(self, result: TierResult | TierResetResult, now_s: float) -> None:
+        if isinstance(result, TierResetResult):
+            reset = self._resets.pop(result.number, None)
+            if reset is not None:
+                self._reset_results[reset.ticket] = result
+                if len(self._reset_results) > _MAX_RESET_RESULTS:
+                    del self._reset_results[next(iter(self._reset_results))]
+            return
+        stuck = self._stuck.pop(result.number, None)
+        if stuck is not None:
+            stuck.end(None, now_s)
+            return
+        job = self._open.pop(result.number, None)
+        if job is not None:
+            self._troubles.pop("jobs", None)
+            job.end(result if len(result.ok) == job.num_keys else None, now_s)
+
+    def _submit_reset(self, reset: OpenReset, number: int, now_s: float) -> None:
+        reset.submitted_s = now_s
+        self._resets[number] = reset
+        reset.accepted = self._call("reset", lambda: self._tier.reset(number, reset.match))
+
+    def _call(self, method: str, call: Callable[[], object]) -> bool:
+        """Call the tier; return False if it raises."""
+        return self._checked(method, _tried(lambda: (call(), True)[1]), False)
+
+    def _checked(self, method: str, answer: T | Exception, default: T) -> T:
+        """Return an answer of the tier; if it is an exception, record it and return `default`."""
+        if isinstance(answer, Exception):
+            self.use.errors += 1
+            self._record_trouble(method, f"{method} failed: {type(answer).__name__}: {answer}")
+            return default
+        if self._troubles:
+            self._troubles.pop(method, None)
+        return answer
+
+    def _record_trouble(self, subject: str, text: str) -> None:
+        if subject not in self._troubles:
+            self.warnings.append(f"tier {self.name}: {text}")
+        self._troubles[subject] = _Trouble(text)
+
+
+def _tried(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - an exception of a tier must not reach the engine
+        return error
+
+
+def allowed_tiers(clients: Sequence[TierClient], policy: RequestPolicy) -> list[TierClient]:
+    """Return the usable tiers that a policy allows."""
+    names = policy.tiers
+    return [client for client in clients if client.is_usable and (names is None or client.name in names)]
+
+
+class TierSession:
+    """A request as tiers know it, from its announcement until no job can be submitted for it.
+
+    Reference-counted: the live request, each of its stores in flight and, in lazy mode, each of its pending device
+    blocks hold a reference; releasing the last one ends the session. Only the `request_level_tiers`, which receive
+    every block of the request, are stored.
+    """
+
+    __slots__ = ("_announced", "_num_references", "_on_end", "ended", "request_id", "request_level_tiers")
+
+    def __init__(
+        self,
+        request_id: str,
+        announced: Sequence[TierClient],
+        request_level_tiers: Sequence[TierClient],
+        on_end: Callable[[TierSession], None],
+    ) -> None:
+        """`announced` are the tiers that know the request."""
+        self.request_id = request_id
+        self.request_level_tiers = tuple(request_level_tiers)
+        self.ended = False
+        self._announced = tuple(announced)
+        self._num_references = 1
+        self._on_end = on_end
+
+    def knows(self, client: TierClient) -> bool:
+        """Return whether jobs of this request may be submitted to a tier."""
+        return not self.ended and client in self._announced
+
+    def acquire(self) -> None:
+        """Add a reference."""
+        self._num_references += 1
+
+    def release(self) -> None:
+        """Release one reference, and end the session with the last."""
+        self._num_references -= 1
+        if not self._num_references:
+            self.end()
+
+    def end(self) -> None:
+        """Announce the end of the request to the tiers, once; the remaining references submit nothing."""
+        if not self.ended:
+            self.ended = True
+            for client in self._announced:
+                client.finish(self.request_id)
+            self._on_end(self)
+
+
+class LookupPhase(Enum):
+    """Progress of a request's tier look-up."""
+
+    LOOKING = "looking"
+    PROMOTING = "promoting"
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class TierLookup:
+    """One request's look-up in the tiers, and the promotions that follow from it, until `deadline_s`.
+
+    `waits_for` counts the open look-ups or promotions by tier, `answers` are the keys that each tier has. Answers are
+    void after any reset, which changes `version`, and in another `epoch` of the pool. `limit_token` is the end of the
+    keys that were looked up; `num_lost` blocks were not promoted.
+    """
+
+    version: int
+    epoch: int
+    deadline_s: float
+    limit_token: int
+    phase: LookupPhase = LookupPhase.LOOKING
+    waits_for: Counter[TierClient] = field(default_factory=Counter)
+    num_lost: int = 0
+    answers: dict[str, set[Key]] = field(default_factory=dict)
+
+    def count_down(self, client: TierClient) -> None:
+        """Count the end of a look-up or promotion that the request waits for."""
+        if client in self.waits_for:
+            self.waits_for[client] -= 1
+            if not self.waits_for[client]:
+                del self.waits_for[client]
