@@ -10,8 +10,8 @@ STAMP := $(VENV)/.installed
 IMPORT := $(abspath $(VENV))/import
 CODE := app core cuda_ops migrations tests bench
 # What `make lint` checks for the words of .codespell-words.txt: folders and files whose language is settled.
-PROSE := cuda_ops app/engines/embedded app/engines/cuda.py app/engines/digests.py app/engines/naming.py app/engines/revision.py app/replay \
-	docs/pool-format.md docs/rules.md docs/settings.md
+PROSE := cuda_ops app/cli app/engines/embedded app/engines/cuda.py app/engines/digests.py app/engines/naming.py \
+	app/engines/revision.py app/replay bench migrations docs/pool-format.md docs/rules.md docs/settings.md
 OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 # A file of tests at a time on each core; by hand, plain pytest runs them one by one.

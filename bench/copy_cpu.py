@@ -1,12 +1,12 @@
-"""What copying blocks costs on CPU: the copy engine beside one memcpy of as many bytes, NumPy indexing and torch's.
+"""Copy throughput on CPU: the copy engine compared with one memcpy, NumPy indexing and torch indexing.
 
 Run: OMP_NUM_THREADS=1 python -m bench.copy_cpu [--threads 1 2] [--rounds 9] [--only-engine]
 
-Blocks and slots are random rows of two large tables, so that nothing comes from a cache. All contenders move as many
-bytes, in turns and at new places each time; the memcpy moves one stretch a thread. Times are from submitting a job
-until its result can be polled. Jobs come one at a time, which shows how late a block is that somebody waits for, and in
-a row, which shows how much gets through. The ratio is that of the same round's speeds. Below stands what a job takes
-that copies next to nothing: the way to a copy thread and back, which the memcpy on one thread is spared.
+Blocks and slots are random rows of two large tables, so that caches do not help. All contenders copy equal amounts,
+alternately and at new places each time; the memcpy copies one stretch per thread. Times are from submitting a job until
+its result can be polled. Jobs are submitted one at a time, which measures latency, and in a row, which measures
+throughput. The ratio compares speeds of the same round. The last figure is the time of a job of one small block: the
+overhead of the copy thread, which the memcpy on one thread does not have.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MIB = 1 << 20
 ROW_BYTES = 256 * MIB
 MAX_ROW = 8
 GOAL = 0.9
-"""Of the speed of one memcpy, from blocks of 16 KiB up."""
+"""Share of the speed of one memcpy, from blocks of 16 KiB up."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one contender copies in one round; `at` is where the memcpy's stretches start."""
+    """The copies of one contender in one round; `at` is where the memcpy's stretches start."""
 
     direction: Direction
     blocks: NDArray[np.int64]
@@ -129,14 +129,14 @@ def _move(to: int, from_: int, num_bytes: int, start: int) -> None:
 
 
 def measure(row: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> float:
-    """GB/s."""
+    """Return GB/s."""
     started_s = time.perf_counter()
     run(row)
     return sum(batch.num_bytes for batch in row) / (time.perf_counter() - started_s) / 1e9
 
 
 def job_us(bench: Bench) -> float:
-    """Microseconds of a job of one block: the median of many."""
+    """Return the median microseconds of a job of one block."""
     times: list[float] = []
     for _ in range(300):
         batch = bench.batch(Direction.STORE, bench.block_bytes)

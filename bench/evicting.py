@@ -1,10 +1,10 @@
-"""What an eviction costs the engine thread where the pool outlives its process: offers that evict 64 slots each.
+"""Cost of evictions from a kept pool on the engine thread: offers that evict 64 slots each.
 
 Run: python -m bench.evicting FOLDER [--slots 500000] [--offers 4000]
 
 Two full pools, one of which records evictions in a file in FOLDER; first alone, then while another process overwrites
-the file's payload as fast as it can, so that pages are written back all the time. FOLDER should be on the disk that
-pools are kept on, with room for 4 KiB a slot. The slots that leave lie all over the pool.
+the file's payload as fast as it can, so that pages are written back all the time. FOLDER should be on the disk of
+the pools, with 4 KiB per slot available. Evicted slots are spread over the pool.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ while True:
 
 @contextmanager
 def dirtying(path: Path, shape: PoolShape) -> Iterator[None]:
-    """Another process overwrites the payload, again and again."""
+    """Run another process that overwrites the payload continuously."""
     end = shape.payload_offset + shape.payload_bytes
     process = subprocess.Popen([sys.executable, "-c", _DIRTY, str(path), str(shape.payload_offset), str(end)])
     try:
@@ -60,7 +60,7 @@ def dirtying(path: Path, shape: PoolShape) -> Iterator[None]:
 
 
 def full_manager(num_slots: int, record: KeptRecord | None, rng: random.Random) -> OffloadManager:
-    """A full pool whose slots leave in no order of their numbers."""
+    """Return a full pool whose eviction order is unrelated to slot numbers."""
     manager = OffloadManager(num_slots, SLOT_BYTES, sink=QueueingSink(), record=record)
     keys = [rng.randbytes(KEY_BYTES) for _ in range(num_slots)]
     origin, positions = RequestIdentity("bench"), np.arange(BATCH)
@@ -74,7 +74,7 @@ def full_manager(num_slots: int, record: KeptRecord | None, rng: random.Random) 
 
 
 def times_of_offers(manager: OffloadManager, num_offers: int, rng: random.Random) -> list[float]:
-    """Microseconds of each offer; what is offered is published beside the clock."""
+    """Return the microseconds of each offer; publishing is not timed."""
     origin, positions = RequestIdentity("bench"), np.arange(BATCH)
     times: list[float] = []
     for now_s in map(float, count(2)):
@@ -83,7 +83,7 @@ def times_of_offers(manager: OffloadManager, num_offers: int, rng: random.Random
         answer = manager.prepare_store(keys, origin, positions, 1, now_s)
         times.append((time.perf_counter() - started_s) * 1e6)
         manager.complete_store(answer.slots, now_s)
-        # Copies take longer than this, so that a thread beside the engine has its turn.
+        # Copies take longer than this, so that other threads have time to run.
         time.sleep(0.001)
         if len(times) == num_offers:
             return times

@@ -1,4 +1,4 @@
-"""How soon a restart serves from its pool, against a cold start on the same traffic: whole services, killed, started.
+"""Time until a restarted service serves from its pool, compared with a cold start on the same traffic.
 
 The traffic is one sequence of prompts, some of which are asked often and others seldom, one after another. A warm start
 finds the pool and the database of a process that had all of it and was killed with -9; a cold one finds nothing. A hit
@@ -28,7 +28,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Begun:
-    """Seconds from the start of the process until it was ready, and from there on."""
+    """Seconds from the start of the process until ready, and from ready on."""
 
     ready_s: float
     first_hit_s: float
@@ -38,7 +38,7 @@ class Begun:
 
 
 def traffic(num_requests: int) -> list[list[int]]:
-    """The prompt of rank `r` is asked in proportion to `1 / r`."""
+    """Return prompts; that of rank `r` occurs in proportion to `1 / r`."""
     rng = random.Random(SEED)
     prompts = [[rng.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     return rng.choices(prompts, weights=[1 / rank for rank in range(1, PROMPTS + 1)], k=num_requests)
@@ -70,7 +70,7 @@ def num_cached(served: Served, model: Path, prompt: list[int]) -> int:
 
 
 def measure_first_hit(rounds: int, num_requests: int) -> None:
-    """Warm and cold starts in turns."""
+    """Measure warm and cold starts alternately."""
     asked = traffic(num_requests)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

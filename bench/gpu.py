@@ -1,4 +1,4 @@
-"""Copies between a GPU and host memory, by size and number of segments, beside what the bus can do.
+"""Copy throughput between a GPU and host memory, by size and number of segments, relative to the bus.
 
     python -m bench.gpu --json gpu.json           on a GPU, within --budget-s
     python -m bench.gpu --reduced                 no GPU: the script alone, over a driver made of host memory
@@ -56,14 +56,14 @@ GOALS = ((64 * KIB, 0.95), (16 * KIB, 0.70))
 DUPLEX_GOAL = 0.90
 SLOWED_GOAL = 1.03
 MOST_TIMES = 16
-"""A matrix loop that outlasts copies which should take so many times as long says nothing."""
+"""A matrix loop that takes more times the expected copy time is not comparable."""
 ONE_BY_ONE_COUNT = 4096
-"""More copies than this are not queued one by one, which would only take long."""
+"""Above this number, segments are not queued one by one, because it takes too long."""
 
 
 @dataclass
 class Scale:
-    """Sizes in the order of how much hangs on them, since time may run out."""
+    """Sizes to measure, most important first, because time may run out."""
 
     sizes: list[int]
     counts: list[int]
@@ -77,7 +77,7 @@ class Scale:
     is_judged: bool
 
     def goal(self, size: int, way: str) -> float | None:
-        """The part of the ceiling that is wanted, where one is."""
+        """Return the required share of the ceiling, if there is one."""
         if not self.is_judged:
             return None
         if way == "both":
@@ -113,8 +113,9 @@ REDUCED = Scale(
 
 @dataclass
 class Machine:
-    """What differs between a GPU and the reduced mode. `finish_compute` waits for the compute stream alone: waiting
-    for the device would wait for the copies that a measurement runs beside."""
+    """Differences between a GPU and the reduced mode. `finish_compute` waits for the compute stream alone: waiting for
+    the device would include the measured copies.
+    """
 
     name: str
     driver: CudaDriver
@@ -137,7 +138,7 @@ class Cell:
 
 @dataclass
 class Slowed:
-    """A matrix loop beside copies over the same loop alone, a ratio a round, and what was copied meanwhile."""
+    """Slowdown of a matrix loop by concurrent copies, a ratio per round, with the bytes copied."""
 
     engine: str
     size: int
@@ -148,7 +149,7 @@ class Slowed:
 
 @dataclass
 class Found:
-    """Everything that is known so far."""
+    """All results so far."""
 
     where: str
     seed: int
@@ -201,7 +202,7 @@ class Bench:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """With the context current. Raises `DeviceLost` for an error that ends it."""
+        """Make the context current. Raises `DeviceLost` for an error that ends it."""
         try:
             with self.driver.current(self.context):
                 yield
@@ -215,7 +216,7 @@ class Bench:
         return statistics.median(rates) if rates else None
 
     def measure_ceiling(self) -> None:
-        """GB/s of one large copy between pinned and device memory."""
+        """Measure GB/s of one large copy between pinned and device memory."""
         num_bytes, driver = self.scale.ceiling_bytes, self.driver
         found: dict[str, list[float]] = {"store": [], "load": [], "both": []}
         with self.on_device():
@@ -251,7 +252,7 @@ class Bench:
         print(f"ceiling, GB/s: {', '.join(f'{way} {spread(rates, 1)}' for way, rates in found.items())}\n", flush=True)
 
     def calibrate(self) -> None:
-        """What a first start pays for it, and what it finds. The first one compiles the kernel besides."""
+        """Measure duration and result of the calibration. The first one also compiles the kernel."""
         times = []
         with self.memory(PAGE_BYTES, 1) as (_, pool):
             for name in ("compiling.json", "crossover.json"):
@@ -277,11 +278,11 @@ class Bench:
 
     @contextmanager
     def memory(self, size: int, count: int) -> Iterator[tuple[DeviceLayout, HostPool]]:
-        """Twice so many blocks of one segment, and slots for them in pinned memory."""
+        """Yield `2 * count` blocks of one segment, with slots in pinned memory."""
         pool = HostPool(2 * count, size, preparation=Preparation(registrar=self.registrar))
         try:
             if not pool.is_pinned:
-                raise RuntimeError("the pool could not be pinned, and what would be measured is something else")
+                raise RuntimeError("the pool could not be pinned: measurements would be meaningless")
             with self.on_device():
                 address = self.driver.allocate(2 * count * size)
             try:
@@ -309,7 +310,7 @@ class Bench:
             copies.close()
 
     def cell(self, size: int, count: int) -> None:
-        """Blocks 0 to count are stored, the others loaded."""
+        """Measure one cell: blocks 0 to `count` are stored, the others loaded."""
         with self.memory(size, count) as (layout, pool):
             for name, mover in self.movers(pool).items():
                 if name != "one by one" or count <= ONE_BY_ONE_COUNT:
@@ -349,7 +350,7 @@ class Bench:
         return TransferJob(self.job_id, direction, (BlockRun(0, blocks, slots, np.zeros_like(slots)),))
 
     def run(self, copies: CudaCopyEngine, jobs: list[TransferJob]) -> tuple[float, float]:
-        """Wall seconds from submission to the last end, and the sum of the device's."""
+        """Return wall seconds from submission to the last end, and the sum of device seconds."""
         started_s = time.perf_counter()
         for job in jobs:
             copies.submit(job)
@@ -366,15 +367,16 @@ class Bench:
         return sum(result.seconds for result in results)
 
     def check(self, copies: CudaCopyEngine, pool: HostPool, name: str) -> None:
-        """Load all blocks from the first half of the slots and store them into the other half, in random orders: every
-        page arrives where it belongs, and nothing else changes."""
+        """Load all blocks from the first half of the slots and store them into the other half, in random orders, and
+        compare all bytes.
+        """
         count, pages = pool.num_slots // 2, pool.slot_bytes // PAGE_BYTES
         noise = self.rng.integers(0, 256, pool.slot_bytes, dtype=np.uint8)
         stamps = self.rng.permutation(2 * count * pages).reshape(2 * count, pages).astype(np.int64)
         for rows, numbers in self.rows(pool, stamps):
             rows[:] = noise
             rows.view(np.int64)[:, :: PAGE_BYTES // 8] = numbers
-        # Another order on the way back, or what goes wrong by place in the job would be undone by it.
+        # The second order differs from the first, so that errors by position do not cancel out.
         slots, back, order = (self.rng.permutation(count) for _ in range(3))
         self.run(copies, [self.job(Direction.LOAD, np.arange(count), slots)])
         self.run(copies, [self.job(Direction.STORE, order, back + count)])
@@ -390,7 +392,7 @@ class Bench:
 
     @staticmethod
     def rows(pool: HostPool, by_slot: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """The slots of each extent as rows, with what there is for each."""
+        """Yield the slots of each extent as rows, with the corresponding data."""
         start = 0
         for count in pool.extent_slots:
             memory = pool.slot(start).base
@@ -402,7 +404,7 @@ class Bench:
             start += count
 
     def descriptors(self) -> None:
-        """Microseconds on the CPU to compute a job's descriptors: blocks, regions, median."""
+        """Measure the median CPU microseconds of computing a job's descriptors."""
         print("\n| blocks | regions | descriptors, us |\n| --- | --- | --- |")
         for regions in (1, 64):
             for count in sorted(self.scale.counts):
@@ -423,7 +425,7 @@ class Bench:
                 pool.close()
 
     def interference(self, name: str, size: int) -> None:
-        """A loop of matrix multiplications beside copies both ways at full rate, over the same loop alone."""
+        """Measure the slowdown of matrix multiplications by copies in both directions at full rate."""
         count = max(64 * MIB // size, 1) if self.scale.is_judged else 16
         device = self.machine.torch_device
         left, right = (
@@ -442,13 +444,13 @@ class Bench:
         with self.memory(size, count) as (layout, pool), self.engine(layout, pool, self.movers(pool)[name]) as copies:
             multiply()
             for _ in range(2):
-                # The first jobs take what the later ones use again, and say nothing of how long those take.
+                # The first jobs allocate what later ones reuse, so their times are not representative.
                 probe = [self.job(direction, blocks) for _ in range(4) for direction, blocks in halves.items()]
                 pair_s = self.run(copies, probe)[0] / 4
             times, ratios, rates = 2, [], []
             while len(ratios) < 2 * self.scale.rounds - 1:
                 alone_s = multiply()
-                # More than the loop takes time for: the loop must not outlast them.
+                # Enough copies to outlast the loop.
                 pairs = min(int(times * alone_s / pair_s) + 2, 1000)
                 jobs = [self.job(direction, blocks) for _ in range(pairs) for direction, blocks in halves.items()]
                 started_s = time.perf_counter()
@@ -462,7 +464,7 @@ class Bench:
                 self.poll(copies)
                 if outlasted and self.scale.is_judged:
                     if times >= MOST_TIMES:
-                        raise RuntimeError("the copies ended before the matrix loop, which says nothing then")
+                        raise RuntimeError("the copies ended before the matrix loop: not comparable")
                     times *= 2
                     continue
                 rates.append(len(jobs) * count * size / wall_s / 1e9)
@@ -476,7 +478,7 @@ class Bench:
         )
 
     def sanitize(self) -> None:
-        """The engines in small, watched, in processes of their own."""
+        """Run reduced engines under compute-sanitizer, in processes of their own."""
         program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
         if program is None or self.machine.torch_device.type != "cuda":
             self.found.sanitizer = {"none": "there is no compute-sanitizer here, or no device"}
@@ -496,7 +498,7 @@ class Bench:
             print(f"compute-sanitizer {tool}: {said}", flush=True)
 
     def check_all(self) -> None:
-        """Every engine's bytes, for small and large segments."""
+        """Check the bytes of all engines, for small and large segments."""
         for size, count in ((PAGE_BYTES, 40), (3 * PAGE_BYTES, 7), (MIB, 4)):
             with self.memory(size, count) as (layout, pool):
                 for name, mover in self.movers(pool).items():
@@ -505,7 +507,7 @@ class Bench:
         print("every engine's bytes are right", flush=True)
 
     def compare_calibration(self) -> None:
-        """What the calibration takes against the best, cell by cell."""
+        """Compare the calibrated choice with the best one, cell by cell."""
         by_place: dict[tuple[int, int, str], dict[str, float]] = {}
         for cell in self.found.cells:
             by_place.setdefault((cell.size, cell.count, cell.direction), {})[cell.engine] = statistics.median(cell.gbps)

@@ -1,4 +1,4 @@
-"""First tokens and throughput of the embedded engine on a GPU: recomputed, from the device's cache, from the host pool.
+"""Time to first token and throughput of the embedded engine on a GPU, by what serves the prompt.
 
     python -m bench.gpu_e2e --json e2e.json       on a GPU, with a random model of the shape of 8 billion parameters
     python -m bench.gpu_e2e --reduced             on the CPU, with `tiny`: the script alone
@@ -73,7 +73,7 @@ REDUCED = Scale(
 
 @dataclass
 class FirstToken:
-    """Seconds to the first token, a round each, and whether the answers were those of the cold prompt."""
+    """Seconds to the first token by round, and whether the answers equal those of the cold prompt."""
 
     prompt_tokens: int
     cold_s: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class FirstToken:
 
 
 def save_8b(folder: Path) -> None:
-    """A random Llama of 8 billion parameters, made where it is fast."""
+    """Save a random Llama of 8 billion parameters, generated on the fastest device."""
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=4096,
@@ -104,7 +104,7 @@ def save_8b(folder: Path) -> None:
 
 @dataclass
 class Found:
-    """Everything that is known so far."""
+    """All results so far."""
 
     where: str
     seed: int
@@ -122,7 +122,7 @@ class Bench:
         return tokens
 
     async def ask(self, prompt: Sequence[int], **more: Any) -> tuple[float, list[int], int]:
-        """Seconds to the first token, the answer, and how much of the prompt was cached."""
+        """Return the seconds to the first token, the answer, and the number of cached prompt tokens."""
         started_s = time.perf_counter()
         first_s, tokens, cached = 0.0, [], 0
         sampling = Sampling(max_tokens=self.scale.answer_tokens, temperature=0.0, ignore_eos=True)
@@ -143,19 +143,19 @@ class Bench:
             time.sleep(0.005)
 
     def flush_device(self) -> None:
-        """Take every device block for something that is not kept in the pool."""
+        """Use every device block for content that is not stored in the pool."""
         limit = self.engine.info.served_tokens - self.scale.answer_tokens
         held = self.engine.config.device_blocks * self.engine.config.block_size
         for _ in range(-(-held // limit)):
             asyncio.run(self.ask(self.prompt(limit), kv_transfer_params=WITHOUT))
 
     def warm_up(self) -> None:
-        """What is compiled, and what grows at first use."""
+        """Trigger compilation, and allocations of the first use."""
         asyncio.run(self.ask(self.prompt(self.scale.prompts[0])))
         self.settle()
 
     def first_token(self, num_tokens: int) -> None:
-        """Rounds of one length, each told at once."""
+        """Measure rounds of one length, and print each."""
         figures = FirstToken(num_tokens)
         for _ in range(self.scale.rounds):
             prompt = self.prompt(num_tokens)
@@ -177,7 +177,7 @@ class Bench:
         print(f"| {num_tokens} | {columns} | {share:.2f} | {sum(figures.same)} of {len(figures.same)} |", flush=True)
 
     def throughput(self) -> None:
-        """Tokens a second, prompts and answers, of the same conversations with offload and without."""
+        """Measure tokens per second, prompts and answers, of the same conversations with and without offloading."""
         script = [
             [self.prompt(self.scale.turn_tokens) for _ in range(self.scale.turns)]
             for _ in range(self.scale.conversations)
@@ -213,7 +213,7 @@ class Bench:
 
 
 def serve(options: argparse.Namespace, scale: Scale, found: Found, parts: Parts) -> None:
-    """Everything that takes an engine, and the engine."""
+    """Run all measurements that need an engine."""
     with tempfile.TemporaryDirectory() as folder:
         model = TINY
         if not options.reduced:

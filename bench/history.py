@@ -1,4 +1,4 @@
-"""What asking the eviction history costs: milliseconds a question, at ten million rows.
+"""Query latency of the eviction history: milliseconds per query, at ten million rows.
 
 Run: python -m bench.history [--rows 10000000 100000] [--rounds 7]
 
@@ -54,7 +54,7 @@ FROM numbers
 
 
 def fill(path: Path, rows: int) -> None:
-    """Rows first and indexes after, which is several times as quick; the sums by their own migration."""
+    """Insert rows first and create indexes afterwards, which is faster; the migration computes the sums."""
     url = f"sqlite:///{path}"
     upgrade(url)
     downgrade(url, "0002")
@@ -96,7 +96,7 @@ def batch(first: int, time_s: float) -> EvictionBatch:
 
 
 def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float]]:
-    """Milliseconds of each round, by question."""
+    """Return the milliseconds of each round, by query."""
     fill(path, rows)
     database = Database(f"sqlite:///{path}")
     database.open()
@@ -132,7 +132,7 @@ def bench(path: Path, rows: int, rounds: int, seed: int) -> dict[str, list[float
         queue.append(Regrets(keys_of(rng.sample(range(rows), BATCH)), end_s + number), BATCH)
         timed(f"journal: {BATCH:,} regrets", lambda: writer.step(database))
     trimmer = HistoryTrimmer(ENGINE, HistoryLimits(eviction_rows=rows, eviction_days=1e6))
-    # What was written above is too much by so many rows, and goes in as many steps as that takes.
+    # The rows added above exceed the limit and are trimmed in steps.
     more = True
     while more:
         before = trimmer.trimmed_rows

@@ -1,4 +1,4 @@
-"""What the journal and the checksums cost the serving path: the same traffic through engines with them and without.
+"""Cost of journal and checksums on the serving path: the same traffic with and without them.
 
 All engines are in this process, and asked in turns, in an order that changes: `bare`, which has the same pool in shared
 memory but neither journal, headers nor checksums; the same once more, as a control of what is noise; one with the
@@ -77,7 +77,7 @@ def save_llama(folder: Path, hidden: int) -> None:
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one round of an arm."""
+    """Times of one round of an arm."""
 
     wall_s: float
     engine_cpu_s: float
@@ -85,7 +85,7 @@ class Taken:
 
 
 class Arm:
-    """An engine with its pool. It is at rest but between `begin` and `settle`."""
+    """An engine with its pool. It is idle except between `begin` and `settle`."""
 
     def __init__(self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack) -> None:
         engine = EmbeddedEngine(EngineConfig(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
@@ -130,16 +130,16 @@ class Arm:
             closers.callback(self.store.close, SETTLE_S)
 
     def timed(self, prompts: Sequence[Sequence[int]]) -> Taken:
-        """Answer all, so many at a time, until everything about them is stored and written."""
+        """Answer all prompts with bounded concurrency, until all blocks are stored and written."""
         if self.store is not None:
             self.store.start(Inventory(self.manager))
         process_s, engine_s, started_s = time.process_time(), self.engine.thread_cpu_s, time.perf_counter()
         asyncio.run(self._answer(prompts))
         wall_s = time.perf_counter() - started_s
         wait_until(self._is_settled, "all stored and sealed", SETTLE_S)
-        # Its thread ends here, or it would go on to look for work at the cost of the other arms.
+        # The engine thread ends here, because its polling would slow down the other arms.
         if self.store is not None and not self.store.journal.close(SETTLE_S):
-            raise SystemExit("the journal did not write all")
+            raise SystemExit("the journal did not write all rows")
         return Taken(wall_s, self.engine.thread_cpu_s - engine_s, time.process_time() - process_s)
 
     async def _answer(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -209,7 +209,7 @@ def _show(times: Mapping[str, Sequence[Taken]]) -> None:
     columns: tuple[tuple[str, Callable[[Taken], float], bool], ...] = (
         ("wall", lambda taken: taken.wall_s, True),
         ("engine's thread, CPU", lambda taken: taken.engine_cpu_s, True),
-        # What other threads do is no goal, as long as it takes nothing from the two above.
+        # CPU time of other threads has no goal, as long as the two above are unaffected.
         ("process, CPU", lambda taken: taken.process_cpu_s, False),
     )
     print(f"| arm | time | s | ratio to {BARE} | 95% interval | at most {GOAL} |")

@@ -1,4 +1,4 @@
-"""How long the manager lock is held, by call site: median, 99% and maximum of each outermost hold, in milliseconds.
+"""Hold times of the manager lock by call site: median, 99% and maximum of outermost holds, in milliseconds.
 
 CPU time of the thread that holds it, so that other processes on the machine do not count.
 
@@ -39,7 +39,7 @@ DECODE_STEPS = 4
 
 
 class TimedLock:
-    """A re-entrant lock that notes how long each outermost hold took, by the function that took it."""
+    """A re-entrant lock that records the time of each outermost hold by the acquiring function."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -66,19 +66,19 @@ class TimedLock:
 
 
 class Device:
-    """Device blocks of the latest request only, which are free once it is over."""
+    """Device blocks of the latest request only, free once it has finished."""
 
     def __init__(self) -> None:
         self.contents_of: list[Key] = []
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Hold nothing: no block is reused here."""
+        """Do nothing: no block is reused here."""
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """Undo `hold`."""
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """All blocks of the latest request, if it is over."""
+        """Return all blocks of the latest request, if it has finished."""
         return iter(range(len(self.contents_of))) if after is None else None
 
     def contents(self, block_ids: Sequence[int]) -> list[Key | None]:
@@ -106,7 +106,7 @@ class Request:
 
 
 class Bench:
-    """A scheduler on a pool of so many slots, without an engine or bytes."""
+    """A scheduler on a pool, without an engine or bytes."""
 
     def __init__(self, num_slots: int, mode: StoreMode) -> None:
         with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=TimedLock)):
@@ -153,7 +153,7 @@ class Bench:
             self._report(scheduler.plan_step([], self._now()))
 
     def operate(self) -> None:
-        """Do what operators and the history do beside the engine."""
+        """Do what operators and the history do concurrently with the engine."""
         scheduler, inventory = self.scheduler, Inventory(self.manager)
         for _ in range(5):
             scheduler.requests.page(None, 1000, self._now_s)

@@ -1,10 +1,10 @@
-"""What deciding costs: microseconds a block of the manager's store path and load path.
+"""Cost of pool decisions: microseconds per block of the manager's store path and load path.
 
 Run: python -m bench.manager [--slots 50000 1000000 10000000] [--rounds 7]
 
-Store path: 64 keys not in the pool are offered to a full pool (64 victims leave it, and history is told), and
-published. Load path: 64 keys that are in the pool are matched, pinned, begun and ended as a load. The baseline, run in
-turns with it, is the least that Python can do: one OrderedDict from key to slot, no states, no pins, no history.
+Store path: 64 keys that are not in the full pool are offered, which evicts 64 slots and records them, and published.
+Load path: 64 keys in the pool are matched and pinned, and a load begins and ends. The baseline, measured alternately,
+is the minimum in Python: one OrderedDict from key to slot, without states, pins or history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS_THROUGH = 200_000
 
 
 class QueueingSink(NullSink):
-    """A sink that does what a journal does under the lock: append, within a bound."""
+    """A sink that does the journal's work under the lock: a bounded append."""
 
     def __init__(self) -> None:
         self.batches: deque[EvictionBatch] = deque(maxlen=100)
@@ -39,7 +39,7 @@ class QueueingSink(NullSink):
 
 
 class BareManager:
-    """The baseline: an OrderedDict as least-recently-used index."""
+    """The baseline: an OrderedDict as LRU index."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots: OrderedDict[bytes, int] = OrderedDict()
@@ -65,7 +65,7 @@ def batches(keys: list[bytes]) -> list[list[bytes]]:
 
 
 def measure(run: Callable[[list[bytes]], object], work: list[list[bytes]]) -> float:
-    """Microseconds a block."""
+    """Return microseconds per block."""
     gc.collect()
     started = time.perf_counter()
     for batch in work:

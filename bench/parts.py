@@ -1,4 +1,4 @@
-"""Parts of a benchmark that gets one go: each is tried while there is time, and what is known is written after each."""
+"""Parts of a benchmark with a time budget: each runs while there is time, and results are written after each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from pathlib import Path
 
 
 class DeviceLost(RuntimeError):
-    """Nothing more can be measured in this process."""
+    """The device is unusable: nothing more can be measured in this process."""
 
 
 class Parts:
-    """`failed` says of a part why it failed, `left_out` names those that there was no time or no device for."""
+    """Runs parts. `failed` has the error of each failed part, `left_out` the names of parts that did not run."""
 
     def __init__(self, figures: Callable[[], dict[str, object]], file: Path | None, budget_s: float) -> None:
-        """`figures` are what is known when it is called. No part begins after `budget_s`."""
+        """Start the budget.
+
+        Args:
+            figures: returns all results so far.
+            file: where results are written; None for nowhere.
+            budget_s: no part starts after this time.
+        """
         self.failed: dict[str, str] = {}
         self.left_out: list[str] = []
         self._figures = figures
@@ -26,31 +32,31 @@ class Parts:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget."""
+        """Return the seconds left of the budget."""
         return self._end_s - time.monotonic()
 
     def run(self, name: str, part: Callable[[], object]) -> None:
-        """Try a part, and write what is known."""
+        """Run a part and write the results."""
         if self._is_lost or self.left_s <= 0:
             self.left_out.append(name)
             return
         try:
             part()
-        except Exception as error:  # noqa: BLE001 - the other parts are worth having all the same
+        except Exception as error:  # # noqa: BLE001 - the other parts are still useful
             self._is_lost |= isinstance(error, DeviceLost)
             self.failed[name] = f"{type(error).__name__}: {error}"
             print(f"FAILED: {name}: {error}", flush=True)
         self.write()
 
     def write(self) -> None:
-        """Have the file hold all that is known, or what it held before."""
+        """Write all results atomically."""
         if self._file is not None:
             part = self._file.with_name(self._file.name + ".part")
             part.write_text(json.dumps({**self._figures(), "failed": self.failed, "left_out": self.left_out}, indent=1))
             part.replace(self._file)
 
     def conclude(self) -> int:
-        """Say what is missing, and write for the last time; the exit status."""
+        """Print what failed or did not run, write the results, and return the exit status."""
         for name, error in self.failed.items():
             print(f"failed: {name}: {error}")
         if self.left_out:

@@ -1,4 +1,4 @@
-"""What `offload_prompt_only` saves and costs: conversations in several turns, whose answers begin with thinking.
+"""Benefit and cost of `offload_prompt_only`: multi-turn conversations whose answers begin with thinking.
 
 Run: python -m bench.prompt_only [--seeds 3] [--conversations 24]
 
@@ -36,7 +36,7 @@ POOL_SLOTS = (600, 1200, 2400, 10_000)
 
 @dataclass
 class Conversation:
-    """What has been said so far, and the step from which the next turn may come."""
+    """The history of a conversation, and the step from which the next turn may come."""
 
     number: int
     rng: random.Random
@@ -47,10 +47,10 @@ class Conversation:
     thinking: int = 0
 
     def next_turn(self) -> ToyRequest:
-        """A request whose prompt is all that was said, and something new."""
+        """Return a request whose prompt is the history followed by a new message."""
         self.turn += 1
         said = self.rng.randint(*USER_TOKENS)
-        # Toy tokens are numbers: those of a user are found in no other conversation.
+        # Tokens of a user's message are numbers that occur in no other conversation.
         base = 10**6 * (self.number + 1) + 10**4 * self.turn
         self.history += range(base, base + said)
         self.thinking = self.rng.randint(*THINKING_TOKENS)
@@ -60,7 +60,7 @@ class Conversation:
         return ToyRequest(name, prompt, len(prompt), num_outputs, hash_block_size=BLOCK_SIZE)
 
     def ended(self, request: ToyRequest, step: int) -> None:
-        """Keep of the answer what the next prompt will hold."""
+        """Append the part of the answer that the next prompt will contain."""
         outputs = request.tokens[request.num_prompt_tokens :]
         self.history += outputs[self.thinking :] if self.strips else outputs
         self.ready_at = step + self.rng.randint(*PAUSE_STEPS)

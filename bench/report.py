@@ -1,4 +1,4 @@
-"""What every benchmark prints around its table: the machine and versions, and spreads and intervals of its figures."""
+"""Common output of all benchmarks: machine and versions, spreads and confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from math import comb, inf
 
 
 def environment(*packages: str) -> str:
-    """One line: when, on what, with which versions; a package need not be there."""
+    """Return one line with date, machine and versions; packages may be absent."""
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
     return f"{datetime.now(UTC):%Y-%m-%d}, {machine}, {versions}"
@@ -26,14 +26,14 @@ def _version(package: str) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median with minimum and maximum."""
+    """Return the median with minimum and maximum."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """A distribution-free interval for the median: the order statistics that enclose it with this confidence.
+    """Return a distribution-free confidence interval of the median: the enclosing order statistics.
 
-    Where even the smallest and the largest of so few values do not, as with fewer than six at 95%, it has no ends.
+    Unbounded if even the extremes do not reach the confidence, as with fewer than six values at 95%.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -51,7 +51,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def verdict(ratios: Sequence[float], goal: float, *, at_most: bool = True) -> str:
-    """Whether the interval of a ratio's median is on the right side of a goal."""
+    """Return whether the interval of a ratio's median meets a goal."""
     low, high = median_interval(ratios)
     if low <= goal <= high:
         return "not resolved"

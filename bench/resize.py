@@ -1,4 +1,4 @@
-"""What stores wait for while the pool grows and shrinks: names only, without memory, under a thread that stores.
+"""Latency of stores while the pool grows and shrinks; bookkeeping only, without memory.
 
     python -m bench.resize [--slots N] [--rounds N]
 
@@ -32,7 +32,7 @@ REST_S = 3.0
 
 
 class Traffic:
-    """Stores new keys, and remembers how long each batch took."""
+    """Stores new keys, and records how long each batch took."""
 
     def __init__(self, manager: OffloadManager, rng: random.Random) -> None:
         self._manager = manager
@@ -52,7 +52,7 @@ class Traffic:
 
 
 def drive(manager: OffloadManager, target: int) -> list[float]:
-    """Have the pool come to a size; how long each step took."""
+    """Resize the pool; return how long each step took."""
     resize, steps = PoolResize(manager, EXTENT_SLOTS), list[float]()
     resize.request(target)
     while True:
@@ -68,7 +68,7 @@ def drive(manager: OffloadManager, target: int) -> list[float]:
 
 
 def told(seconds: Sequence[float]) -> str:
-    """Median, 99th percentile and longest, in milliseconds."""
+    """Format median, 99th percentile and maximum in milliseconds."""
     ordered = sorted(seconds)
     chosen = (statistics.median(ordered), ordered[int(len(ordered) * 0.99)], ordered[-1])
     return " | ".join(f"{one * 1e3:.2f}" for one in chosen)

@@ -1,4 +1,4 @@
-"""How long a restart takes until the pool is there again, and what keeping it costs.
+"""Duration of a restart until the pool is recovered, and the cost of keeping it.
 
 Run: OMP_NUM_THREADS=1 python -m bench.restart [--only recovery|sealing|deciding|serving|first-hit] [--pairs 24]
 
@@ -102,7 +102,7 @@ def open_store(folder: Path, num_slots: int) -> Store:
 
 
 def recover(folder: Path, num_slots: int) -> None:
-    """In a new process: print how long it took from the attach to a filled manager, and how long without rows."""
+    """Print how long a new process takes from attaching to a filled manager, with and without rows."""
     store = open_store(folder, num_slots)
     started_s, used_s = time.perf_counter(), time.process_time()
     file = KeptFile(folder / "bench.pool", shape_of(num_slots), FINGERPRINT)
@@ -134,7 +134,7 @@ def measure_recovery(num_slots: int, rounds: int) -> None:
 
 
 def measure_cost(rounds: int) -> None:
-    """Time of the engine's thread in `submit` and `poll`, and from submit to the end of a job of 64 slots of 64 KiB."""
+    """Measure the engine thread's time in `submit` and `poll`, and the latency of a job of 64 slots of 64 KiB."""
     with tempfile.TemporaryDirectory() as name:
         shape = PoolShape(8 * COPIED_SLOTS, COPIED_BYTES, 1, 8 * COPIED_SLOTS)
         file = KeptFile(Path(name) / "cost.pool", shape, FINGERPRINT)
@@ -174,7 +174,7 @@ def measure_cost(rounds: int) -> None:
 
 
 def measure_deciding(num_slots: int, rounds: int) -> None:
-    """The manager's store path through a full pool, without and with the words that keep what left from coming back."""
+    """Measure the manager's store path through a full pool, with and without a record of evictions."""
     with tempfile.TemporaryDirectory() as name:
         file = KeptFile(Path(name) / "deciding.pool", shape_of(num_slots), FINGERPRINT)
         record = KeptRecord(file)
@@ -230,7 +230,7 @@ def measure_all_deciding(args: argparse.Namespace) -> None:
 
 
 def measure_serving(args: argparse.Namespace) -> None:
-    # Here, since it brings torch with it, which the processes that recover a pool have no use for.
+    # Imported late because it loads torch, which recovering processes do not need.
     from bench.keeping import measure_keeping
 
     measure_keeping(args.pairs, args.round_s, args.hidden)

@@ -1,4 +1,4 @@
-"""What kvferry brings and costs inside vLLM: `vllm serve` with it and without, side by side on the CPU backend.
+"""Benefit and cost of kvferry inside vLLM: `vllm serve` with and without it, on the CPU backend.
 
 Run, in the venv that `make test-vllm` makes: python -m bench.vllm [--pairs 24] [--only load|fresh|convoy]
 
@@ -33,7 +33,7 @@ import psutil
 from bench.report import environment, median_interval, spread, verdict
 from tests.vllm.conftest import ENVIRONMENT
 
-# vLLM reads it when it is imported.
+# vLLM reads this variable on import.
 os.environ.update(ENVIRONMENT)
 
 from tests.vllm.engines import transfer_config
@@ -55,26 +55,25 @@ ALIKE = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
-"""vLLM keeps one core more free of its computing threads as soon as any connector is configured. On a small machine
-that alone doubles its times, so both servers are told where to compute. And the C library gives the memory of vLLM's
-large tensors back, and takes it again in the next layer, where nothing happens to lie behind it: one start of a server
-had 2 page faults a round, another 118,000, and a tenth of processor time more. Both are told to keep it."""
+"""Environment of both servers, for comparability. vLLM reserves one more core when a connector is configured, which
+doubles times on a small machine, so both get the same cores. The C library may return the memory of vLLM's large
+tensors to the kernel after each layer (2 or 118,000 page faults per round, depending on the start), so both keep it."""
 LONG_TOKENS = 4000
 CONVOY = 50
 CONVOY_PREFIX_TOKENS = 64 * BLOCK
 FRESH, FRESH_TOKENS = 16, 8 * BLOCK
 COST = 1 / 0.98
-"""Times that go with 98% of the throughput."""
+"""Time ratio that corresponds to 98% of the throughput."""
 CONVOY_GOAL = 1.05
 SEED = 5
 
 Ask = tuple[Sequence[Prompt], int]
-"""Prompts to send at once, and how many tokens each is to be answered with."""
+"""Prompts to send at once, and the number of tokens of each answer."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of wall time, and of the CPU time of all processes of a server."""
+    """Wall seconds, and CPU seconds of all processes of a server."""
 
     wall_s: float
     cpu_s: float
@@ -97,14 +96,14 @@ class Pair:
         return timed(self.ours, ask, {"store": False})
 
     def forget_device(self) -> None:
-        """Empty both devices' caches, once nothing is copied any more."""
+        """Empty both devices' caches, once no copy runs."""
         self.ours.settled()
         for server in (self.ours, self.alone):
             server.client.post("/reset_prefix_cache").raise_for_status()
 
 
 def timed(server: VllmServer, ask: Ask, policy: dict[str, bool] | None = None) -> Taken:
-    """What it takes until all are answered, whose requests say what is to be stored of them."""
+    """Measure until all requests are answered; the arguments set what may be stored for them."""
     model = server.model
     cpu_s, started_s = _cpu_s(server), time.perf_counter()
     asyncio.run(_answer(server.url, model, *ask, policy))
@@ -134,7 +133,7 @@ async def _answer(
 def compare(
     arms: Sequence[Callable[[Ask], Taken]], rounds: int, next_ask: Callable[[], Ask], between: Callable[[], None]
 ) -> list[list[Taken]]:
-    """What each takes that is asked alike, in turns. The first round warms up, and does not count."""
+    """Compare the times of both servers for equal requests, alternately, after a warm-up round."""
     times: list[list[Taken]] = [[] for _ in arms]
     for number in range(rounds + 1):
         between()

@@ -22,7 +22,7 @@ _LAYER_TOKEN_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelKind:
-    """A model's KV-cache groups, each of which has as many layers.
+    """KV-cache groups of a model, each with the same number of layers.
 
     Models with MLA are missing: on the CPU backend vLLM switches prefix caching off for them.
     """
@@ -69,9 +69,9 @@ def write_model(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request: `tokens`, behind the prompt and the answer of the request `follows`, if it is given.
+    """A request: `tokens`, after the prompt and answer of the request `follows`, if given.
 
-    It is aborted once it has been in the engine for `abort_after` steps; None: never.
+    It is aborted after `abort_after` steps in the engine; None: never.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload, and the engine that it runs on. At most `concurrency` requests are in the engine at once."""
+    """A workload with its engine settings. At most `concurrency` requests are in the engine at once."""
 
     seed: int
     model: str
@@ -99,14 +99,14 @@ class Case:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool; a slot holds `blocks_per_slot` blocks of one group."""
+        """Return the bytes of the pool; a slot holds `blocks_per_slot` blocks of one group."""
         kind = MODELS[self.model]
         slot_tokens = self.block_size * self.blocks_per_slot
         return self.pool_slots * slot_tokens * kind.layers_per_group * _LAYER_TOKEN_BYTES
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Options of vLLM."""
+        """Return vLLM's options."""
         return {
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.device_blocks,
@@ -117,7 +117,7 @@ class Case:
 
     @property
     def extra_config(self) -> dict[str, object]:
-        """Options of kvferry, but for the store mode."""
+        """Return kvferry's options except the store mode."""
         return {
             "pool_bytes": self.pool_bytes,
             "blocks_per_slot": self.blocks_per_slot,
@@ -127,7 +127,7 @@ class Case:
 
 
 def draw_case(seed: int, models: Sequence[str], num_turns: int | None = None) -> Case:
-    """The case of a seed: the model by turns, the rest at random."""
+    """Return the case of a seed: models in turn, everything else at random."""
     rng = random.Random(f"case {seed}")
     model = models[seed % len(models)]
     kind = MODELS[model]
@@ -153,7 +153,7 @@ def draw_case(seed: int, models: Sequence[str], num_turns: int | None = None) ->
 
 
 def _draw_turns(rng: random.Random, longest: int, count: int) -> tuple[Turn, ...]:
-    """Shared heads, trees that branch, conversations, repetitions and prompts that share nothing, mixed."""
+    """Return a mix of shared heads, branching trees, conversations, repetitions and unrelated prompts."""
     heads = [random_tokens(rng, rng.randint(1, max(longest // 2, 2))) for _ in range(rng.randint(1, 6))]
     aborts = rng.choice((0.0, 0.0, 0.15, 0.4))
     turns: list[Turn] = []

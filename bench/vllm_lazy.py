@@ -30,7 +30,7 @@ from tests.vllm.workload import Answer, Prompt, count_different, random_tokens
 
 HEADS, HEAD_TOKENS, PROMPTS = 16, 400, 96
 MODEL_TOKENS = 736
-"""The longest request, which the smallest device cache has to hold in all groups."""
+"""The longest request, which the smallest device cache must hold in all groups."""
 SEED = 11
 
 
@@ -60,7 +60,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run counted. `left_device_tokens` were missed because their blocks had left the device unstored."""
+    """Counts of one run. `left_device_tokens` were missed because their blocks had left the device unstored."""
 
     cached_tokens: int
     stored_blocks: int
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def prompts_of(case: Case) -> list[Prompt]:
-    """Prompts, each a shared head and a tail of its own."""
+    """Return prompts, each a shared head and a unique tail."""
     rng = random.Random(SEED)
     heads = [random_tokens(rng, HEAD_TOKENS) for _ in range(HEADS)]
     order = [number % HEADS for number in range(PROMPTS)]
@@ -101,7 +101,7 @@ def measure(case: Case, model: Path, mode: StoreMode, prompts: Sequence[Prompt],
 
 
 def answer_alone(case: Case, model: Path, prompts: Sequence[Prompt]) -> list[Answer]:
-    """The answers of vLLM without kvferry."""
+    """Return the answers of vLLM without kvferry."""
     with in_process(
         model,
         num_gpu_blocks_override=case.device_blocks,

@@ -31,7 +31,7 @@ from typing import Any
 
 from tests.vllm.conftest import ENVIRONMENT
 
-# vLLM reads it when it is imported.
+# vLLM reads this variable on import.
 os.environ.update({**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"})
 
 from bench.report import environment
@@ -73,7 +73,7 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Tokens of a request whose cause is not right."""
+    """Tokens of a request whose cause is wrong."""
 
     kind: str
     request: str
@@ -88,7 +88,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Result:
-    """What one run of a case came to, in tokens, over all requests whose prompts were computed to the end."""
+    """Result of one run of a case, in tokens, over all requests whose prompts were computed completely."""
 
     prompt: int = 0
     oracle: int = 0
@@ -103,12 +103,12 @@ class Result:
     near_ties: int = 0
 
     def tokens(self, kind: str) -> int:
-        """Tokens of all findings of this kind."""
+        """Return the tokens of all findings of this kind."""
         return sum(one.end_token - one.first_token for one in self.findings if one.kind == kind)
 
 
 class StoredKeys:
-    """An event sink that passes all on, and remembers which keys were ever published."""
+    """An event sink that forwards all events and remembers every published key."""
 
     def __init__(self, sink: EventSink) -> None:
         self.keys: set[Key] = set()
@@ -123,7 +123,7 @@ class StoredKeys:
 
 
 class Oracle:
-    """Watches an engine with kvferry, and knows every block that was ever computed in it."""
+    """Observes an engine with kvferry, and records every block ever computed in it."""
 
     def __init__(self, engine: InProcess) -> None:
         self.engine = engine
@@ -141,7 +141,7 @@ class Oracle:
         connector.update_state_after_alloc = self._note_commit
 
     def note_progress(self) -> None:
-        """Note what the last step computed. To be called after every step."""
+        """Record what the last step computed. Must be called after every step."""
         for look_up in self.look_ups.values():
             if look_up.is_open:
                 request = look_up.request
@@ -173,7 +173,7 @@ class Oracle:
             look_up.misses = state.load.misses
 
     def _computed_end(self, request: Any) -> int:
-        """Where the prefix of computed blocks ends that a hit may use."""
+        """Return the end of the prefix of computed blocks that a hit may use."""
         count = 0
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._block_size]:
             if block_hash not in self._computed:
@@ -183,7 +183,7 @@ class Oracle:
         return count * self._block_size // step * step
 
     def judge(self) -> Result:
-        """Hold what kvferry counted for each request against what is known here."""
+        """Compare kvferry's counts of each request with the recorded facts."""
         result = Result()
         for request_id, look_up in self.look_ups.items():
             state = self.engine.core.requests.find(request_id, 0.0)
@@ -218,14 +218,14 @@ class Oracle:
             result.findings.append(Finding("wrong", request_id, served, total, f"{counted} instead of {spanned}"))
 
     def _whole_end(self, look_up: LookUp) -> int:
-        """Where the whole blocks of this request end, short of its last token."""
+        """Return the end of the request's whole blocks before its last token."""
         alignment = self.engine.core.layout.alignment_tokens
         return (look_up.num_tokens - 1) // alignment * alignment
 
     def _contradictions(
         self, look_up: LookUp, start: int, end: int, cause: MissReason, oracle: int, whole: int
     ) -> Iterator[tuple[str, int, int]]:
-        """Which tokens of a run cannot have its cause: what kind of contradiction, and from where to where."""
+        """Yield token ranges that cannot have their recorded cause, with the kind of contradiction."""
         if cause is MissCause.TAIL:
             if start < min(whole, end):
                 yield ("lost" if start < oracle else "invented"), start, min(whole, end)
@@ -247,7 +247,7 @@ class Oracle:
             elif isinstance(cause, NotStored):
                 fits = not was_stored or cause is NotStored.PART_OF_SLOT
             elif cause is MissCause.GAP:
-                # The device may have it.
+                # The device may have the block.
                 fits = True
             else:
                 fits = is_present == (cause is not MissCause.IN_FLIGHT)
@@ -256,7 +256,7 @@ class Oracle:
 
 
 def _spans(misses: Misses, served: int, total: int, view: RequestView) -> Iterator[tuple[int, int, MissReason]]:
-    """The runs of a prompt's computed tokens with their causes, as kvferry counts them."""
+    """Yield the ranges of a prompt's computed tokens with kvferry's recorded causes."""
     lost = next((cause for cause in LOST_HIT if view.missed_tokens.causes[cause]), MissCause.DECLINED)
     return misses.spans(served, total, lost)
 
@@ -271,7 +271,7 @@ def _label(cause: MissReason) -> str:
 
 
 def answer_alone(model: Path, case: Case) -> tuple[dict[str, Prompt], dict[str, Answer]]:
-    """The whole prompts of a case, and vLLM's own answers to them."""
+    """Return the whole prompts of a case, and vLLM's own answers."""
     prompts: dict[str, Prompt] = {}
     answers: dict[str, Answer] = {}
     options = {**case.engine_options, "num_gpu_blocks_override": TRUTH_BLOCKS, "max_num_batched_tokens": 1024}
@@ -292,7 +292,7 @@ def answer_alone(model: Path, case: Case) -> tuple[dict[str, Prompt], dict[str, 
 def replay(
     engine: InProcess, case: Case, prompts: dict[str, Prompt], after_step: Callable[[], None]
 ) -> dict[str, Answer]:
-    """Send the requests of a case, and abort those that are to be aborted; the answers of the others."""
+    """Send the requests of a case, and abort those marked for it; return the answers of the others."""
     waiting = list(case.turns)
     steps_left: dict[str, int | None] = {}
     answers: dict[str, Answer] = {}
@@ -340,7 +340,7 @@ def _first_difference(got: Answer, wanted: Answer) -> int | None:
 
 
 def minimise(model: Path, case: Case, mode: str, prompts: dict[str, Prompt], kind: str, cause: str) -> Case:
-    """Leave requests out of a case as long as a finding of this kind and cause remains."""
+    """Remove requests from a case as long as a finding of this kind and cause remains."""
     turns = list(case.turns)
     size, num_trials = len(turns) // 2, 0
     while size and num_trials < MAX_TRIALS:
@@ -358,7 +358,7 @@ def minimise(model: Path, case: Case, mode: str, prompts: dict[str, Prompt], kin
 
 
 def _without(turns: Sequence[Turn], first: int, end: int) -> list[Turn]:
-    """The turns but for some, and those that follow them."""
+    """Return the turns without a range and without those that follow it."""
     gone = {turn.name for turn in turns[first:end]}
     kept = []
     for turn in turns:

@@ -22,7 +22,7 @@ from pathlib import Path
 from bench.report import environment
 from tests.vllm.conftest import ENVIRONMENT
 
-# vLLM reads it when it is imported.
+# vLLM reads this variable on import.
 os.environ.update(ENVIRONMENT)
 
 from kvferry.core.groups import Group
@@ -48,7 +48,7 @@ class Case:
     options: dict[str, object] = field(default_factory=dict)
 
     def prompts(self) -> list[Prompt]:
-        """Heads in random order, each with a new tail."""
+        """Return prompts: heads in random order, each with a new tail."""
         rng = random.Random(SEED)
         heads = [random_tokens(rng, self.head_tokens) for _ in range(HEADS)]
         return [rng.choice(heads) + random_tokens(rng, rng.randint(*self.tail_tokens)) for _ in range(PROMPTS)]
@@ -86,7 +86,7 @@ VARIANTS = {
 
 
 def run(case: Case, folder: Path, engines: tuple[str, ...]) -> None:
-    """Print the table rows of a case, with these engines besides vLLM with a large device."""
+    """Print the table rows of a case for these engines and vLLM with a large device."""
     model = case.write(folder / case.name)
     prompts = case.prompts()
     total = sum(map(len, prompts))
@@ -116,7 +116,7 @@ def _stored(engine: InProcess, prompts: Sequence[Prompt]) -> str:
 
 
 def needed_blocks(group: Group, prompts: Sequence[Prompt]) -> int:
-    """Blocks of a group that boundaries need."""
+    """Return the number of a group's blocks that boundaries need."""
     needed: set[tuple[int, ...]] = set()
     seen: set[tuple[int, ...]] = set()
     for prompt in prompts:

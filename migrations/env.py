@@ -1,4 +1,4 @@
-"""Runs migrations on the connection, and within the transaction, that `kvferry.app.store.migrate` hands over."""
+"""Alembic environment: runs migrations on the connection, and in the transaction, of `kvferry.app.store.migrate`."""
 
 from alembic import context
 
@@ -6,7 +6,7 @@ from kvferry.app.store.models import Base
 
 connection = context.config.attributes.get("connection")
 if connection is None:
-    raise RuntimeError("migrations are run by kvferry itself: use `kvferry db upgrade`")
+    raise RuntimeError("migrations cannot be run by alembic directly; use `kvferry db upgrade`")
 context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
 with context.begin_transaction():
     context.run_migrations()

@@ -1,6 +1,6 @@
-"""The command line: `kvferry serve` runs the service, the rest talks to a running one.
+"""Command line: `kvferry serve` runs the service, the other commands talk to a running one.
 
-What a command needs is imported once it runs, so that `serve` minds signals from its first moment.
+Commands import what they need when they run, so that `serve` handles signals from the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: list[str]) -> int:
-    """A signal before the server is there, which handles them itself, has whatever was begun closed in order."""
+    """Run `serve`. A signal before the server handles signals itself closes everything opened so far, in order."""
     stopped = False
 
     def stop(signum: int, frame: FrameType | None) -> None:

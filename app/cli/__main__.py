@@ -1,4 +1,4 @@
-"""`python -m kvferry.app.cli` is `kvferry`."""
+"""Entry point of `python -m kvferry.app.cli`, the same as `kvferry`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`kvferry config`: the settings, here or of a running service."""
+"""`kvferry config`: settings, local or of a running service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(as_json: JsonOption = False) -> int:
     from kvferry.app.settings import Settings
 
     settings = Settings()
-    # Imported once the settings are known to be good, since these import much.
+    # These imports are slow, so they follow the settings checks.
     from kvferry.app.preflight import start_problems
     from kvferry.app.serving import listen
     from kvferry.app.starting import StartRefused
@@ -60,7 +60,7 @@ def check(as_json: JsonOption = False) -> int:
         print_json(views)
     else:
         _print_settings(views)
-        note("the settings are good")
+        note("settings are valid")
     return 0
 
 
@@ -75,13 +75,13 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
         _print_settings(answer)
         for name, view in answer.items():
             if isinstance(view, Mapping) and view.get("shortfall"):
-                note(f"KVFERRY_{name.upper()} is not what was asked for: {view['shortfall']}")
+                note(f"KVFERRY_{name.upper()} differs from the requested value: {view['shortfall']}")
     return 0
 
 
 @app.command("docs")
 def docs() -> int:
-    """Print the documentation of every setting, as Markdown: docs/settings.md is made by this."""
+    """Print the documentation of every setting as Markdown; generates docs/settings.md."""
     from kvferry.app.settings.reference import settings_markdown
 
     out.out(settings_markdown(), end="")

@@ -1,4 +1,4 @@
-"""What every command prints through: results on stdout, the rest on stderr, and the exit codes."""
+"""Output of all commands: results on stdout, messages on stderr, exit codes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# No markup: much of what is printed are names that others chose.
+# No markup: many printed names come from clients.
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
 
 class ExitCode(IntEnum):
-    """How a command ends."""
+    """Exit codes of commands."""
 
     OK = 0
     REFUSED = 1
@@ -26,28 +26,28 @@ class ExitCode(IntEnum):
 
 
 def complain(message: str) -> None:
-    """Say what went wrong, in plain words on stderr."""
+    """Print an error on stderr."""
     err.print(Text.assemble(("kvferry: ", "bold red"), message), soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """Say something on stderr that is no failure."""
+    """Print a note on stderr."""
     err.print(Text(message, style="dim"), soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout, indented for a person who looks at it anyway."""
+    """Print one indented JSON document on stdout."""
     out.out(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_json_line(value: object) -> None:
-    """One JSON document on one line, for streams."""
+    """Print one JSON document on one line, for streams."""
     out.out(json.dumps(value, ensure_ascii=False))
     out.file.flush()
 
 
 def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table in the one style that commands use. `right` names the columns of numbers."""
+    """Return an empty table in the common style. `right` names the columns with numbers."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -55,7 +55,7 @@ def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def words(value: object) -> str:
-    """A JSON value in words."""
+    """Format a JSON value as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -68,12 +68,12 @@ def words(value: object) -> str:
 
 
 def count(number: object) -> str:
-    """A count with its thousands apart."""
+    """Format a count with thousands separators."""
     return f"{number:,}" if isinstance(number, (int, float)) else words(number)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Format bytes in a readable unit."""
     number = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
@@ -83,7 +83,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in the two units that matter."""
+    """Format a time span in its two largest units."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -96,12 +96,12 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part as a percentage."""
+    """Format a part as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
 def sourced_rows(fields: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and source of each field of a policy answer."""
+    """Return name, value and source of each field of a policy response."""
     return [
         (name, words(item["value"]), words(item.get("source")))
         for name, item in fields.items()

@@ -17,7 +17,7 @@ def _group() -> None:
 
 @app.command("upgrade")
 def upgrade(as_json: JsonOption = False) -> int:
-    """Bring the database of the settings to this version's schema; it is made where there is none."""
+    """Upgrade the configured database to this version's schema; create it if it is missing."""
     from kvferry.app.settings import Settings
     from kvferry.app.store import StoreError
     from kvferry.app.store import upgrade as upgrade_store
@@ -31,7 +31,7 @@ def upgrade(as_json: JsonOption = False) -> int:
     if as_json:
         print_json({"before": done.before, "after": done.after})
     elif done.before == done.after:
-        out.print(f"the database is up to date, at {done.after}")
+        out.print(f"database is up to date: {done.after}")
     else:
-        out.print(f"the database went from {done.before or 'nothing'} to {done.after}")
+        out.print(f"database upgraded: {done.before or 'empty'} to {done.after}")
     return ExitCode.OK

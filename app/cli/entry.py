@@ -1,4 +1,4 @@
-"""The entry point: every command by its name, and every way to fail as an exit code and a line on stderr."""
+"""Entry point: all commands by name, and every failure as an exit code with a line on stderr."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 from kvferry.app.cli import config, db, events, evictions, policy, pool, replay, reset, rules, serve, stats
 from kvferry.app.cli.console import ExitCode, complain, err, note, out
 
-# Typer brings its own copy of click or depends on it, by version; this is either's base of all usage errors.
+# Depending on its version Typer depends on click or brings a copy; this is the base of either's usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="kvferry",
-    help="Carries KV-cache blocks of LLM engines to host memory and back, and lets you see and steer it.",
-    epilog="Exit codes: 0 done, 1 the server said no, 2 bad usage or setting, 3 could not reach the server.",
+    help="Offloads KV-cache blocks of LLM engines to host memory and tiers, with an admin API.",
+    epilog="Exit codes: 0 done, 1 refused by the server, 2 bad usage or setting, 3 server not reachable.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +41,7 @@ def _version(asked: bool) -> None:
         try:
             out.print(f"kvferry {version('kvferry')}")
         except PackageNotFoundError:
-            out.print("kvferry, run from its sources without being installed")
+            out.print("kvferry (not installed, run from sources)")
         raise typer.Exit
 
 
@@ -49,10 +49,10 @@ def _version(asked: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and stop."),
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Carries KV-cache blocks of LLM engines to host memory and back, and lets you see and steer it."""
+    """Offload KV-cache blocks of LLM engines to host memory and tiers, with an admin API."""
 
 
 def run_command(args: list[str]) -> int:
@@ -65,7 +65,7 @@ def run_command(args: list[str]) -> int:
         return ExitCode.REFUSED
     except BrokenPipeError:
         return ExitCode.OK
-    except Exception as error:  # noqa: BLE001  the last resort: a person gets a line, never a traceback
+    except Exception as error:  # # noqa: BLE001  last resort: users get a line, never a traceback
         return _explain(error)
     return int(code or 0)
 

@@ -1,4 +1,4 @@
-"""`kvferry events`: what the cache does, while it happens."""
+"""`kvferry events`: live events of the cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ HIDDEN = ("type", "time", "blocks", "hashes")
 
 def events(
     type_: Annotated[
-        list[str] | None, typer.Option("--type", metavar="NAME", help="Only these, such as evicted; may be repeated.")
+        list[str] | None,
+        typer.Option("--type", metavar="NAME", help="Only events of this type, such as evicted; may be repeated."),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Show what the cache does and what operators change, one line an event, until Ctrl-C."""
+    """Show events of the cache and changes by operators, one line per event, until Ctrl-C."""
     with connect(url) as client:
         try:
             with closing(client.events(type_ or ())) as stream:
@@ -33,12 +34,12 @@ def events(
                         out.print(_line(event), soft_wrap=True)
         except KeyboardInterrupt:
             return 0
-    complain("the server ended the stream")
+    complain("stream ended by the server")
     return ExitCode.UNREACHABLE
 
 
 def _line(event: Mapping[str, Any]) -> Text:
-    """An event for people; hashes are for programs."""
+    """Format an event for people, without hashes."""
     time = words(event.get("time")).replace("T", " ").removesuffix("Z")
     parts = [f"{count(event['blocks'])} blocks"] if "blocks" in event else []
     parts += [f"{name}={words(value)}" for name, value in event.items() if name not in HIDDEN and value is not None]

@@ -1,4 +1,4 @@
-"""`kvferry evictions`: what left the pool, when and why."""
+"""`kvferry evictions`: which blocks left the pool, when and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _moment(text: str | None) -> str | None:
-    """An RFC 3339 time as it is, or a span such as `15m` as the time that long ago."""
+    """Return an RFC 3339 time unchanged, and a span such as `15m` as the time that long ago."""
     if text is None:
         return None
     match = _SPAN.fullmatch(text.strip())
@@ -32,13 +32,14 @@ def _moment(text: str | None) -> str | None:
             moment = datetime.fromisoformat(text.strip())
             moment = moment.astimezone() if moment.tzinfo is None else moment
     except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is neither a time nor a span such as 15m, 2h or 1d") from None
+        raise typer.BadParameter(f"{text!r}: must be a time or a span such as 15m, 2h or 1d") from None
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def evictions(
     since: Annotated[
-        str | None, typer.Option(callback=_moment, metavar="WHEN", help="From this time on, or the last 15m, 2h, 1d.")
+        str | None,
+        typer.Option(callback=_moment, metavar="WHEN", help="From this time on, or within the last 15m, 2h, 1d."),
     ] = None,
     until: Annotated[str | None, typer.Option(callback=_moment, metavar="WHEN", help="Before this time.")] = None,
     reason: Annotated[str | None, typer.Option(metavar="NAME", help="Only for this reason, such as capacity.")] = None,
@@ -46,12 +47,12 @@ def evictions(
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Only blocks of this tenant (its digest).")
     ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many at most.")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Maximum number.")] = 50,
     cursor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Go on where a page ended: the next_cursor of its --json.")
+        str | None, typer.Option(metavar="TEXT", help="Continue after a page: the next_cursor of its --json.")
     ] = None,
     summary: Annotated[
-        bool, typer.Option("--summary", metavar="", help="Counts, ages and the regret rate instead.")
+        bool, typer.Option("--summary", metavar="", help="Show counts, ages and the regret rate instead.")
     ] = False,
     url: UrlOption = None,
     as_json: JsonOption = False,
@@ -85,7 +86,7 @@ def _print_rows(items: list[dict[str, Any]], more: bool) -> None:
         table.add_row(*(_cell(name, item.get(name)) for name in shown))
     out.print(table)
     if more:
-        note("there are more; raise --limit, or go on with --cursor and the next_cursor of --json")
+        note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
 
 
 def _cell(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`kvferry policy`: the default policy of requests, and overrides for single ones."""
+"""`kvferry policy`: the default request policy, and overrides for single requests."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _request_group() -> None:
 
 @app.command("show")
 def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Show the runtime defaults, and where each comes from."""
+    """Show the runtime defaults and their sources."""
     with connect(url) as client:
         return _print_policy(client.policy(), as_json)
 
 
 @app.command("set")
 def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Change runtime defaults, until the next start; null gives a field back to the settings."""
+    """Change runtime defaults until the next start; null restores the setting."""
     patch = parse_fields(fields)
     with connect(url) as client:
         return _print_policy(client.patch_policy(patch), as_json)
@@ -49,7 +49,7 @@ def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -
 
 @request_app.command("show")
 def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Show what is overridden for one request."""
+    """Show the override of one request."""
     with connect(url) as client:
         return _print_policy(client.request_policy(request_id), as_json)
 
@@ -59,12 +59,12 @@ def change_request(
     request_id: RequestId,
     fields: Fields,
     ttl_s: Annotated[
-        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="How long it holds.", show_default="3600")
+        float | None, typer.Option("--ttl-s", metavar="SECONDS", help="Time until it expires.", show_default="3600")
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Override fields for one request; replaces what was set for it before."""
+    """Override fields for one request; replaces an earlier override."""
     patch = parse_fields(fields)
     with connect(url) as client:
         return _print_policy(client.put_request_policy(request_id, patch, ttl_s=ttl_s), as_json)
@@ -72,24 +72,24 @@ def change_request(
 
 @request_app.command("clear")
 def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Take a request's override away."""
+    """Remove a request's override."""
     with connect(url) as client:
         client.delete_request_policy(request_id)
     if as_json:
         print_json({"request": request_id, "cleared": True})
     else:
-        out.print(f"no override for {request_id} any more")
+        out.print(f"override removed: {request_id}")
     return 0
 
 
 def parse_fields(fields: Sequence[str]) -> dict[str, Any]:
-    """`name=value` words as a policy patch; values are JSON where they can be, `tiers` names between commas."""
+    """Parse `name=value` words as a policy patch: values as JSON where possible, `tiers` as comma-separated names."""
     patch: dict[str, Any] = {}
     for word in fields:
         name, equals, text = word.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name or not text:
-            raise typer.BadParameter(f"{word!r} is not FIELD=VALUE", param_hint="FIELD=VALUE")
+            raise typer.BadParameter(f"{word!r}: must be FIELD=VALUE", param_hint="FIELD=VALUE")
         if name in patch:
             raise typer.BadParameter(f"{name} is given twice", param_hint="FIELD=VALUE")
         patch[name] = _value(name, text)
@@ -117,5 +117,5 @@ def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
     out.print(table)
     override = answer.get("override")
     if isinstance(override, Mapping):
-        note(f"the override of {words(answer.get('id'))} holds until {words(override.get('expires_at'))}")
+        note(f"override of {words(answer.get('id'))} expires at {words(override.get('expires_at'))}")
     return 0

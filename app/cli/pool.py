@@ -1,4 +1,4 @@
-"""`kvferry pool`: the file of a kept pool, looked at while no service has it."""
+"""`kvferry pool`: offline inspection of a kept pool's file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _group() -> None:
 
 @app.command("inspect")
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The pool's file, as the log of its service names it.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The pool's file, named in the log of its service.")],
     as_json: JsonOption = False,
 ) -> int:
-    """Show a pool's header, fingerprint and slots, and verify every checksum. Changes nothing.
+    """Show a pool's header, fingerprint and slots, and verify all checksums. Changes nothing.
 
-    Exits with 1 if the file is no pool or is damaged: it ends too early, or a slot's header or bytes are not what their
-    checksums say. While a service uses the pool, slots that it is just writing may count as bad.
+    Exits with 1 if the file is not a pool or is damaged: truncated, or with a wrong checksum. While a service uses the
+    pool, slots that it is writing may count as bad.
     """
     from kvferry.cuda_ops.persistent.format import FORMAT_VERSION
     from kvferry.cuda_ops.persistent.inspection import inspect_pool
@@ -43,7 +43,9 @@ def inspect(
         complain(f"{path} is a folder" + (f": name a pool in it, such as {found}" if found else ", with no pool in it"))
         return ExitCode.REFUSED
     except (NotAPool, OSError) as error:
-        complain(f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is no pool: {error}")
+        complain(
+            f"{path}: {error.strerror or error}" if isinstance(error, OSError) else f"{path} is not a pool: {error}"
+        )
         return ExitCode.REFUSED
     slots = pool.kept.slots
     starts = range(0, len(slots), _BATCH_SLOTS)
@@ -78,10 +80,10 @@ def inspect(
         out.print(
             f"{count(shape.num_slots)} slots of {size(shape.slot_bytes)} on {shape.num_ranks} rank(s), in extents of "
             f"{count(shape.extent_slots)}, with room for {count(shape.max_slots)}; epoch {header.min_epoch}; written "
-            f"{'before' if pool.other_boot else 'since'} the machine was last started"
+            f"{'before' if pool.other_boot else 'since'} the machine's last boot"
         )
         dropped = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(pool.kept.dropped.items()))
-        out.print(f"{count(len(slots))} slots would come back; not: {dropped or 'none'}")
+        out.print(f"{count(len(slots))} slots recoverable; dropped: {dropped or 'none'}")
         out.print(f"{count(len(slots) - len(bad))} verified, {count(len(bad))} bad{_shown(bad)}")
     damages = (DropReason.DAMAGED, DropReason.RANKS_DIFFER, DropReason.TRUNCATED)
     is_damaged = bad or any(reason in pool.kept.dropped for reason in damages)

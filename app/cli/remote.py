@@ -1,4 +1,4 @@
-"""What the commands that talk to a running service have in common: `--url`, `--json`, and the client."""
+"""Options and client of the commands that talk to a running service."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ UrlOption = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Where the service is.",
-        show_default="KVFERRY_URL, else the one found, else http://127.0.0.1:8787",
+        help="URL of the service.",
+        show_default="KVFERRY_URL, else a discovered service, else http://127.0.0.1:8787",
     ),
 ]
 EngineOption = Annotated[
@@ -25,15 +25,15 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="The engine, where several run on this host.",
+        help="Name of the engine, if several run on this host.",
         show_default="KVFERRY_ENGINE_NAME, else the only one",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON.")]
 
 
 def connect(url: str | None) -> KVFerryClient:
-    """A client for `--url`, with the URL and token of the environment or `.env` where none is given."""
+    """Return a client for `--url`; without it, URL and token come from the environment, `.env` or discovery."""
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import find_connection
 
@@ -43,7 +43,7 @@ def connect(url: str | None) -> KVFerryClient:
 
 @contextmanager
 def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryClient]]:
-    """Clients for all data-parallel ranks of one engine, found as by `connect`."""
+    """Return clients for all data-parallel ranks of one engine, found as by `connect`."""
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import find_ranks
 
@@ -53,7 +53,9 @@ def connect_ranks(url: str | None, engine: str | None) -> Iterator[list[KVFerryC
 
 
 def connect_engine(engine_url: str | None, service: KVFerryClient) -> KVFerryClient:
-    """A client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the service's token stays at its own address."""
+    """Return a client for the engine's own API, with KVFERRY_ENGINE_API_KEY; the admin token is not sent to another
+    address.
+    """
     from kvferry.app.client import KVFerryClient
     from kvferry.app.settings.connection import Connection, find_engine
 

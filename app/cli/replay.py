@@ -1,4 +1,4 @@
-"""`kvferry replay`: send a recorded trace to a running engine, and say where the prompt tokens came from."""
+"""`kvferry replay`: send a recorded trace to a running engine, and show what served the prompt tokens."""
 
 from __future__ import annotations
 
@@ -34,37 +34,38 @@ SETTLE_POLL_S = 0.05
 
 def replay(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format, one JSON object a line.")
+        Path, typer.Argument(metavar="TRACE", help="A trace in Mooncake's format, one JSON object per line.")
     ],
     requests: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many of its requests.", show_default="all")
+        int | None, typer.Option(metavar="N", min=1, help="Number of requests to send.", show_default="all")
     ] = None,
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="How many at a time.")] = 8,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Number of concurrent requests.")] = 8,
     tokens_per_hash: Annotated[
-        int, typer.Option(metavar="N", min=1, max=512, help="Tokens sent for 512 of the trace.")
+        int, typer.Option(metavar="N", min=1, max=512, help="Tokens sent for each 512 of the trace.")
     ] = 16,
-    max_output: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens that a request asks for.")] = 16,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the tokens that hash ids stand for.")] = 0,
+    max_output: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum output tokens of a request.")] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the tokens generated for hash ids.")] = 0,
     respect_timestamps: Annotated[
-        bool, typer.Option("--respect-timestamps", metavar="", help="Send when the trace did, not as fast as possible.")
+        bool,
+        typer.Option("--respect-timestamps", metavar="", help="Send at the trace's times, not as fast as possible."),
     ] = False,
     speed: Annotated[
-        float, typer.Option(metavar="FACTOR", min=0.001, help="With --respect-timestamps: how much faster.")
+        float, typer.Option(metavar="FACTOR", min=0.001, help="Speed-up factor of --respect-timestamps.")
     ] = 1.0,
     engine_url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where /v1/completions is, if not with the admin API. It gets KVFERRY_ENGINE_API_KEY, if that is set.",
+            help="URL of /v1/completions, if it differs from the admin API's. Receives KVFERRY_ENGINE_API_KEY, if set.",
             show_default="--url",
         ),
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Send a recorded trace to a running engine, and say where the prompt tokens came from.
+    """Send a recorded trace to a running engine, and show what served the prompt tokens.
 
-    A hash id of the trace stands for the same tokens wherever it occurs, so that the trace's shared prefixes are kept.
+    A hash id of the trace is always replaced by the same tokens, so that shared prefixes of the trace are preserved.
     """
     from kvferry.app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
 
@@ -94,7 +95,7 @@ def replay(
 
 
 def _served(engine: KVFerryClient) -> tuple[str, int | None]:
-    """The model's name and its context, as far as the engine says."""
+    """Return the served model's name, and its context if the engine reports it."""
     models = engine.models()
     first = models[0] if models else {}
     context = first.get("max_model_len")
@@ -127,7 +128,7 @@ def _run(mapped: list[MappedRequest], options: Options, *, quiet: bool) -> list[
 
 
 def _settled(admin: KVFerryClient) -> dict[str, Any]:
-    """Stats once nothing runs or is being stored any more, or after a while all the same."""
+    """Return stats once no request runs and nothing is being stored, or after a time limit."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         stats = admin.stats()
@@ -165,4 +166,4 @@ def _print_report(report: Report, scale: str) -> None:
     row("total time", duration(report.total_s))
     out.print(table)
     if report.cache is None:
-        note("the server restarted meanwhile, so that its counters say nothing")
+        note("server restarted during the replay: its counters are not comparable")

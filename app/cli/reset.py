@@ -1,4 +1,4 @@
-"""`kvferry reset`: drop what is stored."""
+"""`kvferry reset`: drop stored blocks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 def reset(
     tier: Annotated[list[str] | None, typer.Option(help="Only this tier; may be repeated.", metavar="NAME")] = None,
     tenant: Annotated[
-        str | None, typer.Option(help="Only blocks stored for tenants like this.", metavar="GLOB")
+        str | None, typer.Option(help="Only blocks stored for tenants that match this glob.", metavar="GLOB")
     ] = None,
     cache_salt_file: SaltFileOption = None,
-    lora: Annotated[str | None, typer.Option(help="Only blocks stored with LoRAs like this.", metavar="GLOB")] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="Only blocks stored with LoRAs that match this glob.", metavar="GLOB")
+    ] = None,
     request: Annotated[
-        str | None, typer.Option(help="Only blocks stored by requests like this.", metavar="GLOB")
+        str | None, typer.Option(help="Only blocks stored by requests whose ids match this glob.", metavar="GLOB")
     ] = None,
     drain_timeout_s: Annotated[
         float,
-        typer.Option("--drain-timeout-s", metavar="SECONDS", min=0, help="How long to wait for transfers under way."),
+        typer.Option("--drain-timeout-s", metavar="SECONDS", min=0, help="How long to wait for running transfers."),
     ] = 30.0,
-    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why, for the audit table.")] = None,
+    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Reason, for the audit table.")] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Drop what is stored: all of it, or what requests like these stored. The engine keeps serving."""
+    """Drop stored blocks: all, or those of matching requests. The engine keeps serving."""
     given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
     match = {name: glob for name, glob in given.items() if glob is not None}
     with connect(url) as client:
@@ -40,5 +42,5 @@ def reset(
     dropped, pending = answer.get("dropped_blocks", 0), answer.get("pending_jobs", 0)
     out.print(f"dropped {count(dropped)} blocks ({size(answer.get('dropped_bytes', 0))}); epoch {answer.get('epoch')}")
     if pending:
-        note(f"{count(pending)} transfers are still under way; what they carry is dropped when they end")
+        note(f"{count(pending)} transfers still running; their blocks are dropped when they end")
     return 0

@@ -1,4 +1,4 @@
-"""`kvferry rules`: named policies for the requests that they match."""
+"""`kvferry rules`: named policies for matching requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 Fields = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FIELD=VALUE]...", help="Such as store=false priority=low; none shields from later rules."),
+    typer.Argument(
+        metavar="[FIELD=VALUE]...",
+        help="Such as store=false priority=low; none makes matching requests skip later rules.",
+    ),
 ]
 _SPAN = re.compile(r"(-?\d{1,16})?\.\.(-?\d{1,16})?|(-?\d{1,16})", re.ASCII)
 
 
 def _span(text: str | None) -> int | dict[str, int] | None:
-    """`5`, `5..`, `..9` or `5..9` as the API takes it."""
+    """Parse `5`, `5..`, `..9` or `5..9` to the API's representation."""
     if text is None:
         return None
     match = _SPAN.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a number or a span such as 8192.. or 1..100")
+        raise typer.BadParameter(f"{text!r}: must be a number or a span such as 8192.. or 1..100")
     if match[3]:
         return int(match[3])
     return {name: int(end) for name, end in (("min", match[1]), ("max", match[2])) if end}
@@ -37,12 +40,12 @@ def _span(text: str | None) -> int | dict[str, int] | None:
 
 @app.callback()
 def _group() -> None:
-    """Named policies for the requests that they match; the first rule that matches is the only one that counts."""
+    """Named policies for matching requests; only the first matching rule applies."""
 
 
 @app.command("list")
 def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Show all rules, in the order in which they are tried."""
+    """Show all rules, in the order in which they are evaluated."""
     items: list[dict[str, Any]] = []
     cursor: str | None = None
     with connect(url) as client:
@@ -72,10 +75,16 @@ def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
 def change(
     name: Name,
     fields: Fields = None,
-    order: Annotated[int, typer.Option(metavar="N", help="The lowest is tried first.")] = 0,
-    request: Annotated[str | None, typer.Option(metavar="GLOB", help="Only requests with ids like this.")] = None,
-    lora: Annotated[str | None, typer.Option(metavar="GLOB", help="Only with LoRAs like this; '?*' is any.")] = None,
-    tenant: Annotated[str | None, typer.Option(metavar="GLOB", help="Only tenants with digests like this.")] = None,
+    order: Annotated[int, typer.Option(metavar="N", help="Position; the lowest is evaluated first.")] = 0,
+    request: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only requests whose ids match this glob.")
+    ] = None,
+    lora: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only requests with a LoRA that matches this glob; '?*' is any.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only tenants whose digests match this glob.")
+    ] = None,
     cache_salt_file: SaltFileOption = None,
     priority: Annotated[
         str | None, typer.Option(callback=_span, metavar="N|MIN..MAX", help="Only requests of this priority.")
@@ -86,7 +95,7 @@ def change(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Set a rule: what it matches, and the policy fields it settles. Replaces the one of this name."""
+    """Set a rule: what it matches, and its policy fields. Replaces a rule with the same name."""
     given = {"request": request, "lora": lora, "priority": priority, "prompt_tokens": prompt_tokens}
     given["tenant"] = tenant_of(tenant, cache_salt_file)
     match = {condition: value for condition, value in given.items() if value is not None}
@@ -97,13 +106,13 @@ def change(
 
 @app.command("delete")
 def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
-    """Take a rule away."""
+    """Delete a rule."""
     with connect(url) as client:
         client.delete_rule(name)
     if as_json:
         print_json({"name": name, "deleted": True})
     else:
-        out.print(f"no rule {name} any more")
+        out.print(f"rule deleted: {name}")
     return 0
 
 
@@ -125,7 +134,7 @@ def _print_rules(rules: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _shown(value: Any) -> Any:
-    """A span the way it is given here."""
+    """Format a span as the command line accepts it."""
     if not isinstance(value, Mapping):
         return value
     least, most = value.get("min"), value.get("max")

@@ -8,13 +8,13 @@ from kvferry.app.cli.console import ExitCode, complain
 def serve() -> int:
     """Run the engine and the admin service until stopped.
 
-    Everything is set by environment variables (KVFERRY_...), a .env file, or the TOML file that KVFERRY_CONFIG names.
-    See `kvferry config check`.
+    Configured by environment variables (KVFERRY_...), a .env file, or the TOML file that KVFERRY_CONFIG names. See
+    `kvferry config check`.
     """
     from kvferry.app.settings import Settings
 
     settings = Settings()
-    # Only now, since these import torch: a bad setting is told at once.
+    # Imported late because it loads torch: a bad setting is reported at once.
     from kvferry.app.service import run
     from kvferry.app.starting import StartRefused
 

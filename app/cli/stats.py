@@ -1,4 +1,4 @@
-"""`kvferry stats`: one snapshot, or one a second while watching."""
+"""`kvferry stats`: a snapshot of all counters, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvferry.app.cli.remote import EngineOption, JsonOption, UrlOption, connect_
 
 BAR_WIDTH = 24
 _SHARED = ("block_size", "groups", "slot_bytes")
-"""Numbers that all data-parallel ranks of an engine have alike."""
+"""Fields that are equal for all data-parallel ranks of an engine."""
 _LARGEST = ("uptime_s", "epoch", "lag_s")
-"""Numbers of which the largest counts."""
+"""Fields of which the largest value is shown."""
 
 Json = Mapping[str, Any]
 
 
 def stats(
-    watch: Annotated[bool, typer.Option("--watch", "-w", metavar="", help="Keep showing, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", metavar="", help="Repeat until Ctrl-C.")] = False,
     interval_s: Annotated[
         float, typer.Option("--interval-s", metavar="SECONDS", min=0.1, max=60, help="Time between snapshots.")
     ] = 1.0,
@@ -34,9 +34,9 @@ def stats(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Show where prompt tokens came from, what the pool holds, and what was stored, loaded and evicted.
+    """Show what served prompt tokens, what the pool holds, and what was stored, loaded and evicted.
 
-    Numbers of an engine's data-parallel ranks are added up.
+    Counters of an engine's data-parallel ranks are added up.
     """
     with connect_ranks(url, engine) as clients:
         if not watch:
@@ -59,12 +59,12 @@ def stats(
                             live.update(render(snapshot), refresh=True)
         except KeyboardInterrupt:
             return 0
-    complain("the server ended the stream")
+    complain("stream ended by the server")
     return ExitCode.UNREACHABLE
 
 
 def add_up(snapshots: Sequence[Json]) -> Json:
-    """Return the snapshots of an engine's data-parallel ranks as one: counts are added, what they share stays."""
+    """Combine the snapshots of an engine's data-parallel ranks: counts are added, shared fields kept."""
     if len(snapshots) == 1:
         return snapshots[0]
     whole = _merged(snapshots)
@@ -88,7 +88,7 @@ def _added(name: str, values: Sequence[Any]) -> Any:
 
 
 def render(snapshot: Json) -> RenderableType:
-    """A snapshot for people."""
+    """Format a snapshot for people."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(min_width=16)
     grid.add_column(justify="right", min_width=10)
@@ -130,7 +130,7 @@ def _prompt_rows(grid: Table, tokens: Json) -> None:
 
 
 def _missed_rows(grid: Table, missed: Json) -> None:
-    """Why tokens were recomputed, the most frequent cause first."""
+    """Add why tokens were recomputed, the most frequent cause first."""
     causes = dict(missed.get("causes", {}))
     causes.update({f"evicted: {reason}": tokens for reason, tokens in missed.get("evicted", {}).items()})
     causes.update({f"not stored: {reason}": tokens for reason, tokens in missed.get("not_stored", {}).items()})
@@ -177,12 +177,14 @@ def _flows(snapshot: Json) -> Table:
     offloading = snapshot.get("offloading", {})
     if offloading.get("num_errors"):
         state = "on" if offloading.get("is_on") else "OFF until a reset"
-        text = f"{state}; {offloading['num_errors']} unexpected errors, the last one {offloading.get('last_error')}"
+        text = f"{state}; {offloading['num_errors']} unexpected errors, latest: {offloading.get('last_error')}"
         grid.add_row("offloading", text)
     recovery = snapshot.get("recovery")
     if recovery is not None:
         text = f"{_listed(recovery, 'recovered', 'known')} in {duration(recovery.get('seconds', 0))}"
-        grid.add_row("restart", "; not: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])]))
+        grid.add_row(
+            "restart", "; dropped: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])])
+        )
     return grid
 
 

@@ -1,4 +1,4 @@
-"""Replay of a recorded trace against a running engine, to see where the prompt tokens come from."""
+"""Replay of a recorded trace against a running engine, to measure what serves the prompt tokens."""
 
 from kvferry.app.replay.mapping import MappedRequest, Mapping, map_request
 from kvferry.app.replay.report import Report, make_report

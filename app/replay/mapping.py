@@ -1,4 +1,4 @@
-"""From hash ids to token ids: each id stands for a fixed run of tokens, the same wherever and whenever it occurs."""
+"""Mapping of hash ids to token ids: each id is replaced by a fixed run of tokens wherever it occurs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHED_RUNS = 65_536
 class Mapping:
     """How a trace becomes prompts: `tokens_per_hash` tokens for 512 of the trace, outputs of at most `max_output`.
 
-    `context_tokens` is what the engine serves, prompt and output together; None when it does not say.
+    `context_tokens` is the engine's limit of prompt and output together; None if the engine does not report it.
     """
 
     tokens_per_hash: int
@@ -37,7 +37,7 @@ class MappedRequest:
 
 
 def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
-    """The request to send for one of the trace. A prompt that does not fit the context loses its end."""
+    """Return the request to send for one of the trace. A prompt that exceeds the context is truncated."""
     full, rest = divmod(request.input_tokens, TRACE_BLOCK_TOKENS)
     prompt = [
         token
@@ -57,7 +57,7 @@ def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
 
 @lru_cache(CACHED_RUNS)
 def hash_run(hash_id: int, seed: int, tokens: int) -> tuple[int, ...]:
-    """The tokens that a hash id stands for; they depend on nothing else."""
+    """Return the tokens of a hash id, which depend on the arguments only."""
     digest = hashlib.shake_128(f"{seed}:{hash_id}".encode()).digest(2 * tokens)
     words = memoryview(digest).cast("H")
     span = LAST_TOKEN_ID - FIRST_TOKEN_ID + 1

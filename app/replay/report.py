@@ -1,4 +1,4 @@
-"""What a replay came to: times from its own clock, and where prompt tokens came from by the server's counters."""
+"""Results of a replay: client-side times, and what served prompt tokens by the server's counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ERRORS_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What the server counted while the replay ran; others' requests are in it too."""
+    """Changes of the server's counters during the replay, which include other clients' requests."""
 
     prompt_tokens: int
     device_tokens: int
@@ -46,21 +46,21 @@ class Report:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that worked, by the time that all took."""
+        """Return successful requests per second of total time."""
         return (self.requests - self.failed) / self.total_s if self.total_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and output tokens of requests that worked, by the time that all took."""
+        """Return prompt and output tokens of successful requests per second of total time."""
         return (self.prompt_tokens + self.output_tokens) / self.total_s if self.total_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain JSON."""
+        """Return the report as plain JSON."""
         return asdict(self) | {"requests_per_s": self.requests_per_s, "tokens_per_s": self.tokens_per_s}
 
 
 def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after: Json) -> Report:
-    """Sum up outcomes, and the difference of two stats snapshots. Tokens are those of requests that worked."""
+    """Combine outcomes with the difference of two stats snapshots. Tokens are those of successful requests."""
     worked = [outcome for outcome in outcomes if outcome.error is None]
     times = sorted(outcome.first_token_s for outcome in worked if outcome.first_token_s is not None)
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
@@ -78,7 +78,7 @@ def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The least of the ordered values that `percent` of them do not exceed."""
+    """Return the smallest of the ordered values that `percent` of them do not exceed."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 

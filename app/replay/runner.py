@@ -1,4 +1,4 @@
-"""Sending a mapped trace: some requests at a time, in order, each streamed and timed by itself."""
+"""Sending of a mapped trace: a limited number of concurrent requests, in order, each streamed and timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where to send, and how fast: `speed` is a factor on the trace's own; None is as fast as may be."""
+    """Target and rate: `speed` is a factor on the trace's own rate; None sends as fast as possible."""
 
     url: str
     token: str | None
@@ -31,7 +31,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. `error` is None when every token came; times count from sending."""
+    """Result of one request. `error` is None when every token arrived; times count from sending."""
 
     prompt_tokens: int
     output_tokens: int
@@ -44,7 +44,7 @@ class Outcome:
 async def run_replay(
     requests: Sequence[MappedRequest], options: Options, on_done: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Send all requests and return their outcomes, in order. An error counts, and the next one is sent."""
+    """Send all requests and return their outcomes, in order. An error does not stop the replay."""
     outcomes: list[Outcome | None] = [None] * len(requests)
     queue = iter(enumerate(requests))
     run_id = secrets.token_hex(4)
@@ -103,23 +103,23 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
     except (Refused, _StreamedError) as failed:
         error = str(failed)
     if error is None and not finished:
-        error = "the stream ended early"
+        error = "stream ended early"
     if error is None and received == 0:
-        error = "the answer holds no token"
+        error = "answer without tokens"
     total_s = time.perf_counter() - sent_s
     return Outcome(len(request.prompt), received, request.truncated, first_s, total_s, error)
 
 
 class _StreamedError(Exception):
-    """An error that came inside a stream."""
+    """An error sent inside a stream."""
 
 
 def _tokens_in(data: str) -> int:
-    """How many tokens a chunk carries; raises for one that carries an error or is no chunk."""
+    """Return the number of tokens in a chunk; raises for an error or an invalid chunk."""
     try:
         chunk: Json = json.loads(data)
     except ValueError as error:
-        raise _StreamedError("a chunk of the stream is not JSON") from error
+        raise _StreamedError("stream chunk is not JSON") from error
     if not isinstance(chunk, dict) or "error" in chunk or "choices" not in chunk:
         raise _StreamedError(str(refusal(200, data)))
     count = 0

@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format: one JSON object a line, with one hash id a 512-token block of the input.
+"""Traces in Mooncake's format: one JSON object per line, with one hash id per 512-token block of the input.
 
 Equal ids mean an equal prefix up to and including that block; the last block of an input may be partial.
 """
@@ -22,7 +22,7 @@ class BadTrace(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request as it was recorded. Lengths are tokens of the recorded model."""
+    """One recorded request. Lengths are tokens of the recorded model."""
 
     timestamp_ms: float
     input_tokens: int
@@ -31,18 +31,18 @@ class TraceRequest:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace, or all of them. Blank lines are passed over."""
+    """Return the first `limit` requests of a trace, or all of them. Blank lines are skipped."""
     try:
         with path.open(encoding="utf-8") as lines:
             requests = list(islice(_requests(lines), limit))
     except OSError as error:
         raise BadTrace(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise BadTrace(f"{path}: is not UTF-8 text (byte {error.start})") from error
+        raise BadTrace(f"{path}: not UTF-8 text (byte {error.start})") from error
     except _BadLineError as error:
         raise BadTrace(f"{path}, line {error.number}: {error}") from error
     if not requests:
-        raise BadTrace(f"{path}: holds no request")
+        raise BadTrace(f"{path}: contains no request")
     return requests
 
 
@@ -65,9 +65,9 @@ def _request(line: str) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from error
+        raise ValueError(f"not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError("not a JSON object")
     input_tokens = _whole(fields, "input_length", least=1)
     output_tokens = _whole(fields, "output_length", least=0)
     hash_ids = fields.get("hash_ids")

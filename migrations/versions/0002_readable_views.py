@@ -1,4 +1,4 @@
-"""Views that show instants as UTC text, newest first, for whoever reads the database in a shell."""
+"""Views that show times as UTC text, newest first, for reading the database in a shell."""
 
 from alembic import op
 

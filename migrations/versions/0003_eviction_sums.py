@@ -1,4 +1,4 @@
-"""Sums of the eviction history, by five minutes, reason and bucket of ages, with what is there counted."""
+"""Sums of the eviction history by five minutes, reason and age bucket, initialized from existing rows."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
-# As they were when this was written: what the service counts by later is for a later migration.
+# Copies of the service's constants at the time of this migration; changing them needs another migration.
 _SPAN_S = 300
 _AGE_BOUNDS_S = (1, 10, 60, 300, 900, 3600, 14400, 86400, 604800)
 
@@ -41,7 +41,7 @@ def upgrade() -> None:
 
 
 def _span() -> str:
-    # Times are after 1970, so that SQLite's cutting off is rounding down.
+    # Times are after 1970, so SQLite's truncation rounds down.
     if op.get_bind().dialect.name == "sqlite":
         return f"CAST(time / {_SPAN_S} AS INTEGER)"
     return f"CAST(floor(time / {_SPAN_S}) AS BIGINT)"

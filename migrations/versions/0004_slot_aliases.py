@@ -1,4 +1,4 @@
-"""The other ids of the request that stored a block, by which a reset may mean it after a restart, too."""
+"""Other ids of the request that stored a block, so that a reset can match them after a restart."""
 
 import sqlalchemy as sa
 from alembic import op

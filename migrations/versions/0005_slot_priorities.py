@@ -1,4 +1,4 @@
-"""The eviction class of a slot, so that what was stored as more worth keeping still is after a restart."""
+"""Eviction class of a slot, so that it is kept across restarts."""
 
 import sqlalchemy as sa
 from alembic import op

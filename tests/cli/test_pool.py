@@ -33,7 +33,7 @@ def test_a_sound_pool_is_shown_and_left_as_it_is(pool: Path, capsys: pytest.Capt
     assert (told["slots"], told["valid"], told["verified"], told["bad_slots"]) == (12, 6, 6, [])
     assert told["dropped"] == {"unsealed": 1, "left": 1}
     assert main(["pool", "inspect", str(pool)]) == 0
-    assert "6 slots would come back; not: 1 left, 1 unsealed" in capsys.readouterr().out
+    assert "6 slots recoverable; dropped: 1 left, 1 unsealed" in capsys.readouterr().out
     assert pool.read_bytes() == before
 
 
@@ -55,10 +55,10 @@ def test_damaged_headers_and_a_file_that_ends_early_are_told_by_the_exit_code(
     raw[POOL_HEADER_BYTES + 2 * SLOT_HEADER.itemsize + 33] ^= 1
     pool.write_bytes(raw)
     assert main(["pool", "inspect", str(pool)]) == 1
-    assert "5 slots would come back; not: 1 damaged, 1 left, 1 unsealed" in capsys.readouterr().out
+    assert "5 slots recoverable; dropped: 1 damaged, 1 left, 1 unsealed" in capsys.readouterr().out
     pool.write_bytes(good[: SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([4]))[0])])
     assert main(["pool", "inspect", str(pool)]) == 1
-    assert "4 slots would come back; not: 1 left, 2 truncated, 1 unsealed" in capsys.readouterr().out.replace("\n", " ")
+    assert "4 slots recoverable; dropped: 1 left, 2 truncated, 1 unsealed" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_who_uses_a_pool_is_named_and_not_disturbed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +94,6 @@ def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.Capt
     other = tmp_path / "other"
     other.write_bytes(b"x" * 100_000)
     assert main(["pool", "inspect", str(other)]) == 1
-    assert "is no pool: magic=" in capsys.readouterr().err.replace("\n", " ")
+    assert "is not a pool: magic=" in capsys.readouterr().err.replace("\n", " ")
     assert main(["pool", "inspect", str(tmp_path / "missing")]) == 1
     assert "No such file" in capsys.readouterr().err
