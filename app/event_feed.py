@@ -1,7 +1,7 @@
-"""What the cache did, for those who watch it while it happens: a bounded ring of events that watchers read from.
+"""Feed of live events: a bounded ring from which watchers read.
 
-Nobody waits for a watcher. The ring is filled only while there is one, or was a moment ago; whoever reads too slowly
-finds that the ring went on, and learns how many events were lost. What is queued here is rendered by its readers.
+Publishing never waits for a watcher. The ring is filled only while there is a watcher, or was within the last minute. A
+slow watcher learns how many events it missed. Watchers render the events.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, Reset
 
 MAX_EVENTS = 4096
 MAX_KEYS = 65_536
-"""Keys that the ring's events may name together: events differ in size."""
+"""Maximum number of keys in all events of the ring, since events differ in size."""
 RESUME_S = 60.0
-"""For how long the ring is still filled once the last watcher has gone, so that one who comes back misses nothing."""
+"""How long the ring is filled after the last watcher has gone, so that one that reconnects misses nothing."""
 
 
 class EventType(StrEnum):
-    """What happened. The last six are what operators did, and how it ended."""
+    """Types of events. The last five are changes by operators."""
 
     STORED = "stored"
     EVICTED = "evicted"
@@ -43,37 +43,37 @@ class EventType(StrEnum):
 
 
 class Regret(NamedTuple):
-    """Evicted keys that were asked for again."""
+    """Evicted keys that were requested again."""
 
     time_s: float
     keys: Sequence[Key]
 
 
 class Change(NamedTuple):
-    """Something that an operator changed, as JSON values."""
+    """A change by an operator, as JSON values."""
 
     time_s: float
     what: Mapping[str, Any]
 
 
-Happening = StoreBatch | EvictionBatch | ResetEvent | RequestEnd | Regret | Change
+Item = StoreBatch | EvictionBatch | ResetEvent | RequestEnd | Regret | Change
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; numbers grow by one, also over events that nobody was there to see."""
+    """One event. Numbers grow by one, also for events without a watcher."""
 
     number: int
     type: EventType
-    item: Happening
+    item: Item
     num_keys: int
 
 
 class EventFeed:
-    """An `EventSink` that passes everything on, and keeps it for a while if somebody watches. Any thread may call."""
+    """Event sink that passes everything on, and keeps events while there are watchers. Thread: any."""
 
     def __init__(self, inner: EventSink, clock: Callable[[], float] = time.monotonic) -> None:
-        """`inner` is told everything first, as if there were nothing in between."""
+        """Pass events on to `inner` first."""
         self._inner = inner
         self._clock = clock
         self._lock = threading.Lock()
@@ -83,51 +83,45 @@ class EventFeed:
         self._num_watchers = 0
         self._record_until_s: float | None = None
         self.name = secrets.token_hex(4)
-        """Tells the numbers of this process from those of another."""
-
-    # --- the sink: called under the manager's lock ---------------------------------------------------------------
+        """Distinguishes this process's event numbers from those of another."""
 
     def stored(self, batch: StoreBatch) -> None:
-        """Blocks can be loaded from now on."""
+        """Publish that blocks can be loaded. Requires: manager lock held."""
         self._inner.stored(batch)
         self._push(EventType.STORED, batch, len(batch.keys))
 
     def evicted(self, batch: EvictionBatch) -> None:
-        """Blocks have left the pool."""
+        """Publish that blocks left the pool. Requires: manager lock held."""
         self._inner.evicted(batch)
         self._push(EventType.EVICTED, batch, len(batch.rows.keys))
 
     def was_reset(self, event: ResetEvent) -> None:
-        """All blocks have left the pool."""
+        """Publish a whole reset. Requires: manager lock held."""
         self._inner.was_reset(event)
         self._push(EventType.RESET, event, 0)
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Evicted blocks were asked for again."""
+        """Publish that evicted blocks were requested again. Requires: manager lock held."""
         self._inner.regretted(keys, time_s)
         self._push(EventType.REGRETTED, Regret(time_s, keys), len(keys))
 
     def request_ended(self, end: RequestEnd) -> None:
-        """A request is over."""
+        """Publish that a request ended. Requires: manager lock held."""
         self._inner.request_ended(end)
         self._push(EventType.FINISHED, end, 0)
 
-    # --- what operators did --------------------------------------------------------------------------------------
-
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
-        """An operator changed something; `what` are JSON values without secrets."""
+        """Publish a change by an operator; `what` are JSON values without secrets."""
         self._push(type_, Change(now_s, what), 0)
-
-    # --- watchers ------------------------------------------------------------------------------------------------
 
     @property
     def num_watchers(self) -> int:
-        """How many watch now."""
+        """Number of watchers."""
         return self._num_watchers
 
     @contextmanager
     def watching(self) -> Iterator[int]:
-        """Have events kept for as long as this lasts; the number of the last one before."""
+        """Keep events within this context; yields the number of the last event before."""
         with self._lock:
             self._num_watchers += 1
             self._record_until_s = None
@@ -141,25 +135,25 @@ class EventFeed:
                     self._record_until_s = self._clock() + RESUME_S
 
     def read(self, after: int, limit: int) -> tuple[int, list[Event]]:
-        """How many events after number `after` are lost, and up to `limit` of those that follow them."""
+        """Return how many events after number `after` are lost, and up to `limit` of the next ones."""
         with self._lock:
             oldest = self._last_number - len(self._ring) + 1
             lost = max(0, oldest - after - 1)
             start = max(0, after + 1 - oldest)
             return lost, list(islice(self._ring, start, start + limit))
 
-    def _push(self, type_: EventType, item: Happening, num_keys: int) -> None:
+    def _push(self, type_: EventType, item: Item, num_keys: int) -> None:
         with self._lock:
             self._last_number += 1
-            if not self._num_watchers and not self._lingers():
+            if not self._num_watchers and not self._is_resumable():
                 return
             self._ring.append(Event(self._last_number, type_, item, num_keys))
             self._num_keys += num_keys
             while len(self._ring) > MAX_EVENTS or self._num_keys > MAX_KEYS:
                 self._num_keys -= self._ring.popleft().num_keys
 
-    def _lingers(self) -> bool:
-        """Whether a watcher has gone so lately that it may come back; forgets everything once that is over."""
+    def _is_resumable(self) -> bool:
+        """Return whether a watcher that has gone may reconnect; clear the ring once it may not."""
         if self._record_until_s is None:
             return False
         if self._clock() < self._record_until_s:

@@ -18,14 +18,14 @@ from kvferry.app.api.auth import Tokens
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.offload_guard import ErrorLog, GuardedSink, OffloadGuard
-from kvferry.app.policies.kept import KeptPolicies
+from kvferry.app.policy_store import PolicyStore
 from kvferry.app.pool_size import PoolSize
 from kvferry.app.pool_watch import PoolWatch
 from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.starting import StartRefused
-from kvferry.app.store import NameClaim, Store, StoreUnavailable, claim_name
+from kvferry.app.store import MetadataStore, NameClaim, StoreUnavailable, claim_name
 from kvferry.app.tiers.opening import PoolSlots, TierNews, close_tiers, open_tiers
 from kvferry.app.upkeep import Upkeep, history_limits
 from kvferry.app.warm_start import BootVerification, WarmStart, begin_warm, nobody_is_told
@@ -227,13 +227,12 @@ class Ferry:
         if claim is None:
             claim = claim_name(settings.resolved_database_url(), engine.name)
             undo.callback(claim.close)
-        self.store = Store(
+        self.store = MetadataStore(
             settings.resolved_database_url(),
             engine.name,
             settings.pool_kind.value,
             history_limits(settings),
-            num_kept_slots=plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
-            on_replaced=lambda: self.policies.write_again(time.time()),
+            num_recovered_slots=plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
             claim=claim,
         )
         undo.callback(self.store.close, CLOSE_S)
@@ -269,7 +268,7 @@ class Ferry:
         )
         self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.step)
         undo.callback(lambda: self.scheduler.tiers.close(time.time()))
-        self.policies = KeptPolicies(self.store, self.scheduler.policies, self.feed)
+        self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
         size = PoolSize(
             PoolResize(self.manager, plan.extent_slots),
             pool.memory,

@@ -17,8 +17,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvferry.app.api.envelope import complete_headers, is_request_id
-from kvferry.app.api.problems import BUSY, RETRY_AFTER_S, Problem
+from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, Problem
+from kvferry.app.api.middleware import complete_headers, is_request_id
 from kvferry.app.seldom import SeldomLogger
 
 _log = logging.getLogger(__name__)

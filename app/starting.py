@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.app.api.problems import Problem
+from kvferry.app.api.errors import Problem
 from kvferry.app.server_config import server_config
 from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress
 

@@ -1,4 +1,4 @@
-"""Times as they are told to whoever asks or listens: RFC 3339, UTC, with a Z."""
+"""Times in responses and events: RFC 3339, UTC, with a Z."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 def rfc3339(unix_s: float) -> str:
-    """A Unix time in seconds as RFC 3339 with milliseconds."""
+    """Return a Unix time in seconds as RFC 3339 with milliseconds."""
     second, micros = divmod(round(unix_s * 1e6), 1_000_000)
     return f"{_second(second)}.{micros // 1000:03d}Z"
 
@@ -18,5 +18,5 @@ def _second(unix_s: int) -> str:
 
 
 def rfc3339_or_none(unix_s: float | None) -> str | None:
-    """Like `rfc3339`; None for a time that has not been (None or 0)."""
+    """Return a Unix time as `rfc3339` does, None for None or 0."""
     return rfc3339(unix_s) if unix_s else None

@@ -16,7 +16,7 @@ from kvferry.app.pool_watch import PoolWatch
 from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import LogLevel
 from kvferry.app.settings.live import LiveSettings
-from kvferry.app.store import HistoryLimits, Store
+from kvferry.app.store import HistoryLimits, MetadataStore
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
@@ -34,7 +34,7 @@ class Upkeep:
         self,
         settings: LiveSettings,
         set_log_level: Callable[[LogLevel], None],
-        store: Store,
+        store: MetadataStore,
         feed: EventFeed,
         scheduler: OffloadScheduler,
         manager: OffloadManager,

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvferry.app.settings import Settings
 from kvferry.app.settings.kinds import PoolKind
-from kvferry.app.store import Store, StoreUnavailable
-from kvferry.app.store.kept_rows import KeptRows
+from kvferry.app.store import MetadataStore, StoreUnavailable
+from kvferry.app.store.slot_rows import SlotColumns
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.manager import OffloadManager
@@ -126,7 +126,7 @@ def pool_file(settings: Settings, name: str) -> Path | None:
 def begin_warm(
     file: KeptFile,
     pool: HostPool,
-    store: Store,
+    store: MetadataStore,
     manager: OffloadManager,
     stopping: threading.Event,
     note: Callable[[str], object],
@@ -145,7 +145,7 @@ def begin_warm(
 
 
 def warm_start(
-    file: KeptFile, store: Store, manager: OffloadManager, note: Callable[[str], object] = nobody_is_told
+    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = nobody_is_told
 ) -> WarmStart:
     """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied.
 
@@ -169,16 +169,16 @@ def warm_start(
     return WarmStart(len(kept.slots), num_known, dropped, file.found.dropped, time.monotonic() - started_s)
 
 
-def _read_rows(file: KeptFile, store: Store) -> KeptRows:
+def _read_rows(file: KeptFile, store: MetadataStore) -> SlotColumns:
     """What history has of the pool's slots: nothing if it cannot be read, which is logged."""
     try:
-        return store.kept_rows() if file.found.is_kept else KeptRows.none()
+        return store.read_slots() if file.found.is_kept else SlotColumns.none()
     except (StoreUnavailable, ValueError) as error:
         _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
-        return KeptRows.none()
+        return SlotColumns.none()
 
 
-def _join(kept: KeptSlots, rows: KeptRows, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
+def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
     """Blocks with what their rows add, the latest used first; the slots whose row is to be written or deleted; and how
     many had a row: one of the same slot, key and generation."""
     count = len(kept.slots)

@@ -25,10 +25,9 @@ import numpy as np
 from bench.report import environment, spread
 from kvferry.app.store import EvictionFilter, downgrade, upgrade
 from kvferry.app.store.database import Database
-from kvferry.app.store.history import HistoryWriter
-from kvferry.app.store.queries import StoreReader
-from kvferry.app.store.queue import HistoryQueue, Regrets
-from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
+from kvferry.app.store.history import HistoryQueue, HistoryWriter, Regrets
+from kvferry.app.store.reader import StoreReader
+from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.report import median_interval, spread, verdict
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
 from kvferry.app.engines.embedded.model import TINY
-from kvferry.app.store import Store
+from kvferry.app.store import MetadataStore
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.policy import PolicyResolver, RequestPolicy
@@ -93,7 +93,7 @@ class Arm:
         shape = PoolShape(POOL_SLOTS, block_bytes, 1, POOL_SLOTS)
         file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})
         pool = HostPool(POOL_SLOTS, block_bytes, POOL_SLOTS * block_bytes, backing=file)
-        self.store = Store(f"sqlite:///{folder / name}.db", "bench", "shm") if name in (JOURNAL, ALL) else None
+        self.store = MetadataStore(f"sqlite:///{folder / name}.db", "bench", "shm") if name in (JOURNAL, ALL) else None
         record = KeptRecord(file) if name == ALL else None
         headers = SlotHeaders(file, pool)
         self.manager = OffloadManager(

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import environment, spread
-from kvferry.app.store import Store
-from kvferry.app.store.models import SlotRow
+from kvferry.app.store import MetadataStore
+from kvferry.app.store.schema import SlotRow
 from kvferry.app.warm_start import warm_start
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
@@ -97,8 +97,8 @@ def fill(folder: Path, num_slots: int) -> None:
     store.database.close()
 
 
-def open_store(folder: Path, num_slots: int) -> Store:
-    return Store(f"sqlite:///{folder / 'bench.db'}", "bench", "file", num_kept_slots=num_slots)
+def open_store(folder: Path, num_slots: int) -> MetadataStore:
+    return MetadataStore(f"sqlite:///{folder / 'bench.db'}", "bench", "file", num_recovered_slots=num_slots)
 
 
 def recover(folder: Path, num_slots: int) -> None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
+from kvferry.core.counters import copy_counts, counter, gauge
 from kvferry.core.tiers.base import TierStats
 from kvferry.core.transfers import Direction
 
@@ -62,6 +63,15 @@ class NotStored(StrEnum):
 JOB_BYTES = tuple(float(1 << exponent) for exponent in range(14, 35, 2))
 """From 16 KiB, a small block, to 16 GiB."""
 JOB_SECONDS = tuple(power * factor for power in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) for factor in (1.0, 2.5, 5.0))
+
+
+_BY_SOURCE = "Prompt tokens by what served them"
+_BY_STATE = "Slots by state; the states add up to the pool"
+_STORING = "Slots neither free nor loadable: being stored, promoted, or held by a disowned job"
+_STORE_SECONDS = (
+    "Time spent in stores that have ended; of a request, its share of each of its jobs by number of blocks, so that "
+    "all requests add up to the total"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,24 @@ class FoundMisses(NamedTuple):
     evicted_between_s: tuple[float, float] | None
 
 
+_BY_CAUSE = "Prompt tokens computed, by why they were not loaded"
+_CAUSES = (
+    "`new`: never offered; `other_fingerprint`: held by an earlier process whose pool was dropped at start, since its "
+    "model, layout or sizes differ; `tail`: too short for a block, or the last token; `gap`: in the pool, but useless "
+    "without a block that is not; `load_failed`; `declined`: computing was faster; `load_disabled`: by the request's "
+    "policy; `pin_limit`: waiting requests hold too much; `in_flight`: being stored, or promoted from a tier; "
+    "`unexamined`: too many to look at"
+)
+_NOT_STORED = (
+    "By why it was not stored when it was considered; `in_flight`: one of its blocks was being stored as part of "
+    "another slot; `part_of_slot`: computed without the rest of its slot; `reset`: one came meanwhile"
+)
+
+
+def _no_causes() -> dict[str, int]:
+    return {cause.value: 0 for cause in MissCause}
+
+
 @dataclass(slots=True)
 class MissedTokens:
     """Prompt tokens that were computed, by cause; together as many as `PromptTokens.recomputed`.
@@ -151,9 +179,15 @@ class MissedTokens:
     `evicted` counts by `EvictionReason`, `not_stored` by `NotStored`, and `causes` by `MissCause`.
     """
 
-    causes: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in MissCause})
-    evicted: dict[str, int] = field(default_factory=dict)
-    not_stored: dict[str, int] = field(default_factory=dict)
+    causes: dict[str, int] = counter(
+        _CAUSES, "missed_prompt_tokens", label=("cause", ""), help=_BY_CAUSE, factory=_no_causes
+    )
+    evicted: dict[str, int] = counter(
+        "By the reason of the eviction", "missed_prompt_tokens", label=("cause", "evicted:"), factory=dict
+    )
+    not_stored: dict[str, int] = counter(
+        _NOT_STORED, "missed_prompt_tokens", label=("cause", "not_stored:"), factory=dict
+    )
 
     def add(self, cause: MissReason, num_tokens: int) -> None:
         """Count tokens of a cause."""
@@ -173,7 +207,7 @@ class MissedTokens:
 
     def copy(self) -> MissedTokens:
         """Return a copy."""
-        return MissedTokens(dict(self.causes), dict(self.evicted), dict(self.not_stored))
+        return copy_counts(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,43 +284,49 @@ def _no_skips() -> dict[str, int]:
 class RequestCounts:
     """Requests by state. `running` are announced and not finished, waiting ones included."""
 
-    seen: int = 0
-    running: int = 0
-    waiting_for_load: int = 0
-    finished: int = 0
-    preempted: int = 0
+    seen: int = counter("Requests announced", "requests_seen")
+    running: int = gauge("Requests announced and not finished, waiting ones included", "requests_running")
+    waiting_for_load: int = gauge("Requests waiting for a load", "requests_waiting_for_load")
+    finished: int = counter("Requests finished or aborted", "requests_finished")
+    preempted: int = counter("Preemptions of requests", "requests_preempted")
 
     def copy(self) -> RequestCounts:
         """Return a copy."""
-        return RequestCounts(self.seen, self.running, self.waiting_for_load, self.finished, self.preempted)
+        return copy_counts(self)
 
 
 @dataclass(slots=True)
 class PromptTokens:
     """Prompt tokens by source. `total` is the sum of the others once a request's prefill is done."""
 
-    total: int = 0
-    device_hit: int = 0
-    host_hit: int = 0
-    tier_hit: dict[str, int] = field(default_factory=dict)
-    recomputed: int = 0
+    total: int = counter("Prompt tokens of requests whose prefill is done: the sum of the other fields")
+    device_hit: int = counter(
+        "Tokens found on the device", "prompt_tokens", label=("source", "device"), help=_BY_SOURCE
+    )
+    host_hit: int = counter("Tokens loaded from the pool", "prompt_tokens", label=("source", "host"))
+    tier_hit: dict[str, int] = counter(
+        "Tokens loaded from tiers, by tier", "prompt_tokens", label=("source", "tier:"), factory=dict
+    )
+    recomputed: int = counter("Tokens that were computed", "prompt_tokens", label=("source", "recomputed"))
 
     def copy(self) -> PromptTokens:
         """Return a copy."""
-        return PromptTokens(self.total, self.device_hit, self.host_hit, dict(self.tier_hit), self.recomputed)
+        return copy_counts(self)
 
 
 @dataclass(slots=True)
 class StoreCounts:
     """Blocks offered, by result: `offered = stored + sum(skipped) + failed + in_flight`."""
 
-    offered: int = 0
-    stored: int = 0
-    bytes: int = 0
-    failed: int = 0
-    in_flight: int = 0
-    seconds: float = 0.0
-    skipped: dict[str, int] = field(default_factory=_no_skips)
+    offered: int = counter("Blocks considered for storing", "store_offered_blocks")
+    stored: int = counter("Blocks stored", "store_stored_blocks")
+    bytes: int = counter("Bytes stored", "store_bytes")
+    failed: int = counter("Blocks whose store failed", "store_failed_blocks")
+    in_flight: int = gauge("Blocks being stored", "store_in_flight_blocks")
+    seconds: float = counter(_STORE_SECONDS, "store_seconds", default=0.0)
+    skipped: dict[str, int] = counter(
+        "Blocks offered and not stored", "store_skipped_blocks", label=("reason", ""), factory=_no_skips
+    )
 
     def settle(self, in_flight: int) -> None:
         """Set the number of blocks in flight, and count offered blocks without a result as reset."""
@@ -297,41 +337,39 @@ class StoreCounts:
 
     def copy(self) -> StoreCounts:
         """Return a copy."""
-        return StoreCounts(
-            self.offered, self.stored, self.bytes, self.failed, self.in_flight, self.seconds, dict(self.skipped)
-        )
+        return copy_counts(self)
 
 
 @dataclass(slots=True)
 class LoadCounts:
     """Blocks loaded. `declined` were hit, but recomputing was faster or loading was not allowed."""
 
-    blocks: int = 0
-    bytes: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    declined: int = 0
-    in_flight: int = 0
-    seconds: float = 0.0
+    blocks: int = counter("Blocks loaded", "load_blocks")
+    bytes: int = counter("Bytes loaded", "load_bytes")
+    failed: int = counter("Blocks whose load failed", "load_failed_blocks")
+    corrupt: int = counter("Blocks whose bytes did not match their checksum", "load_corrupt_blocks")
+    declined: int = counter("Hits not loaded: recomputing was faster, or not allowed", "load_declined_blocks")
+    in_flight: int = gauge("Blocks being loaded", "load_in_flight_blocks")
+    seconds: float = counter("Time spent in loads", "load_seconds", default=0.0)
 
     def copy(self) -> LoadCounts:
         """Return a copy."""
-        return LoadCounts(
-            self.blocks, self.bytes, self.failed, self.corrupt, self.declined, self.in_flight, self.seconds
-        )
+        return copy_counts(self)
 
 
 @dataclass(slots=True)
 class EvictionCounts:
     """Blocks that left the pool. `regretted` were looked up again afterwards."""
 
-    total: int = 0
-    by_reason: dict[str, int] = field(default_factory=dict)
-    regretted: int = 0
+    total: int = counter("Blocks that left the pool")
+    by_reason: dict[str, int] = counter(
+        "Blocks that left the pool, by reason", "evictions", label=("reason", ""), factory=dict
+    )
+    regretted: int = counter("Evicted blocks that were requested again", "evictions_regretted")
 
     def copy(self) -> EvictionCounts:
         """Return a copy."""
-        return EvictionCounts(self.total, dict(self.by_reason), self.regretted)
+        return copy_counts(self)
 
 
 @dataclass(slots=True)
@@ -341,21 +379,21 @@ class PoolCounts:
     During a resize `slots` approaches `wanted_slots`.
     """
 
-    slots: int = 0
-    wanted_slots: int = 0
-    slot_bytes: int = 0
-    free: int = 0
-    ready: int = 0
-    storing: int = 0
-    loading: int = 0
-    pinned: int = 0
-    unverified: int = 0
-    bytes: int = 0
+    slots: int = gauge("Slots of the pool: `free + ready + storing`")
+    wanted_slots: int = gauge("Slots of the pool once a resize is done", "pool_wanted_slots")
+    slot_bytes: int = gauge("Size of a slot", "pool_slot_bytes")
+    free: int = gauge("Slots without a block", "pool_slots", label=("state", "free"), help=_BY_STATE)
+    ready: int = gauge("Slots whose block can be loaded", "pool_slots", label=("state", "ready"))
+    storing: int = gauge(_STORING, "pool_slots", label=("state", "storing"))
+    loading: int = gauge("Ready slots that are being loaded from", "pool_loading_slots")
+    pinned: int = gauge("Ready slots that may not be evicted", "pool_pinned_slots")
+    unverified: int = gauge("Recovered slots not yet verified", "pool_unverified_slots")
+    bytes: int = gauge("Size of the pool", "pool_bytes")
     eviction_policy: str = ""
 
     def copy(self) -> PoolCounts:
         """Return a copy."""
-        return replace(self)
+        return copy_counts(self)
 
 
 @dataclass(slots=True)

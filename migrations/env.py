@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from kvferry.app.store.models import Base
+from kvferry.app.store.schema import Base
 
 connection = context.config.attributes.get("connection")
 if connection is None:

@@ -1,4 +1,4 @@
-"""The ASGI application: middleware in its order, then the routes."""
+"""ASGI application of the admin API: middleware in its order, and routes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,30 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from kvferry.app.api.audit import audit_router
-from kvferry.app.api.audit_trail import Audit, AuditTrail
+from kvferry.app.api.audit import Audit, AuditTrail, audit_router
 from kvferry.app.api.auth import Auth
-from kvferry.app.api.blocks import blocks_router
-from kvferry.app.api.bodies import Bodies
-from kvferry.app.api.config import config_router
 from kvferry.app.api.context import AdminContext
-from kvferry.app.api.envelope import Envelope
-from kvferry.app.api.events import events_router
-from kvferry.app.api.evictions import evictions_router
-from kvferry.app.api.health import health_router
-from kvferry.app.api.offthread import StoreThreads
+from kvferry.app.api.errors import install_error_handlers
+from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
 from kvferry.app.api.openapi import describe
-from kvferry.app.api.overrides import overrides_router
-from kvferry.app.api.pages import pages_router
-from kvferry.app.api.policy import policy_router
-from kvferry.app.api.problems import install_problem_handlers
-from kvferry.app.api.raw_ids import RawIds
-from kvferry.app.api.requests import requests_router
-from kvferry.app.api.reset import reset_router
-from kvferry.app.api.rules import rules_router
-from kvferry.app.api.stats import stats_router
+from kvferry.app.api.routes.blocks import blocks_router
+from kvferry.app.api.routes.config import config_router
+from kvferry.app.api.routes.events import events_router
+from kvferry.app.api.routes.evictions import evictions_router
+from kvferry.app.api.routes.health import health_router
+from kvferry.app.api.routes.pages import PAGE_PATHS, pages_router, sign_in_page
+from kvferry.app.api.routes.policies import policies_router
+from kvferry.app.api.routes.requests import requests_router
+from kvferry.app.api.routes.reset import reset_router
+from kvferry.app.api.routes.rules import rules_router
+from kvferry.app.api.routes.stats import stats_router
 from kvferry.app.masking import SecretMask
 
 ADMIN_PREFIX = "/admin/v1"
 
 
 def create_app(service: AdminContext) -> FastAPI:
-    """The admin API over this service, and `/v1` where it has an engine's router."""
+    """Return the admin API of a service, with `/v1` if it has an engine's router."""
     app = FastAPI(
         title="kvferry",
         version=service.version,
@@ -43,34 +38,32 @@ def create_app(service: AdminContext) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # The first sees a call first. What refuses a call stands before what reads its body.
+        # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
-            Middleware(Envelope),
+            Middleware(RequestIds),
             Middleware(Audit, trail=AuditTrail(service.store, SecretMask.of(service.settings.current))),
-            Middleware(Auth, tokens=service.tokens),
+            Middleware(Auth, tokens=service.tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
             Middleware(Bodies, closing=service.closing),
-            Middleware(RawIds),
+            Middleware(RawPaths),
         ],
     )
     app.openapi = partial(describe, app, service.tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
-    install_problem_handlers(app)
-    threads = StoreThreads()
+    install_error_handlers(app)
     app.include_router(health_router(service))
     app.include_router(pages_router())
-    for router in (
-        stats_router(service),
-        reset_router(service),
-        policy_router(service),
-        overrides_router(service, threads),
-        rules_router(service, threads),
-        requests_router(service),
-        blocks_router(service),
-        evictions_router(service, threads),
-        config_router(service),
-        audit_router(service, threads),
-        events_router(service),
+    for make_router in (
+        stats_router,
+        reset_router,
+        policies_router,
+        rules_router,
+        requests_router,
+        blocks_router,
+        evictions_router,
+        config_router,
+        audit_router,
+        events_router,
     ):
-        app.include_router(router, prefix=ADMIN_PREFIX)
+        app.include_router(make_router(service), prefix=ADMIN_PREFIX)
     if service.engine_router is not None:
         app.include_router(service.engine_router)
     return app

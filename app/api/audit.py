@@ -1,17 +1,235 @@
-"""The audit table as a list: what operators did, or tried to."""
+"""Audit of mutating admin calls: caller, body and outcome, and the list of records.
+
+A mutating call is recorded before it is applied, and its outcome afterwards. Without the database such a call is
+answered with 503 and changes nothing, except those of `AUDIT_AFTER`, which operators need in an emergency: they are
+applied, and their record is logged. Refused calls are recorded too, while the database answers.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import logging
+import math
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.app.api.context import AdminContext
-from kvferry.app.api.offthread import StoreThreads
-from kvferry.app.api.paging import DEFAULT_LIMIT, AuditCursor, Limit, Page
-from kvferry.app.store import AuditRecord
+from kvferry.app.api.auth import TokenName
+from kvferry.app.api.context import AdminContext, StoreThreads
+from kvferry.app.api.errors import Problem
+from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
+from kvferry.app.masking import SecretMask
+from kvferry.app.policy_json import is_digest_glob
+from kvferry.app.settings import Settings
+from kvferry.app.settings.problems import MASK
+from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreUnavailable
 from kvferry.app.times import rfc3339
+
+AUDITED_PREFIX = "/admin/"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+MAX_PATH_CHARS = 1000
+MAX_WHAT_CHARS = 4000
+MAX_DEPTH = 8
+MAX_UNKNOWN_PER_MINUTE = 120
+
+_SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
+_SECRETS = (*Settings.names().secrets, "cache_salt")
+_MAX_NAME_CHARS = 100
+_MIN_SIMILARITY = 0.75
+"""Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""
+NO_SECRETS = SecretMask(())
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Record:
+    """The record of one call. `row_id` is None until it is written, `failure` is why it could not be."""
+
+    scope: Scope
+    started_s: float
+    row_id: int | None = None
+    failure: Exception | None = None
+
+    def entry(self, mask: SecretMask) -> AuditEntry:
+        """Return the record so far, with secret values masked."""
+        state = self.scope["state"]
+        client = self.scope.get("client")
+        return AuditEntry(
+            time_s=self.started_s,
+            token=str(state.get("token", TokenName.NONE)),
+            client=client[0] if client else "",
+            request_id=mask.apply(state["request_id"]),
+            method=mask.apply(self.scope["method"]),
+            path=mask.apply(self.scope["path"])[:MAX_PATH_CHARS],
+            what=describe_body(state.get("body", b""), mask),
+        )
+
+
+def describe_body(body: bytes, mask: SecretMask = NO_SECRETS) -> dict[str, Any] | None:
+    """Return a body's fields, bounded and with secrets masked; None without a body."""
+    if not body:
+        return None
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        # An unreadable body may hold a misplaced secret.
+        return {"unreadable_bytes": len(body)}
+    if not isinstance(parsed, dict) or len(body) > MAX_WHAT_CHARS:
+        return {"too_large_bytes" if isinstance(parsed, dict) else "unreadable_bytes": len(body)}
+    return {_clean_text(name, mask): _clean_value(name, value, mask, depth=1) for name, value in parsed.items()}
+
+
+@lru_cache(maxsize=256)
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None or bool(
+        difflib.get_close_matches(name.lower()[:_MAX_NAME_CHARS], _SECRETS, n=1, cutoff=_MIN_SIMILARITY)
+    )
+
+
+def _clean_value(name: str, value: Any, mask: SecretMask, depth: int) -> Any:
+    """Return a JSON value that every database accepts, with secrets masked by name and by value."""
+    if _is_secret(name):
+        return MASK
+    if depth > MAX_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return {_clean_text(inner, mask): _clean_value(inner, item, mask, depth + 1) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_clean_value(name, item, mask, depth + 1) for item in value]
+    if isinstance(value, str):
+        # Anything but a digest under `tenant` may be the secret itself.
+        return MASK if name == "tenant" and not is_digest_glob(value) else _clean_text(value, mask)
+    if isinstance(value, (int, float)):
+        # No JSON column accepts NaN, infinities, and integers of more than 64 bits.
+        finite = math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63
+        text = mask.apply(repr(value))
+        return value if finite and text == repr(value) else text
+    return value
+
+
+def _clean_text(text: str, mask: SecretMask) -> str:
+    return mask.apply(text).replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+class AuditTrail:
+    """Writes records, within a bounded time."""
+
+    def __init__(self, store: MetadataStore, mask: SecretMask) -> None:
+        self._intents = store.intents
+        self._mask = mask
+        self._threads = StoreThreads(max_threads=4, timeout_s=5.0)
+        self._minute = 0
+        self._unknown_callers = 0
+
+    async def begin(self, record: Record) -> None:
+        """Record that a call is about to be applied. Raises `StoreUnavailable` or a 503 problem."""
+        try:
+            record.row_id = await self._threads.run(self._intents.begin_audit, record.entry(self._mask))
+        except (StoreUnavailable, Problem) as exc:
+            record.failure = exc
+            raise
+
+    async def end(self, record: Record, status: int) -> None:
+        """Record the outcome of a call, or log the record if the database does not accept it."""
+        outcome = outcome_of(status)
+        if record.row_id is None and not self._is_kept(record):
+            return
+        if record.failure is not None:
+            # The caller has waited for the database once already.
+            _log_record(record.entry(self._mask), status, outcome, record.failure)
+            return
+        try:
+            if record.row_id is None or not await self._threads.run(
+                self._intents.end_audit, record.row_id, status, outcome
+            ):
+                entry = replace(record.entry(self._mask), status=status, outcome=outcome)
+                await self._threads.run(self._intents.begin_audit, entry)
+        except (StoreUnavailable, Problem) as exc:
+            _log_record(record.entry(self._mask), status, outcome, exc)
+
+    def _is_kept(self, record: Record) -> bool:
+        """Return whether a refused call is recorded: callers without a token must not be able to fill the table."""
+        if record.scope["state"].get("authorized", False):
+            return True
+        minute = int(record.started_s // 60)
+        if minute != self._minute:
+            self._minute, self._unknown_callers = minute, 0
+        self._unknown_callers += 1
+        return self._unknown_callers <= MAX_UNKNOWN_PER_MINUTE
+
+
+def outcome_of(status: int) -> str:
+    """Return `applied`, `refused`, or `failed` for a status."""
+    if status < 400:
+        return "applied"
+    return "refused" if status < 500 else "failed"
+
+
+def _log_record(entry: AuditEntry, status: int, outcome: str, failure: Exception) -> None:
+    _log.warning(
+        "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
+        failure,
+        entry.method,
+        entry.path,
+        entry.token,
+        entry.client,
+        entry.request_id,
+        json.dumps(entry.what),
+        status,
+        outcome,
+    )
+
+
+class Audit:
+    """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
+
+    def __init__(self, app: ASGIApp, trail: AuditTrail) -> None:
+        self._app = app
+        self._trail = trail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or not scope["path"].startswith(AUDITED_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        record = Record(scope, time.time())
+        scope["state"]["audit"] = (self._trail, record)
+        ended = False
+
+        async def send_when_recorded(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start" and not ended:
+                ended = True
+                await self._trail.end(record, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_when_recorded)
+        except Exception:
+            if not ended:
+                await self._trail.end(record, 500)
+            raise
+
+
+async def _record_before(request: Request) -> None:
+    trail, record = request.state.audit
+    await trail.begin(record)
+
+
+async def _record_after(request: Request) -> None:
+    """Do nothing: the middleware records the call when it has ended."""
+
+
+AUDIT_BEFORE = Depends(_record_before)
+"""For routes that change policies, overrides, rules or settings: not applied unless recorded first."""
+AUDIT_AFTER = Depends(_record_after)
+"""For routes that must work without the database: reset, and dropping and pinning blocks."""
 
 
 class AuditItem(BaseModel):
@@ -25,36 +243,22 @@ class AuditItem(BaseModel):
     method: str
     path: str
     what: dict[str, Any] | None = Field(description="the body, bounded and with secrets masked; null without one")
-    status: int | None = Field(description="null while the call is under way, or where the process ended under it")
+    status: int | None = Field(description="null while the call is under way, or if the process ended during it")
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
 
 
 def _item(record: AuditRecord) -> AuditItem:
-    entry = record.entry
-    return AuditItem(
-        id=record.id,
-        time=rfc3339(entry.time_s),
-        token=entry.token,
-        client=entry.client,
-        request_id=entry.request_id,
-        method=entry.method,
-        path=entry.path,
-        what=None if entry.what is None else dict(entry.what),
-        status=entry.status,
-        outcome=entry.outcome,
-    )
+    return AuditItem.model_validate(asdict(record.entry) | {"id": record.id, "time": rfc3339(record.entry.time_s)})
 
 
-def audit_router(context: AdminContext, threads: StoreThreads) -> APIRouter:
-    """`/admin/v1/audit`."""
+def audit_router(context: AdminContext) -> APIRouter:
+    """Return the route `/audit`."""
     router = APIRouter(tags=["audit"])
 
-    @router.get(
-        "/audit", summary="What operators did, the latest first", responses={503: {"description": "No database"}}
-    )
+    @router.get("/audit", summary="Mutating calls, newest first", responses={503: {"description": "No database"}})
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
         """Every call that changed something, or was refused."""
-        page = await threads.run(context.store.reader.audit, cursor, limit)
-        return Page(items=[_item(record) for record in page.items], next_cursor=page.next_cursor)
+        page = await context.store_threads.run(context.store.reader.audit, cursor, limit)
+        return Page([_item(record) for record in page.items], page.next_cursor)
 
     return router

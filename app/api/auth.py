@@ -1,4 +1,4 @@
-"""Who may call what: bearer tokens, or, without any, loopback only and no foreign web page."""
+"""Authorization: bearer tokens, or without any, loopback only and no page of another origin."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import hashlib
 import hmac
 import ipaddress
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.app.api.headers import values_of
-from kvferry.app.api.pages import PAGE_PATHS, sign_in_page
-from kvferry.app.api.problems import ENGINE_PREFIX, Problem
+from kvferry.app.api.errors import ENGINE_PREFIX, Problem
+from kvferry.app.api.middleware import header_values
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
@@ -23,7 +24,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class TokenName(StrEnum):
-    """Which token a caller showed: what the audit table says, never the token's value."""
+    """Name of the token that a caller sent, for the audit."""
 
     ADMIN = "admin"
     READ = "read"
@@ -32,7 +33,7 @@ class TokenName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens that open the API; without either, it is open to programs on this machine."""
+    """Tokens of the API. Without any, it is open to programs on this machine."""
 
     admin: str | None = field(default=None, repr=False)
     read: str | None = field(default=None, repr=False)
@@ -46,12 +47,12 @@ class Tokens:
 
     @property
     def any_set(self) -> bool:
-        """Whether callers must show a token."""
+        """Whether callers must send a token."""
         return self.admin is not None or self.read is not None
 
-    def name_of(self, shown: str) -> TokenName | None:
-        """Which token this is, in a time that does not depend on how much of it is right."""
-        digest = _digest(shown)
+    def name_of(self, sent: str) -> TokenName | None:
+        """Return the name of a token, in a time that does not depend on its value."""
+        digest = _digest(sent)
         same = [name for name, known in self._digests if hmac.compare_digest(digest, known)]
         return same[0] if same else None
 
@@ -61,11 +62,20 @@ def _digest(token: str) -> bytes:
 
 
 class Auth:
-    """ASGI middleware that lets a call through or answers 401 or 403."""
+    """ASGI middleware that passes a call on or answers 401 or 403."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Tokens,
+        page_paths: Collection[str],
+        sign_in_page: Callable[[Scope, Problem], Response | None],
+    ) -> None:
+        """Check `tokens`; `sign_in_page` returns the response to a browser's unauthorized navigation, if any."""
         self._app = app
         self._tokens = tokens
+        self._page_paths = page_paths
+        self._sign_in_page = sign_in_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,71 +84,70 @@ class Auth:
         refusal = self._check_token(scope) if self._tokens.any_set else self._check_local(scope)
         if refusal is None:
             await self._app(scope, receive, send)
-        elif refusal.status == 401 and (page := sign_in_page(scope, refusal)) is not None:
+        elif refusal.status == 401 and (page := self._sign_in_page(scope, refusal)) is not None:
             await page(scope, receive, send)
         else:
             await refusal.response(scope)(scope, receive, send)
 
     def _check_token(self, scope: Scope) -> Problem | None:
-        shown = values_of(scope, b"authorization")
-        name = self._tokens.name_of(shown[0][7:].strip()) if _is_bearer(shown) else None
+        sent = header_values(scope, b"authorization")
+        name = self._tokens.name_of(sent[0][7:].strip()) if _is_bearer(sent) else None
         scope["state"]["token"] = name or TokenName.NONE
         scope["state"]["authorized"] = name is not None
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return None
         if name is None:
-            challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if shown else "")
-            detail = "this token is not known here" if shown else "send a token: Authorization: Bearer <token>"
+            challenge = 'Bearer realm="kvferry"' + (', error="invalid_token"' if sent else "")
+            detail = "unknown token" if sent else "send a token: Authorization: Bearer <token>"
             return Problem(401, detail, headers={"WWW-Authenticate": challenge})
         if name is TokenName.READ and scope["method"] != "GET" and not scope["path"].startswith(ENGINE_PREFIX):
             challenge = 'Bearer realm="kvferry", error="insufficient_scope"'
-            detail = "the read token only reads: this call needs the admin token"
+            detail = "the read token allows GET only: this call needs the admin token"
             return Problem(403, detail, headers={"WWW-Authenticate": challenge})
         return None
 
     def _check_local(self, scope: Scope) -> Problem | None:
-        """Without a token, a web page must not get in: neither by a rebound name nor from another origin."""
+        """Refuse web pages while no token is set: those of a rebound name and those of another origin."""
         scope["state"]["token"] = TokenName.NONE
         if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return None
-        hosts = values_of(scope, b"host")
+        hosts = header_values(scope, b"host")
         port = _loopback_port(hosts[0], "http") if len(hosts) == 1 else None
         if port is None:
             return Problem(
                 403, "without a token, only loopback is served: the Host header must be localhost or a loopback address"
             )
-        for origin in values_of(scope, b"origin"):
+        for origin in header_values(scope, b"origin"):
             origin_port = _origin_loopback_port(origin)
-            # Reading cross-origin is already stopped by the browser; another local page must not change anything.
+            # Browsers prevent reading across origins; another local page must not change anything.
             if origin_port is None or (scope["method"] not in ("GET", "HEAD") and origin_port != port):
                 return Problem(403, "without a token, calls from the pages of another origin are refused")
-        if not _is_fetched_from_here(scope):
+        if not self._is_same_origin(scope):
             return Problem(403, "without a token, calls from the pages of another origin are refused")
         scope["state"]["authorized"] = True
         return None
 
+    def _is_same_origin(self, scope: Scope) -> bool:
+        """Return whether no browser reports a call by a page of another origin; links to pages may be followed.
 
-def _is_fetched_from_here(scope: Scope) -> bool:
-    """Return whether no browser says that a page of another origin makes this call; links to our pages may be followed.
-
-    The other page could not read the response, but it could hold streams open.
-    """
-    if all(site in ("none", "same-origin") for site in values_of(scope, b"sec-fetch-site")):
-        return True
-    is_link = values_of(scope, b"sec-fetch-mode") == ["navigate"] and values_of(scope, b"sec-fetch-dest") == [
-        "document"
-    ]
-    return is_link and scope["method"] == "GET" and scope["path"] in PAGE_PATHS
-
-
-def _is_bearer(shown: list[str]) -> bool:
-    return len(shown) == 1 and shown[0][:7].lower() == "bearer "
+        The other page could not read the response, but it could hold streams open.
+        """
+        if all(site in ("none", "same-origin") for site in header_values(scope, b"sec-fetch-site")):
+            return True
+        is_link = header_values(scope, b"sec-fetch-mode") == ["navigate"] and header_values(
+            scope, b"sec-fetch-dest"
+        ) == ["document"]
+        return is_link and scope["method"] == "GET" and scope["path"] in self._page_paths
 
 
-# Asked at every call, mostly of the same few names; a stranger's many push each other out.
+def _is_bearer(sent: list[str]) -> bool:
+    return len(sent) == 1 and sent[0][:7].lower() == "bearer "
+
+
+# Called for every request, mostly with the same few hosts.
 @lru_cache(maxsize=64)
 def _loopback_port(host: str, scheme: str) -> int | None:
-    """The port of a Host header that names this machine, the scheme's own if none is given; else None."""
+    """Return the port of a Host header that names this machine (by default the scheme's), else None."""
     match = _HOST.fullmatch(host)
     if match is None:
         return None

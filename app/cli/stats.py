@@ -163,17 +163,15 @@ def _flows(snapshot: Json) -> Table:
         f"{pool.get('kind', '?')}, {pool.get('eviction_policy', '?')}, "
         f"{size(slot_bytes)} a slot, {size(used_slots * slot_bytes)} of {size(pool.get('bytes', 0))} in use",
     )
-    grid.add_row("store", _listed(store, "offered", "stored", "failed", "in_flight") + _rate(store))
+    grid.add_row("store", _listed(store) + _rate(store))
     skipped = {name: number for name, number in store.get("skipped", {}).items() if number}
     if skipped:
-        grid.add_row(Text("  skipped", "not bold"), _listed(skipped, *skipped))
-    grid.add_row("load", _listed(load, "blocks", "failed", "corrupt", "declined", "in_flight") + _rate(load))
+        grid.add_row(Text("  skipped", "not bold"), _listed(skipped))
+    grid.add_row("load", _listed(load) + _rate(load))
     reasons = {name: number for name, number in evictions.get("by_reason", {}).items() if number}
-    grid.add_row("evictions", ", ".join([_listed(evictions, "total", "regretted"), *_pairs(reasons)]))
-    grid.add_row("requests", _listed(requests, "seen", "running", "waiting_for_load", "finished", "preempted"))
-    grid.add_row(
-        "journal", _listed(journal, "queued", "written", "dropped") + f", {duration(journal.get('lag_s', 0))} behind"
-    )
+    grid.add_row("evictions", ", ".join([_listed(evictions), *_pairs(reasons)]))
+    grid.add_row("requests", _listed(requests))
+    grid.add_row("journal", _listed(journal) + f", {duration(journal.get('lag_s', 0))} behind")
     offloading = snapshot.get("offloading", {})
     if offloading.get("num_errors"):
         state = "on" if offloading.get("is_on") else "OFF until a reset"
@@ -181,7 +179,7 @@ def _flows(snapshot: Json) -> Table:
         grid.add_row("offloading", text)
     recovery = snapshot.get("recovery")
     if recovery is not None:
-        text = f"{_listed(recovery, 'recovered', 'known')} in {duration(recovery.get('seconds', 0))}"
+        text = f"{_listed(recovery)} in {duration(recovery.get('seconds', 0))}"
         grid.add_row(
             "restart", "; dropped: ".join([text, *filter(None, [", ".join(_pairs(recovery.get("dropped", {})))])])
         )
@@ -192,8 +190,10 @@ def _pairs(numbers: Json) -> list[str]:
     return [f"{count(number)} {name.replace('_', ' ')}" for name, number in numbers.items()]
 
 
-def _listed(numbers: Json, *names: str) -> str:
-    return ", ".join(_pairs({name: numbers.get(name, 0) for name in names}))
+def _listed(numbers: Json) -> str:
+    """Return all counts of a section; its bytes and seconds are shown as a rate."""
+    counts = {name: number for name, number in numbers.items() if type(number) is int and name != "bytes"}
+    return ", ".join(_pairs(counts))
 
 
 def _rate(flow: Json) -> str:

@@ -1,27 +1,16 @@
-"""The metadata store: slots, history and what operators want, in SQLite, written behind the engine."""
+"""Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
-from kvferry.app.store.cursors import Page
-from kvferry.app.store.database import Database, check_database, downgrade, upgrade
+from kvferry.app.store.database import Database
 from kvferry.app.store.errors import StoreError, StoreUnavailable
-from kvferry.app.store.intents import Intents
+from kvferry.app.store.history import AgeBucket, EvictionSummary
+from kvferry.app.store.intents import AuditEntry, Intents, OverrideRecord, RuleRecord
 from kvferry.app.store.journal import Journal, JournalStats
 from kvferry.app.store.migrate import Upgrade
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.projection import DirtySource
-from kvferry.app.store.queries import StoreReader
-from kvferry.app.store.records import (
-    AgeBucket,
-    AuditEntry,
-    AuditRecord,
-    EvictionFilter,
-    EvictionRecord,
-    EvictionSummary,
-    OverrideRecord,
-    RuleRecord,
-    SlotRecord,
-)
-from kvferry.app.store.store import Store
-from kvferry.app.store.trim import HistoryLimits
+from kvferry.app.store.reader import AuditRecord, EvictionFilter, EvictionRecord, Page, StoreReader
+from kvferry.app.store.retention import HistoryLimits
+from kvferry.app.store.slot_rows import DirtySource, SlotColumns
+from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
 __all__ = [
     "AgeBucket",
@@ -36,12 +25,12 @@ __all__ = [
     "Intents",
     "Journal",
     "JournalStats",
+    "MetadataStore",
     "NameClaim",
     "OverrideRecord",
     "Page",
     "RuleRecord",
-    "SlotRecord",
-    "Store",
+    "SlotColumns",
     "StoreError",
     "StoreReader",
     "StoreUnavailable",

@@ -1,238 +1,397 @@
-"""The database of the metadata store: opened and migrated, written by turns, read beside that, reopened when lost."""
+"""Connections to the database: creation, order of writers, and transactions.
+
+SQLite runs in WAL mode, so that readers go on beside the one writer. Every wait is bounded. Connections never create a
+file: a deleted database would come back empty and without a schema. PostgreSQL is accessed with psycopg; reads are
+snapshots there, too.
+"""
 
 from __future__ import annotations
 
-import errno
+import json
+import logging
+import math
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
-from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
-from kvferry.app.folders import nearest_folder
-from kvferry.app.store.claims import claim_commit
-from kvferry.app.store.connections import Access, make_engine, parse_url, prepare_file, shown, sqlite_path
-from kvferry.app.store.errors import (
-    DatabaseReplaced,
-    StoreError,
-    StoreUnavailable,
-    Trouble,
-    diagnose,
-    unavailable_on_trouble,
-)
-from kvferry.app.store.file_watch import FileWatch
-from kvferry.app.store.migrate import Upgrade, check_revision, migrate, unmigrate
-from kvferry.app.store.turns import WriteTurns
+from kvferry.app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, diagnose, raising_store_error
+from kvferry.app.store.migrate import Upgrade, migrate
+
+_log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
-PERSON_TIMEOUT_S = 3.0
+CALLER_TIMEOUT_S = 3.0
+JOURNAL_TIMEOUT_S = 0.1
+"""How long callers go before the journal; then its turn comes, so that a stream of callers cannot stop it."""
+NOT_JSON = "unreadable_chars"
+"""The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
+
+_SQLITE = "sqlite:///"
+_POSTGRESQL = "postgresql+psycopg"
+_EXAMPLE = "it should look like sqlite:////folder/kvferry.db"
+_CACHE_KIB = 16 * 1024
+_MAX_WAL_BYTES = 64 << 20
+_MAX_READERS = 8
+_STATEMENT_TIMEOUT_S = 30
+_NETWORK_TIMEOUT_S = 10
+
+
+class Access(Enum):
+    """Purpose of a connection."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+def parse_url(text: str) -> URL:
+    """Return the URL of a database. Raises `StoreError`."""
+    if text.startswith(_SQLITE):
+        # The path is not percent-decoded, since it may be the name of a folder.
+        database = text.removeprefix(_SQLITE)
+        if not database or database == ":memory:" or "?" in database or "\0" in database:
+            raise StoreError(f"KVFERRY_DATABASE_URL {text!r} does not name a plain file without options; {_EXAMPLE}")
+        return URL.create("sqlite", database=database)
+    try:
+        url = make_url(text)
+        backend = url.get_backend_name()
+    except (ArgumentError, ValueError):
+        # The text may hold a password.
+        raise StoreError(f"KVFERRY_DATABASE_URL is not the URL of a database; {_EXAMPLE}") from None
+    if backend == "sqlite":
+        raise StoreError(f"KVFERRY_DATABASE_URL {masked(url)} does not name a file; {_EXAMPLE}")
+    if backend == "postgresql":
+        if url.drivername not in ("postgresql", _POSTGRESQL):
+            raise StoreError(
+                f"KVFERRY_DATABASE_URL {masked(url)}: psycopg is the only driver for PostgreSQL; write postgresql://..."
+            )
+        return url.set(drivername=_POSTGRESQL)
+    return url
+
+
+def masked(url: URL) -> str:
+    """Return a URL without user, password and options, for logs and responses."""
+    where = f"{url.host}:{url.port}" if url.port else url.host or ""
+    return f"{url.get_backend_name()}://{where}/{url.database or ''}"
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """Return the absolute path of a SQLite database, None for another kind."""
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return None
+    return Path(url.database).absolute()
+
+
+def make_engine(
+    url: URL, access: Access, busy_timeout_s: float, before_connect: Callable[[], None] | None = None
+) -> Engine:
+    """Return a pool of connections. `before_connect` refuses a new connection to a SQLite file by raising."""
+    path = sqlite_path(url)
+    if path is None:
+        return _server_engine(url, access, busy_timeout_s)
+    where = f"{path.as_uri()}?mode=rw"
+
+    def connect() -> sqlite3.Connection:
+        if before_connect is not None:
+            before_connect()
+        # Transactions are begun below, and one thread at a time uses a connection.
+        connection = sqlite3.connect(
+            where, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _set_pragmas(connection, access)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    engine = create_engine(
+        "sqlite:///" + str(path),
+        creator=connect,
+        pool_size=_MAX_READERS if access is Access.READ else 1,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+        json_deserializer=_read_json,
+    )
+    # The GIL is released at every statement: row by row, a busy engine thread could stretch a batch, and with it the
+    # database's lock, over seconds.
+    engine.dialect.use_insertmanyvalues_wo_returning = True
+    # A writer that began as a reader could find its snapshot outdated and fail without waiting.
+    begin = "BEGIN" if access is Access.READ else "BEGIN IMMEDIATE"
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
+    if url.drivername != _POSTGRESQL:
+        return create_engine(url)
+    settings = {"lock_timeout": math.ceil(busy_timeout_s * 1000)}
+    if access is Access.READ:
+        settings["statement_timeout"] = _STATEMENT_TIMEOUT_S * 1000
+    given = url.query.get("options", "")
+    options = [
+        given if isinstance(given, str) else " ".join(given),
+        *(f"-c {name}={n}" for name, n in settings.items()),
+    ]
+    arguments: dict[str, Any] = {
+        "options": " ".join(options).strip(),
+        "application_name": "kvferry",
+        # libpq's minimum is two seconds.
+        "connect_timeout": max(2, math.ceil(busy_timeout_s)),
+        "tcp_user_timeout": _NETWORK_TIMEOUT_S * 1000,
+    }
+    engine = create_engine(
+        url.difference_update_query(["options"]),
+        connect_args=arguments,
+        pool_pre_ping=True,
+        pool_size=_MAX_READERS if access is Access.READ else 1,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+    )
+    if access is Access.READ:
+        return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+    return engine
+
+
+def _read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON column, in which SQLite accepts any text; invalid text does not fail the query."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {NOT_JSON: len(text)}
+
+
+def _set_pragmas(connection: sqlite3.Connection, access: Access) -> None:
+    connection.execute("PRAGMA foreign_keys=ON")
+    if access is Access.READ:
+        connection.execute("PRAGMA query_only=ON")
+        # Text that is not UTF-8 must not fail the query.
+        connection.text_factory = lambda content: content.decode("utf-8", "replace")
+        return
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+    connection.execute(f"PRAGMA journal_size_limit={_MAX_WAL_BYTES}")
+
+
+def _create_file(path: Path, busy_timeout_s: float) -> None:
+    """Create folder and file where they are missing, with access for the owner alone, and enable WAL mode."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with closing(sqlite3.connect(path, timeout=busy_timeout_s)) as connection:
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    if mode != "wal":
+        _log.warning("database: no WAL mode, so that readers and the writer wait for each other: %s (%s)", path, mode)
+
+
+def _file_identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class CommitDecision:
+    """Outcome of a write with a time limit: the first of `commit` and `abandon` decides. Thread: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._committed: bool | None = None
+
+    def commit(self) -> bool:
+        """Return whether the write may be committed; decide so if nothing is decided."""
+        return self._decide(True) is True
+
+    def abandon(self) -> bool:
+        """Return whether the write is rolled back; decide so if nothing is decided."""
+        return self._decide(False) is False
+
+    def _decide(self, committed: bool) -> bool:
+        with self._lock:
+            if self._committed is None:
+                self._committed = committed
+            return self._committed
+
+
+_decision: ContextVar[CommitDecision | None] = ContextVar("decision", default=None)
+
+
+@contextmanager
+def deciding(decision: CommitDecision) -> Iterator[None]:
+    """Make writes within this context ask `decision` before they commit."""
+    token = _decision.set(decision)
+    try:
+        yield
+    finally:
+        _decision.reset(token)
+
+
+class WriteTurns:
+    """One writer at a time in this process, callers before the journal.
+
+    SQLite makes waiting writers poll, so that a busy journal could keep a caller waiting without end.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._taken = False
+        self._callers_waiting = 0
+        self._journal_is_next = False
+
+    @contextmanager
+    def caller(self, timeout_s: float) -> Iterator[None]:
+        """Take a turn for a waiting caller. Raises `StoreUnavailable` after `timeout_s`."""
+        with self._changed:
+            self._callers_waiting += 1
+            try:
+                free = self._changed.wait_for(lambda: not self._taken and not self._journal_is_next, timeout_s)
+            finally:
+                self._callers_waiting -= 1
+                self._changed.notify_all()
+            self._take(free, timeout_s)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    @contextmanager
+    def journal(self, timeout_s: float) -> Iterator[None]:
+        """Take a turn for the journal; callers go first for `JOURNAL_TIMEOUT_S`."""
+        with self._changed:
+            free = self._changed.wait_for(lambda: not self._taken and not self._callers_waiting, JOURNAL_TIMEOUT_S)
+            if not free:
+                self._journal_is_next = True
+                try:
+                    free = self._changed.wait_for(lambda: not self._taken, timeout_s)
+                finally:
+                    self._journal_is_next = False
+                    self._changed.notify_all()
+            self._take(free, timeout_s)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _take(self, free: bool, timeout_s: float) -> None:
+        if not free:
+            raise StoreUnavailable(f"the database was busy for {timeout_s:g} s, and nothing was written")
+        self._taken = True
+
+    def _give_back(self) -> None:
+        with self._changed:
+            self._taken = False
+            self._changed.notify_all()
 
 
 class Database:
     """Connections to one database. Methods may be called from any thread once `open` has returned."""
 
-    def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S, max_bytes: int | None = None) -> None:
-        """`busy_timeout_s` bounds each wait for another connection's lock, `max_bytes` a SQLite file's size."""
+    def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        """`busy_timeout_s` bounds each wait for another connection's lock."""
         self._url = parse_url(url)
-        self.name = shown(self._url)
+        self.name = masked(self._url)
         self.busy_timeout_s = busy_timeout_s
-        self._max_bytes = max_bytes
-        path = sqlite_path(self._url)
-        self._watch = None if path is None else FileWatch(path)
+        self._path = sqlite_path(self._url)
+        self._opened_file: tuple[int, int] | None = None
         self._turns = WriteTurns()
         self._writer: Engine | None = None
         self._reader: Engine | None = None
-        self._replaced = False
         self.written_s = 0.0
-        """When the last transaction was committed, by the monotonic clock."""
+        """Time of the last commit on the monotonic clock."""
 
     def open(self) -> Upgrade:
-        """Create what is missing and bring the schema up to date. Raises `StoreError`."""
-        return self._connect(OPEN_TIMEOUT_S)
-
-    def reopen(self) -> bool:
-        """Open anew what lies under the path now; True if it is another database, or had no schema.
-
-        Raises `StoreError`, and `StoreUnavailable` while others are writing.
-        """
-        with self._turns.person(PERSON_TIMEOUT_S):
-            self._disconnect()
-            if self._watch is not None:
-                try:
-                    self._watch.verify()
-                except DatabaseReplaced:
-                    # Known until it was opened: a first attempt may fail, and the file be known to the second.
-                    self._replaced = True
-                    self._watch.remove_orphaned_log()
+        """Create what is missing and migrate the schema to this version. Raises `StoreError`."""
+        with raising_store_error(self.name):
+            if self._path is not None:
+                _create_file(self._path, OPEN_TIMEOUT_S)
+                self._opened_file = _file_identity(self._path)
+            migrator = make_engine(self._url, Access.WRITE, OPEN_TIMEOUT_S, self.check)
             try:
-                other = self._connect(self.busy_timeout_s).before is None or self._replaced
-            except StoreError:
-                # What cannot be written may still be read.
-                self._reader = self._make_engine(Access.READ)
-                raise
-            self._replaced = False
-            return other
+                upgrade = migrate(migrator)
+            finally:
+                migrator.dispose()
+            self._writer = make_engine(self._url, Access.WRITE, self.busy_timeout_s, self.check)
+            self._reader = make_engine(self._url, Access.READ, self.busy_timeout_s, self.check)
+        return upgrade
 
     def check(self) -> None:
-        """Raise `DatabaseReplaced` if the file is no longer the one that was opened."""
-        if self._watch is not None:
-            self._watch.verify()
+        """Raise `DatabaseReplaced` if the SQLite file is no longer the one that was opened.
+
+        Connections keep using a file that was moved or deleted, so that only the inode under the path shows it.
+        """
+        if self._path is None:
+            return
+        found = _file_identity(self._path)
+        if found is None or found != self._opened_file:
+            what = "was deleted or moved away" if found is None else "was replaced by another file"
+            raise DatabaseReplaced(
+                f"the database file {self._path} {what} while in use: nothing is written to it until a restart"
+            )
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction of the journal, whose errors come as they are. It waits for people, who do not wait for it."""
+        """Run a transaction of the journal. Waits for callers' transactions; errors pass unchanged."""
         with self._turns.journal(self.busy_timeout_s):
             self.check()
-            with self._opened(self._writer).begin() as connection:
+            with _opened(self._writer, self.name).begin() as connection:
                 yield connection
         self.written_s = time.monotonic()
 
     @contextmanager
-    def write_for_person(self) -> Iterator[Connection]:
-        """A transaction that a caller waits for. Raises `StoreUnavailable`; then nothing was written."""
-        with unavailable_on_trouble(self.name), self._turns.person(PERSON_TIMEOUT_S):
+    def write_for_caller(self) -> Iterator[Connection]:
+        """Run a transaction for a waiting caller. Raises `StoreUnavailable`; then nothing was written."""
+        with _raising_unavailable(self.name), self._turns.caller(CALLER_TIMEOUT_S):
             self.check()
-            with self._opened(self._writer).begin() as connection:
+            with _opened(self._writer, self.name).begin() as connection:
                 yield connection
-                claim_commit()
+                decision = _decision.get()
+                if decision is not None and not decision.commit():
+                    raise StoreUnavailable("the caller stopped waiting before the commit")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A snapshot for reading, on a connection of its own. Raises `StoreUnavailable`."""
-        with unavailable_on_trouble(self.name), self._opened(self._reader).begin() as connection:
+        """Read a snapshot on a connection of its own. Raises `StoreUnavailable`."""
+        with _raising_unavailable(self.name), _opened(self._reader, self.name).begin() as connection:
             yield connection
 
-    def limit_bytes(self, max_bytes: int | None) -> None:
-        """Change the bound on a SQLite file's size, from the next connection on."""
-        with self._turns.person(PERSON_TIMEOUT_S):
-            self._max_bytes = max_bytes
-            self._disconnect()
-            self._make_engines()
-
-    def close(self) -> None:
-        """Close what is idle; what is in use closes when it is given back."""
-        self._disconnect()
-
-    def _connect(self, timeout_s: float) -> Upgrade:
-        with store_error_on_trouble(self.name):
-            return self._prepare(timeout_s)
-
-    def _prepare(self, timeout_s: float) -> Upgrade:
-        if self._watch is not None:
-            prepare_file(self._watch.path, timeout_s)
-            self._watch.remember()
-        migrator = make_engine(self._url, Access.WRITE, timeout_s, self._max_bytes, self.check)
-        try:
-            upgrade = migrate(migrator)
-        finally:
-            migrator.dispose()
-        self._make_engines()
-        return upgrade
-
-    def _make_engines(self) -> None:
-        self._writer = self._make_engine(Access.WRITE)
-        self._reader = self._make_engine(Access.READ)
-
-    def _make_engine(self, access: Access) -> Engine:
-        max_bytes = self._max_bytes if access is Access.WRITE else None
-        return make_engine(self._url, access, self.busy_timeout_s, max_bytes, self.check)
-
-    def _disconnect(self) -> None:
-        writer, reader = self._writer, self._reader
-        self._writer = self._reader = None
-        for engine in (writer, reader):
+    def drop_connections(self) -> None:
+        """Close connections, those in use when they are returned; later calls make new ones."""
+        for engine in (self._writer, self._reader):
             if engine is not None:
                 engine.dispose()
 
-    def _opened(self, engine: Engine | None) -> Engine:
-        if engine is None:
-            raise StoreUnavailable(f"the database {self.name} is not open")
-        return engine
+    def close(self) -> None:
+        """Close connections; later calls raise `StoreUnavailable`."""
+        self.drop_connections()
+        self._writer = self._reader = None
 
 
 @contextmanager
-def store_error_on_trouble(name: str) -> Iterator[None]:
-    """Turn what keeps a database from being opened or migrated into `StoreError`, with what to do about it."""
+def _raising_unavailable(name: str) -> Iterator[None]:
+    """Raise `StoreUnavailable` for a failing database; errors of rejected rows pass."""
     try:
         yield
-    except NoSuchModuleError as error:
-        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite") from error
-    except ImportError as error:
-        raise StoreError(
-            f"KVFERRY_DATABASE_URL: {name}: its driver is not installed ({error.name}); "
-            "pip install 'kvferry[postgresql]' brings PostgreSQL's"
-        ) from error
-    except CommandError as error:
-        raise StoreError(
-            f"the database {name} cannot be migrated: {error}. It was probably written by a newer version: "
-            "install that, or set KVFERRY_DATABASE_URL to another database"
-        ) from error
-    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise StoreError(_advice(error, name)) from error
+    except (DataError, IntegrityError):
+        raise
+    except SQLAlchemyError as error:
+        raise StoreUnavailable(diagnose(error, name).text) from error
 
 
-_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
-_ADVICE = {
-    Trouble.LOCKED: "end what holds it, or set KVFERRY_DATABASE_URL to another database",
-    Trouble.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
-    Trouble.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
-    Trouble.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
-}
-_ADVICE_OF_CODE = {
-    sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
-    sqlite3.SQLITE_READONLY: f"make it writable, or {_PLACE}",
-    sqlite3.SQLITE_CANTOPEN: _PLACE,
-}
-
-
-def _advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
-    """What is wrong with a database, and what to do about that cause."""
-    if isinstance(error, OSError):
-        reason = f"the database {name} cannot be opened: {error.strerror or error} ({error.filename})"
-        return f"{reason}; {_PLACE}"
-    found = diagnose(error, name)
-    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0
-    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.trouble)
-    return found.text if advice is None else f"{found.text}; {advice}"
-
-
-def check_database(url: str) -> None:
-    """Raise `StoreError` for a database that could not be opened; create and change nothing."""
-    parsed = parse_url(url)
-    path = sqlite_path(parsed)
-    with store_error_on_trouble(shown(parsed)):
-        if path is not None:
-            found = nearest_folder(path)
-            if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
-            if found != path:
-                return
-        engine = make_engine(parsed, Access.READ, OPEN_TIMEOUT_S, None, lambda: None)
-        try:
-            with engine.connect() as connection:
-                check_revision(connection)
-        finally:
-            engine.dispose()
-
-
-def upgrade(url: str) -> Upgrade:
-    """Bring a database to this version's schema, creating it where it is missing. Raises `StoreError`."""
-    database = Database(url)
-    try:
-        return database.open()
-    finally:
-        database.close()
-
-
-def downgrade(url: str, revision: str) -> Upgrade:
-    """Undo migrations down to `revision`, for a way back to an older version. `base` drops every table."""
-    engine = make_engine(parse_url(url), Access.WRITE, OPEN_TIMEOUT_S, None, lambda: None)
-    try:
-        return unmigrate(engine, revision)
-    finally:
-        engine.dispose()
+def _opened(engine: Engine | None, name: str) -> Engine:
+    if engine is None:
+        raise StoreUnavailable(f"the database {name} is not open")
+    return engine

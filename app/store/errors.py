@@ -1,4 +1,4 @@
-"""What can go wrong with the metadata store, and which of it is the database's doing and which one row's."""
+"""Errors of the metadata store, and which of them are the database's fault and which are a row's."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+from alembic.util.exc import CommandError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 
 class StoreError(Exception):
-    """The store cannot be opened or migrated: the service refuses to start. The message says what to do."""
+    """The store cannot be opened or migrated, so that the service refuses to start. The message names the remedy."""
 
 
 class StoreUnavailable(Exception):
-    """The database does not answer right now. Nothing was changed; trying again later may work."""
+    """The database does not answer. Nothing was changed; a later call may succeed."""
 
 
 class DatabaseReplaced(StoreUnavailable):
     """The file under the database's path is no longer the one that was opened."""
 
 
-class Trouble(StrEnum):
-    """What keeps the journal from writing."""
+class FailureKind(StrEnum):
+    """Causes for which the journal cannot write."""
 
     LOCKED = "locked"
     FULL = "full"
@@ -39,87 +40,123 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A failure as operators are told of it, in a sentence: never a statement or its values, which belong to users."""
+    """A failure and one sentence for operators, which never contains a statement or its values."""
 
-    trouble: Trouble
+    kind: FailureKind
     text: str
 
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-# Codes of PostgreSQL: lock not available, statement timeout, serialization failure, deadlock; then disk full.
+# PostgreSQL: lock not available, statement timeout, serialization failure, deadlock.
 _STATES_LOCKED = {"55P03", "57014", "40001", "40P01"}
+# Disk full.
 _STATES_FULL = {"53100"}
-# Then authorization, password, unknown database, privilege; last shutdown, crash, starting up, too many connections.
+# Authorization, password, unknown database, privilege.
 _STATES_DENIED = {"28000", "28P01", "3D000", "42501"}
+# Shutdown, crash, starting up, too many connections, connection failures.
 _STATES_UNREACHABLE = {"57P01", "57P02", "57P03", "53300", "08000", "08001", "08003", "08004", "08006"}
-# What refuses a connection comes without its code.
+# psycopg does not report the code of a refused connection.
 _DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permission denied|no password supplied")
-_MAKE_ROOM = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
+_FREE_SPACE = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
 
 
 def diagnose(error: BaseException, database: str) -> Diagnosis:
-    """Name the trouble behind an exception; `database` is its name as it may be shown."""
+    """Return the cause of an exception. `database` is the database's name without credentials."""
     if isinstance(error, DatabaseReplaced):
-        return Diagnosis(Trouble.REPLACED, str(error))
+        return Diagnosis(FailureKind.REPLACED, str(error))
     if isinstance(error, StoreUnavailable):
-        return Diagnosis(Trouble.LOCKED, str(error))
+        return Diagnosis(FailureKind.LOCKED, str(error))
     if isinstance(error, StoreError):
-        return Diagnosis(Trouble.BROKEN, str(error))
+        return Diagnosis(FailureKind.BROKEN, str(error))
     if isinstance(error, PoolTimeoutError):
-        return Diagnosis(Trouble.LOCKED, f"the database {database} is busy: all connections to it are in use")
+        return Diagnosis(FailureKind.LOCKED, f"the database {database} is busy: all connections to it are in use")
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
-        trouble, what = _diagnose_database(error)
-        return Diagnosis(trouble, f"the database {database} {what}")
+        kind, text = _diagnose_database(error)
+        return Diagnosis(kind, f"the database {database} {text}")
     if isinstance(error, OSError):
-        return Diagnosis(Trouble.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
-    return Diagnosis(Trouble.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
+        return Diagnosis(FailureKind.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
+    return Diagnosis(FailureKind.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
 
 
-def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Trouble, str]:
+def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[FailureKind, str]:
     cause: BaseException = error
     if isinstance(error, DBAPIError) and error.orig is not None:
         cause = error.orig
     code = getattr(cause, "sqlite_errorcode", None)
     name = getattr(cause, "sqlite_errorname", None)
-    # The low byte of an extended code is the primary one.
+    # The low byte of an extended code is the primary code.
     primary = code & 0xFF if isinstance(code, int) else None
     if primary in _LOCKED:
-        return Trouble.LOCKED, "is locked by another connection"
+        return FailureKind.LOCKED, "is locked by another connection"
     if primary == sqlite3.SQLITE_FULL:
-        return Trouble.FULL, f"is full: {_MAKE_ROOM}"
+        return FailureKind.FULL, f"is full: {_FREE_SPACE}"
     if name == "SQLITE_IOERR_WRITE":
-        return Trouble.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_MAKE_ROOM}"
+        return FailureKind.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
     state = getattr(cause, "sqlstate", None)
     if state in _STATES_LOCKED:
-        return Trouble.LOCKED, f"is locked by another connection, or too slow ({state})"
+        return FailureKind.LOCKED, f"is locked by another connection, or too slow ({state})"
     if state in _STATES_FULL:
-        return Trouble.FULL, f"is full ({state}): {_MAKE_ROOM}"
+        return FailureKind.FULL, f"is full ({state}): {_FREE_SPACE}"
     if state in _STATES_DENIED or (state is None and _DENIED.search(str(cause))):
-        return Trouble.DENIED, f"does not let kvferry in: {_first_line(cause)}"
+        return FailureKind.DENIED, f"refuses access: {_first_line(cause)}"
     if state in _STATES_UNREACHABLE or (state is None and name is None and isinstance(error, OperationalError)):
-        # Without a code there was no answer of a server.
-        return Trouble.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
+        # An error without a code did not come from the server.
+        return FailureKind.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
     name = name or state
-    return Trouble.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
+    return FailureKind.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def is_refused(error: BaseException) -> bool:
-    """Whether the rows are at fault and not the database, so that writing them again would fail for ever."""
+def is_rejected(error: BaseException) -> bool:
+    """Return whether the rows are at fault and not the database, so that writing them again fails again."""
     if isinstance(error, (DataError, IntegrityError)):
         return True
     return not isinstance(error, (SQLAlchemyError, sqlite3.Error, OSError, StoreUnavailable, StoreError))
 
 
 @contextmanager
-def unavailable_on_trouble(name: str) -> Iterator[None]:
-    """Turn a failing database into `StoreUnavailable`; rows that it refuses stay what they are."""
+def raising_store_error(name: str) -> Iterator[None]:
+    """Raise `StoreError`, with what to do, for errors of opening or migrating a database."""
     try:
         yield
-    except (DataError, IntegrityError):
-        raise
-    except SQLAlchemyError as error:
-        raise StoreUnavailable(diagnose(error, name).text) from error
+    except NoSuchModuleError as error:
+        raise StoreError(f"KVFERRY_DATABASE_URL: {name}: this kind of database is not known; use sqlite") from error
+    except ImportError as error:
+        raise StoreError(
+            f"KVFERRY_DATABASE_URL: {name}: its driver is not installed ({error.name}); "
+            "pip install 'kvferry[postgresql]' installs that of PostgreSQL"
+        ) from error
+    except CommandError as error:
+        raise StoreError(
+            f"the database {name} cannot be migrated: {error}. It was probably written by a newer version: "
+            "install that, or set KVFERRY_DATABASE_URL to another database"
+        ) from error
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise StoreError(_with_advice(error, name)) from error
+
+
+_WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
+_ADVICE = {
+    FailureKind.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
+    FailureKind.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
+    FailureKind.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
+    FailureKind.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
+}
+_ADVICE_OF_CODE = {
+    sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
+    sqlite3.SQLITE_READONLY: f"make it writable, or {_WRITABLE_PLACE}",
+    sqlite3.SQLITE_CANTOPEN: _WRITABLE_PLACE,
+}
+
+
+def _with_advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) -> str:
+    if isinstance(error, OSError):
+        reason = f"the database {name} cannot be opened: {error.strerror or error} ({error.filename})"
+        return f"{reason}; {_WRITABLE_PLACE}"
+    found = diagnose(error, name)
+    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0
+    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.kind)
+    return found.text if advice is None else f"{found.text}; {advice}"

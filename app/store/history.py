@@ -1,62 +1,150 @@
-"""Writing history: evictions, regrets about them, and resets, in batches and in the order in which they happened."""
+"""Eviction history: its queue, its rows, and their sums.
+
+The queue is bounded: entries beyond it are dropped and counted. For each five minutes, reason and bucket of ages there
+is one row in `eviction_sums`, updated in the transactions that write the rows which it counts, so that a summary of ten
+million rows reads some thousand. History is trimmed from its old end only, so the sums of a span are correct if it
+began after the oldest remaining row; the spans at both ends of a window, and the oldest one, are counted row by row.
+"""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, select, update
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.errors import is_refused
-from kvferry.app.store.models import EvictionRow, ResetRow
-from kvferry.app.store.queue import Entry, HistoryItem, HistoryQueue, Regrets
-from kvferry.app.store.sums import add_evictions, add_regrets
-from kvferry.app.store.text import clean
-from kvferry.core.keys import group_of
+from kvferry.app.store.errors import is_rejected
+from kvferry.app.store.schema import EvictionRow, EvictionSumRow, ResetRow, accumulate, clean
+from kvferry.core.keys import Key, group_of
 from kvferry.core.pool.events import EvictionBatch, ResetEvent
 
 BATCH_ROWS = 2000
-BATCHES_A_STEP = 8
+BATCHES_PER_STEP = 8
+AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
+"""Upper bounds of the buckets of ages at eviction; one more bucket is unbounded."""
+SPAN_S = 300.0
+
+_SumKey = tuple[int, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Regrets:
+    """Evicted keys that were requested again at `time_s`."""
+
+    keys: Sequence[Key]
+    time_s: float
+
+
+HistoryItem = EvictionBatch | ResetEvent | Regrets
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An item, its number of rows, and the time when it was queued on the monotonic clock."""
+
+    item: HistoryItem
+    rows: int
+    queued_s: float
+
+
+class HistoryQueue:
+    """Bounded queue from the engine thread to the journal.
+
+    One thread appends, with the manager lock held; the journal's thread takes and settles. No lock is needed: each
+    counter has one writer, and the deque's operations are atomic. An entry counts as queued until it is settled, so
+    that `appended = queued + settled` always.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.appended_rows = 0
+        self.dropped_rows = 0
+        self.settled_rows = 0
+        self._entries: deque[Entry] = deque()
+        self._taken: list[Entry] = []
+
+    def append(self, item: HistoryItem, rows: int) -> None:
+        """Queue an item, or drop and count it if the queue is full. Never waits."""
+        if not rows:
+            return
+        if self.queued_rows + rows > self.max_rows:
+            self.dropped_rows += rows
+            return
+        self.appended_rows += rows
+        self._entries.append(Entry(item, rows, time.monotonic()))
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that are not settled."""
+        return self.appended_rows - self.settled_rows
+
+    def take(self, max_rows: int) -> list[Entry]:
+        """Return the oldest entries: `max_rows` rows, or a single larger entry. They stay queued until settled."""
+        rows = sum(entry.rows for entry in self._taken)
+        while self._entries and rows < max_rows:
+            entry = self._entries.popleft()
+            self._taken.append(entry)
+            rows += entry.rows
+        return list(self._taken)
+
+    def settle(self, count: int) -> None:
+        """Remove the first `count` of the taken entries."""
+        self.settled_rows += sum(entry.rows for entry in self._taken[:count])
+        self._taken = self._taken[count:]
+
+    def oldest_s(self) -> float | None:
+        """Return when the oldest queued entry was appended, on the monotonic clock."""
+        for entries in (self._taken, self._entries):
+            try:
+                return entries[0].queued_s
+            except IndexError:
+                continue
+        return None
 
 
 class HistoryWriter:
-    """Moves entries from the queue into the database. An entry that the database refuses is dropped and counted."""
+    """Writes queued entries in order, in batches. An entry that the database rejects is dropped and counted."""
 
     def __init__(self, engine: str, queue: HistoryQueue) -> None:
         self._engine = engine
         self._queue = queue
-        self._one_by_one = 0
+        self._num_single = 0
         self.written_rows = 0
-        self.refused_rows = 0
+        self.rejected_rows = 0
 
     def step(self, database: Database) -> bool:
-        """Write some batches; True if more waits. Raises what the database raises, and keeps what was not written."""
-        for _ in range(BATCHES_A_STEP):
+        """Write some batches and return whether more entries wait. Keeps unwritten entries if the database raises."""
+        for _ in range(BATCHES_PER_STEP):
             entries = self._queue.take(BATCH_ROWS)
             if not entries:
                 return False
-            if self._one_by_one:
+            if self._num_single:
                 entries = entries[:1]
             self._write(database, entries)
-            self._one_by_one = max(0, self._one_by_one - 1)
+            self._num_single = max(0, self._num_single - 1)
         return True
 
     def _write(self, database: Database, entries: list[Entry]) -> None:
         rows = sum(entry.rows for entry in entries)
         try:
-            # What costs Python's time is done before the lock is taken.
+            # Python's work is done before the lock is taken.
             parts = [(entry.item, self._parameters(entry.item)) for entry in entries]
             with database.write() as connection:
                 self._insert(connection, parts)
         except Exception as error:
-            if not is_refused(error):
+            if not is_rejected(error):
                 raise
             if len(entries) > 1:
-                # One of them is at fault: find it by writing each alone.
-                self._one_by_one = len(entries) + 1
+                # Find the rejected entry by writing each in a batch of its own.
+                self._num_single = len(entries) + 1
                 return
-            self.refused_rows += rows
+            self.rejected_rows += rows
             self._queue.settle(1)
             raise
         self.written_rows += rows
@@ -64,7 +152,7 @@ class HistoryWriter:
 
     def _parameters(self, item: HistoryItem) -> list[dict[str, Any]]:
         if isinstance(item, EvictionBatch):
-            return eviction_rows(self._engine, item)
+            return _eviction_rows(self._engine, item)
         if isinstance(item, ResetEvent):
             return [{"engine": self._engine, "time": item.time_s, "epoch": item.epoch, "dropped": item.dropped}]
         return []
@@ -75,7 +163,7 @@ class HistoryWriter:
             if isinstance(item, EvictionBatch):
                 evictions += rows
                 continue
-            # A regret is about an eviction before it, never about one behind it.
+            # A regret concerns evictions before it only.
             self._insert_evictions(connection, evictions)
             evictions = []
             if isinstance(item, Regrets):
@@ -87,11 +175,11 @@ class HistoryWriter:
     def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
         if rows:
             connection.execute(insert(EvictionRow), rows)
-            add_evictions(connection, self._engine, rows)
+            _add_evictions(connection, self._engine, rows)
 
 
-def eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
-    """The rows of a batch as parameters. A block that was never hit has been idle since it was stored."""
+def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
+    """Return a batch as parameters. A block without hits has been idle since it was stored."""
     rows = batch.rows
     age_s = (batch.time_s - rows.stored_s).clip(min=0.0).tolist()
     idle_s = (batch.time_s - np.maximum(rows.stored_s, rows.hit_s)).clip(min=0.0).tolist()
@@ -141,4 +229,201 @@ def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None
         which = (EvictionRow.id.in_(latest), EvictionRow.regretted_at.is_(None))
         marked = update(EvictionRow).where(*which).values(regretted_at=regrets.time_s)
         returned = connection.execute(marked.returning(EvictionRow.time, EvictionRow.reason, EvictionRow.age_s))
-        add_regrets(connection, engine, ((row.time, row.reason, row.age_s) for row in returned.all()))
+        sums: dict[_SumKey, dict[str, Any]] = {}
+        for time_s, reason, age in returned.all():
+            key = (_span_of(time_s), reason, _bucket_of(age))
+            sums.setdefault(key, _empty_sum(engine, key, age))["regretted"] += 1
+        accumulate(connection, EvictionSumRow, list(sums.values()), sums=("regretted",))
+
+
+def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Add inserted rows of `evictions` to the sums."""
+    sums: dict[_SumKey, dict[str, Any]] = {}
+    for row in rows:
+        age_s = row["age_s"]
+        key = (_span_of(row["time"]), row["reason"], _bucket_of(age_s))
+        found = sums.get(key)
+        if found is None:
+            found = sums[key] = _empty_sum(engine, key, age_s)
+        found["number"] += 1
+        found["never_hit"] += not row["hits"]
+        found["age_sum"] += age_s
+        found["age_min"] = min(found["age_min"], age_s)
+        found["age_max"] = max(found["age_max"], age_s)
+    accumulate(
+        connection,
+        EvictionSumRow,
+        list(sums.values()),
+        sums=("number", "never_hit", "regretted", "age_sum"),
+        least=("age_min",),
+        greatest=("age_max",),
+    )
+
+
+def _span_of(time_s: float) -> int:
+    return int(time_s // SPAN_S)
+
+
+def _bucket_of(age_s: float) -> int:
+    return bisect_left(AGE_BOUNDS_S, age_s)
+
+
+def _empty_sum(engine: str, key: _SumKey, age_s: float) -> dict[str, Any]:
+    span, reason, bucket = key
+    counts = {"number": 0, "never_hit": 0, "regretted": 0, "age_sum": 0.0, "age_min": age_s, "age_max": age_s}
+    return {"engine": engine, "span": span, "reason": reason, "bucket": bucket, **counts}
+
+
+def trim_sums(connection: Connection, engine: str) -> None:
+    """Delete the sums of spans without remaining rows."""
+    oldest_s = _oldest_s(connection, engine)
+    expired = [EvictionSumRow.engine == engine]
+    if oldest_s is not None:
+        expired.append(EvictionSumRow.span < _span_of(oldest_s))
+    connection.execute(delete(EvictionSumRow).where(*expired))
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBucket:
+    """Evictions of blocks at most `upto_s` old and older than the bucket before; null is unbounded."""
+
+    upto_s: float | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """Ages at eviction, from when the block was stored; null without evictions."""
+
+    min_s: float | None
+    mean_s: float | None
+    max_s: float | None
+    buckets: list[AgeBucket]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionSummary:
+    """Summary of evictions. Whole resets have no rows of their own, and are counted separately."""
+
+    total: int
+    by_reason: dict[str, int]
+    regretted: int
+    regret_rate: float = field(metadata={"description": "share of the evicted blocks that were requested again"})
+    regretted_by_reason: dict[str, int]
+    never_hit: int
+    age: Ages
+    resets: int = field(metadata={"description": "whole resets"})
+    reset_blocks: int = field(metadata={"description": "blocks dropped by whole resets"})
+
+
+def summarize(connection: Connection, engine: str, since_s: float | None, until_s: float | None) -> EvictionSummary:
+    """Return counts by reason, ages at eviction and the rate of regrets, within a window, on one snapshot."""
+    oldest_s = _oldest_s(connection, engine)
+    groups: list[Row[Any]] = []
+    if oldest_s is not None:
+        start_s = oldest_s if since_s is None else max(since_s, oldest_s)
+        # The first and last of the spans that are counted by their sums, the last one excluded.
+        first = _span_of(start_s) + 1
+        last = None if until_s is None else _span_of(until_s)
+        # Each edge has one bound per side: of two, a database may choose the wider one for its plan.
+        if last is not None and last <= first:
+            edges = [(since_s, until_s)]
+        else:
+            edges = [(since_s, first * SPAN_S)]
+            spans = [EvictionSumRow.engine == engine, EvictionSumRow.span >= first]
+            if last is not None:
+                edges.append((last * SPAN_S, until_s))
+                spans.append(EvictionSumRow.span < last)
+            groups += connection.execute(_sum_of_sums(*spans)).all()
+        for edge in edges:
+            rows = _sum_of_rows(EvictionRow.engine == engine, *in_window(EvictionRow.time, *edge))
+            groups += connection.execute(rows).all()
+    resets = select(func.count(), func.coalesce(func.sum(ResetRow.dropped), 0)).where(
+        ResetRow.engine == engine, *in_window(ResetRow.time, since_s, until_s)
+    )
+    num_resets, reset_blocks = connection.execute(resets).one()
+    return _add_up(groups, num_resets, int(reset_blocks))
+
+
+def in_window(column: Any, since_s: float | None, until_s: float | None) -> list[ColumnElement[bool]]:
+    """Return the conditions for instants from `since_s` on and before `until_s`."""
+    conditions: list[ColumnElement[bool]] = []
+    if since_s is not None:
+        conditions.append(column >= since_s)
+    if until_s is not None:
+        conditions.append(column < until_s)
+    return conditions
+
+
+def _oldest_s(connection: Connection, engine: str) -> float | None:
+    # Not every database reads a filtered `min` from the index.
+    first = select(EvictionRow.time).where(EvictionRow.engine == engine)
+    return connection.scalar(first.order_by(EvictionRow.time, EvictionRow.id).limit(1))
+
+
+def _sum_of_rows(*conditions: ColumnElement[bool]) -> Any:
+    steps = [(EvictionRow.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
+    bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
+    age = EvictionRow.age_s
+    return (
+        select(
+            EvictionRow.reason,
+            bucket,
+            func.count().label("number"),
+            func.count(EvictionRow.regretted_at).label("regretted"),
+            func.sum(case((EvictionRow.hits == 0, 1), else_=0)).label("never_hit"),
+            func.min(age).label("age_min"),
+            func.sum(age).label("age_sum"),
+            func.max(age).label("age_max"),
+        )
+        .where(*conditions)
+        .group_by(EvictionRow.reason, bucket)
+    )
+
+
+def _sum_of_sums(*conditions: ColumnElement[bool]) -> Any:
+    row = EvictionSumRow
+    return (
+        select(
+            row.reason,
+            row.bucket,
+            func.sum(row.number).label("number"),
+            func.sum(row.regretted).label("regretted"),
+            func.sum(row.never_hit).label("never_hit"),
+            func.min(row.age_min).label("age_min"),
+            func.sum(row.age_sum).label("age_sum"),
+            func.max(row.age_max).label("age_max"),
+        )
+        .where(*conditions)
+        .group_by(row.reason, row.bucket)
+    )
+
+
+def _add_up(groups: Sequence[Row[Any]], num_resets: int, reset_blocks: int) -> EvictionSummary:
+    by_reason: dict[str, int] = {}
+    regretted: dict[str, int] = {}
+    ages = [0] * (len(AGE_BOUNDS_S) + 1)
+    for group in groups:
+        # A database may return a sum of integers as a decimal.
+        number = int(group.number)
+        by_reason[group.reason] = by_reason.get(group.reason, 0) + number
+        regretted[group.reason] = regretted.get(group.reason, 0) + int(group.regretted)
+        ages[group.bucket] += number
+    count, regrets = sum(by_reason.values()), sum(regretted.values())
+    age = Ages(
+        min_s=min((group.age_min for group in groups), default=None),
+        mean_s=sum(group.age_sum for group in groups) / count if count else None,
+        max_s=max((group.age_max for group in groups), default=None),
+        buckets=[AgeBucket(bound, number) for bound, number in zip((*AGE_BOUNDS_S, None), ages, strict=True)],
+    )
+    return EvictionSummary(
+        total=count,
+        by_reason=by_reason,
+        regretted=regrets,
+        regret_rate=regrets / count if count else 0.0,
+        regretted_by_reason=regretted,
+        age=age,
+        never_hit=sum(int(group.never_hit) for group in groups),
+        resets=num_resets,
+        reset_blocks=reset_blocks,
+    )

@@ -1,7 +1,7 @@
-"""The journal: a thread that writes behind the engine, and goes on when the database does not.
+"""Journal: an event sink with a thread that writes history and slots to the database.
 
-Whoever appends never waits. History beyond the bound of the queue is dropped and counted; the projection of the slots
-is never dropped. Whatever fails is told by `health`, logged once a while, and tried again.
+Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are never dropped.
+A failed step is reported by `health`, logged at most once a minute, and tried again.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvferry.app.seldom import SeldomLogger
 from kvferry.app.store.database import Database
-from kvferry.app.store.errors import DatabaseReplaced, Diagnosis, Trouble, diagnose
-from kvferry.app.store.history import HistoryWriter
-from kvferry.app.store.models import EngineRow
+from kvferry.app.store.errors import Diagnosis, FailureKind, diagnose
+from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, Regrets
 from kvferry.app.store.name_claim import NameClaim
-from kvferry.app.store.projection import DirtySource, SlotProjection
-from kvferry.app.store.queue import HistoryItem, HistoryQueue, Regrets
-from kvferry.app.store.trim import HistoryLimits, HistoryTrimmer
-from kvferry.app.store.upsert import upsert
+from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
+from kvferry.app.store.schema import EngineRow, upsert
+from kvferry.app.store.slot_rows import DirtySource, SlotProjection
+from kvferry.core.counters import counter, gauge
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EvictionBatch, NullSink, ResetEvent
 
@@ -35,31 +33,30 @@ SEEN_INTERVAL_S = 60.0
 MAX_BACKOFF_S = 2.0
 STUCK_S = 30.0
 LOG_INTERVAL_S = 60.0
-REPLACEMENT_GRACE_S = 1.0
-"""Whoever moves a database away and another in needs a moment between the two; opening at once would create a third."""
-
-
-class JournalStats(NamedTuple):
-    """Rows of history waiting, written and dropped so far, and the age of the oldest that waits."""
-
-    queued: int
-    written: int
-    dropped: int
-    lag_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Ailment:
-    """A trouble of one part of the journal, and since when by the monotonic clock."""
+class JournalStats:
+    """How far history is behind."""
+
+    queued: int = gauge("History rows waiting to be written", "journal_queued")
+    written: int = counter("History rows written", "journal_written")
+    dropped: int = counter("History rows dropped because the database was too slow or gone", "journal_dropped")
+    lag_s: float = gauge("Age of the oldest history row not yet written", "journal_lag_seconds", default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _OngoingFailure:
+    """A failure of one step, and its start on the monotonic clock."""
 
     diagnosis: Diagnosis
     since_s: float
 
 
 class Journal(NullSink):
-    """An `EventSink` with a thread behind it, which lets pass what history does not keep.
+    """Event sink that queues evictions, resets and regrets, and writes them on a thread of its own.
 
-    One thread at a time may append: the manager's lock sees to that.
+    The sink's methods require: manager lock held.
     """
 
     def __init__(
@@ -68,29 +65,20 @@ class Journal(NullSink):
         engine: str,
         pool_kind: str,
         limits: HistoryLimits | None = None,
-        num_kept_slots: int = 0,
+        num_recovered_slots: int = 0,
         max_queued_rows: int = MAX_QUEUED_ROWS,
-        clock: Callable[[], float] = time.time,
-        on_replaced: Callable[[], None] | None = None,
         claim: NameClaim | None = None,
     ) -> None:
-        """`engine` names the rows, and `claim` is this process's claim of that name.
-
-        Of a pool that outlived its process, `num_kept_slots` are the slots there are.
-
-        `on_replaced` is called on the journal's thread once another database was opened, to write again what memory
-        knows besides slots: overrides and rules. What it raises has it called again.
-        """
+        """Write rows of `engine`, whose name `claim` reserves for this process; see `MetadataStore`."""
         self._database = database
         self._engine = engine
         self._pool_kind = pool_kind
         self._limits = limits or HistoryLimits()
-        self._clock = clock
-        self._on_replaced = on_replaced
         self._claim = claim
+        self._clock = time.time
         self._queue = HistoryQueue(max_queued_rows)
         self._history = HistoryWriter(engine, self._queue)
-        self._projection = SlotProjection(engine, num_kept_slots)
+        self._projection = SlotProjection(engine, num_recovered_slots)
         self._trimmer = HistoryTrimmer(engine, self._limits)
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -102,43 +90,35 @@ class Journal(NullSink):
         self._claimed_s = float("-inf")
         self._rival: str | None = None
         self._beat_s = 0.0
-        self._lost = False
-        self._restoring = False
-        self._ailments: dict[str, _Ailment] = {}
+        self._failing: dict[str, _OngoingFailure] = {}
         self._seldom = SeldomLogger(_log, interval_s=LOG_INTERVAL_S)
-        self._complained: set[str] = set()
+        self._logged: set[str] = set()
         self.failures = 0
 
-    # --- the sink: called under the manager's lock ---------------------------------------------------------------
-
     def evicted(self, batch: EvictionBatch) -> None:
-        """Queue a batch of evictions, or drop and count it."""
+        """Queue evictions, or drop and count them."""
         self._append(batch, len(batch.rows.slots))
 
     def was_reset(self, event: ResetEvent) -> None:
-        """Have the rows of older epochs removed; this is never dropped."""
-        self._projection.forget_before(event.epoch)
+        """Queue a whole reset. The rows of older epochs are deleted even if the queue is full."""
+        self._projection.drop_before(event.epoch)
         self._append(event, 1)
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Queue that evicted keys were asked for again."""
+        """Queue that evicted keys were requested again."""
         self._append(Regrets(keys, time_s), len(keys))
 
     def _append(self, item: HistoryItem, rows: int) -> None:
         self._queue.append(item, rows)
 
-    # --- steering ------------------------------------------------------------------------------------------------
-
     def set_limits(self, limits: HistoryLimits) -> None:
-        """Hold history to other limits, soon. Any thread."""
+        """Apply other limits of history soon. Thread: any."""
         self._limits = limits
         self._trimmer.set_limits(limits)
         self._seen_s = float("-inf")
 
-    # --- running -------------------------------------------------------------------------------------------------
-
     def start(self, source: DirtySource) -> None:
-        """Start the thread, or start it again should it have died."""
+        """Start the thread, or start it again if it died."""
         if self.is_alive():
             return
         self._started_at_s = self._clock()
@@ -148,69 +128,70 @@ class Journal(NullSink):
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Write what can be written within `timeout_s` and end the thread; False if something was left."""
+        """Write within `timeout_s` and end the thread; return False if something was not written."""
         deadline_s = time.monotonic() + timeout_s
         clean = self.flush(timeout_s)
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
-            # A transaction under way ends by itself; the thread cannot outlive the process.
+            # The thread ends with the process even if a transaction hangs.
             self._thread.join(max(0.0, deadline_s - time.monotonic()) + self._database.busy_timeout_s)
         return clean and not self._queue.queued_rows
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was appended or dirty before this call is written; False if that took too long."""
+        """Wait until everything appended or dirty before this call is written; return False after `timeout_s`."""
         if not self.is_alive():
             return not self._queue.queued_rows
         with self._round_done:
-            # The round under way may have looked too early; the one after it has not.
+            # The current round may have begun before the last append; the one after it has not.
             wanted = self._clean_rounds + 2
             deadline_s = time.monotonic() + timeout_s
             while self._clean_rounds < wanted:
                 self._wake.set()
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self.is_alive():
+                if left_s <= 0 or not self.is_alive() or self._is_replaced():
                     return False
                 self._round_done.wait(min(left_s, INTERVAL_S))
         return True
 
+    def _is_replaced(self) -> bool:
+        return any(failure.diagnosis.kind is FailureKind.REPLACED for failure in list(self._failing.values()))
+
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> JournalStats:
-        """How far history is behind."""
+        """Return how far history is behind."""
         queued = self._queue.queued_rows
         oldest_s = self._queue.oldest_s() if queued else None
         return JournalStats(
             queued=queued,
             written=self._history.written_rows,
-            dropped=self._queue.dropped_rows + self._history.refused_rows,
+            dropped=self._queue.dropped_rows + self._history.rejected_rows,
             lag_s=0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),
         )
 
     def health(self) -> list[str]:
-        """Why the store does not keep up, empty when it does. Reads memory only."""
+        """Return why the store does not write, empty when it does. Never waits."""
         if not self.is_alive():
             return ["the journal's thread does not run: history and slots are not written"]
         now_s = time.monotonic()
         since_s: dict[str, float] = {}
-        for name, ailment in list(self._ailments.items()):
-            text = ailment.diagnosis.text
-            if ailment.diagnosis.trouble is Trouble.INTERNAL:
-                text = f"the journal fails at {name}: {text}"
-            since_s[text] = min(ailment.since_s, since_s.get(text, now_s))
-        told = [f"{text} (for {now_s - start_s:.0f} s)" for text, start_s in since_s.items()]
+        for name, failure in list(self._failing.items()):
+            text = failure.diagnosis.text
+            if failure.diagnosis.kind is FailureKind.INTERNAL:
+                text = f"the journal failed at {name}: {text}"
+            since_s[text] = min(failure.since_s, since_s.get(text, now_s))
+        reasons = [f"{text} (for {now_s - start_s:.0f} s)" for text, start_s in since_s.items()]
         if now_s - self._beat_s > STUCK_S:
-            told.append(f"the journal has been at one write for {now_s - self._beat_s:.0f} s")
-        return told
+            reasons.append(f"the journal: one write has taken {now_s - self._beat_s:.0f} s")
+        return reasons
 
     def degraded(self) -> list[str]:
-        """What is amiss though all is written. Reads memory only."""
+        """Return what is wrong although everything is written. Never waits."""
         rival = self._rival
         return [] if rival is None else [rival]
-
-    # --- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self, source: DirtySource) -> None:
         backoff_s = INTERVAL_S
@@ -222,16 +203,16 @@ class Journal(NullSink):
                     self._clean_rounds += 1
                     self._round_done.notify_all()
             if failed:
-                # Neither a flush nor a full queue makes a database well.
+                # Neither a flush nor a full queue shortens the pause.
                 self._closing.wait(backoff_s)
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
 
     def _round(self, source: DirtySource) -> tuple[bool, bool]:
-        """One look at everything: whether there is more to do at once, and whether something failed."""
+        """Run every step once; return whether more work waits, and whether a step failed."""
         self._beat_s = time.monotonic()
         steps: tuple[tuple[str, Callable[[], bool]], ...] = (
-            ("connection", lambda: self._reconnect(source)),
+            ("connection", self._check_file),
             ("engine name", self._keep_name),
             ("registration", self._register),
             ("history", lambda: self._history.step(self._database)),
@@ -243,38 +224,24 @@ class Journal(NullSink):
         for name, step in steps:
             try:
                 more |= step()
-            except Exception as error:  # noqa: BLE001  whatever it is, the journal goes on and says so
+            except Exception as error:  # noqa: BLE001  the journal must outlive every error
                 failed = True
                 diagnosis = diagnose(error, self._database.name)
-                self._note(name, diagnosis, error)
-                if diagnosis.trouble not in (Trouble.FULL, Trouble.INTERNAL):
-                    self._lost |= diagnosis.trouble is not Trouble.LOCKED
+                self._record_failure(name, diagnosis, error)
+                if diagnosis.kind not in (FailureKind.FULL, FailureKind.INTERNAL):
+                    if diagnosis.kind not in (FailureKind.LOCKED, FailureKind.REPLACED):
+                        # A connection that was opened read-only, or lost its server, does not recover.
+                        self._database.drop_connections()
                     break
             else:
-                self._ailments.pop(name, None)
-                if name in self._complained:
-                    self._complained.discard(name)
-                    _log.info("journal: %s works again", name)
+                self._failing.pop(name, None)
+                if name in self._logged:
+                    self._logged.discard(name)
+                    _log.info("journal: step works again: %s", name)
         return more, failed
 
-    def _reconnect(self, source: DirtySource) -> bool:
-        try:
-            self._database.check()
-        except DatabaseReplaced:
-            ailment = self._ailments.get("connection")
-            if ailment is None or time.monotonic() - ailment.since_s < REPLACEMENT_GRACE_S:
-                raise
-            self._lost = True
-        if self._lost:
-            self._restoring |= self._database.reopen()
-            self._lost = False
-        if self._restoring:
-            self._projection.start_over(source)
-            self._seen_s = float("-inf")
-            if self._on_replaced is not None:
-                self._on_replaced()
-            self._restoring = False
-            _log.warning("journal: opened another database at %s; slots are written to it anew", self._database.name)
+    def _check_file(self) -> bool:
+        self._database.check()
         return False
 
     def _register(self) -> bool:
@@ -296,18 +263,17 @@ class Journal(NullSink):
         return False
 
     def _keep_name(self) -> bool:
-        """Look after the claim of the engine's name, which may be lost with the database and taken by another."""
+        """Keep the claim of the engine's name, which may be lost with the database and taken by another process."""
         if self._claim is None or time.monotonic() - self._claimed_s < PROBE_INTERVAL_S:
             return False
         rival: str | None = None
         if not self._claim.keep():
             rival = (
-                f"another process ({self._claim.holder()}) writes into {self._database.name} under the name "
-                f"{self._engine}, too, so that slots, history, overrides and rules of both are mixed there: give one "
-                "of them another KVFERRY_ENGINE_NAME"
+                f"KVFERRY_ENGINE_NAME={self._engine}: another process ({self._claim.holder()}) writes to "
+                f"{self._database.name} under this name, so that their rows are mixed; give one of them another name"
             )
             if self._rival is None:
-                _log.warning("%s", rival)
+                _log.warning("journal: %s", rival)
         self._rival = rival
         self._claimed_s = time.monotonic()
         return False
@@ -316,18 +282,18 @@ class Journal(NullSink):
         return self._trimmer.step(self._database, self._clock(), self._history.written_rows)
 
     def _probe(self) -> bool:
-        """Take the lock for a moment when there was nothing to write, to notice a database that cannot be written."""
+        """Take the write lock when there was nothing to write, to notice a database that cannot be written."""
         if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
             with self._database.write():
                 pass
         return False
 
-    def _note(self, name: str, diagnosis: Diagnosis, error: Exception) -> None:
+    def _record_failure(self, name: str, diagnosis: Diagnosis, error: Exception) -> None:
         self.failures += 1
-        known = self._ailments.get(name)
-        self._ailments[name] = _Ailment(diagnosis, known.since_s if known else time.monotonic())
-        trace = error if diagnosis.trouble is Trouble.INTERNAL else None
-        message = "journal: %s failed, and will be tried again: %s"
-        key = f"{name}: {diagnosis.trouble}"
+        known = self._failing.get(name)
+        self._failing[name] = _OngoingFailure(diagnosis, known.since_s if known else time.monotonic())
+        trace = error if diagnosis.kind is FailureKind.INTERNAL else None
+        message = "journal: step failed, will retry: %s: %s"
+        key = f"{name}: {diagnosis.kind}"
         if self._seldom.log(logging.WARNING, key, message, name, diagnosis.text, exc_info=trace):
-            self._complained.add(name)
+            self._logged.add(name)

@@ -1,4 +1,4 @@
-"""Bringing a database to the schema of this version, from code alone: no configuration file, no current folder."""
+"""Schema migrations, run from code alone: no configuration file, no current folder."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sqlalchemy import Connection, Engine, func, select
 # `app` and `migrations` are installed side by side; a folder of that name elsewhere on the path must not win.
 _SCRIPTS = Path(__file__).resolve().parents[2] / "migrations"
 
-# Alembic keeps the migration under way in a module-wide place.
+# Alembic keeps the current migration in a global variable.
 _one_at_a_time = threading.Lock()
 _LOCK_NUMBER = 0x6B76666572727900
-"""Any number will do that others who lock by number in this database are unlikely to take."""
+"""Arbitrary number of the advisory lock in PostgreSQL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """The schema's revision before (None: there was no schema) and after."""
+    """Revisions of the schema before (None: no schema) and after."""
 
     before: str | None
     after: str | None
 
 
 def migrate(engine: Engine) -> Upgrade:
-    """Bring the schema up to this version's, in one transaction. Raises `CommandError` for a schema newer than this."""
+    """Upgrade the schema to this version in one transaction. Raises `CommandError` for a newer schema."""
     with _one_at_a_time, engine.begin() as connection:
-        _keep_others_out(connection)
+        _lock_out_others(connection)
         config = _config(connection)
         before = _revision(connection)
         if before != ScriptDirectory.from_config(config).get_current_head():
@@ -48,16 +48,16 @@ def check_revision(connection: Connection) -> None:
 
 
 def unmigrate(engine: Engine, revision: str) -> Upgrade:
-    """Undo migrations down to `revision`, in one transaction; `base` undoes them all, and the data with them."""
+    """Undo migrations down to `revision` in one transaction; `base` undoes them all and deletes the data."""
     with _one_at_a_time, engine.begin() as connection:
-        _keep_others_out(connection)
+        _lock_out_others(connection)
         before = _revision(connection)
         command.downgrade(_config(connection), revision)
         return Upgrade(before, _revision(connection))
 
 
-def _keep_others_out(connection: Connection) -> None:
-    """Until the transaction ends. SQLite's transaction is the only writer as it is."""
+def _lock_out_others(connection: Connection) -> None:
+    """Wait for other migrations until the transaction ends. SQLite's transaction is exclusive anyway."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK_NUMBER)))
 

@@ -1,7 +1,7 @@
-"""The claim of an engine's name on a database: one process at a time writes rows under a name.
+"""Exclusive use of an engine's name on a database: one process at a time writes rows under a name.
 
-The operating system or the server releases a claim when its process ends, however that ends: for SQLite it is a file
-lock beside the database, for PostgreSQL an advisory lock of a session that stays open.
+The claim is a lock on a file beside a SQLite database, or an advisory lock of a PostgreSQL session, so that it is
+released when its process ends, also by a crash.
 """
 
 from __future__ import annotations
@@ -18,56 +18,55 @@ from typing import Protocol
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from kvferry.app.store.connections import Access, make_engine, parse_url, shown, sqlite_path
-from kvferry.app.store.database import store_error_on_trouble
-from kvferry.app.store.errors import StoreError, Trouble, diagnose
+from kvferry.app.store.database import Access, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.errors import FailureKind, StoreError, diagnose, raising_store_error
 
 _log = logging.getLogger(__name__)
 
 MAX_NUMBER = 100
 RELEASE_S = 0.5
-"""How long a server may take to notice that a process was killed, whose session has the lock."""
+"""How long a server may take to notice that the process whose session holds the lock was killed."""
 _CONNECT_S = 2.0
 _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_keepalives_count": 3}
-"""A server releases the locks of a host that has died when these have gone unanswered, not after hours."""
+"""Make a server release the locks of a crashed host within seconds instead of hours."""
 
 
 class _Lock(Protocol):
-    """What a claim is held by."""
+    """A lock that belongs to a process."""
 
     def take(self) -> bool:
-        """Take the lock; False where another process has it. Raises `OSError` and `SQLAlchemyError`."""
+        """Take the lock; return False if another process holds it. Raises `OSError` and `SQLAlchemyError`."""
 
     def keep(self) -> bool:
-        """Whether it is held still, or was taken again. Raises as `take` does."""
+        """Return whether the lock is still held, or was taken again. Raises as `take` does."""
 
     def holder(self) -> str:
-        """The process that has it, in words."""
+        """Return a description of the process that holds the lock."""
 
     def close(self) -> None:
         """Release the lock; may be called again."""
 
 
 class NameClaim:
-    """A name that this process has on a database, until closed."""
+    """An engine's name that this process may use on a database, until closed."""
 
     def __init__(self, name: str, lock: _Lock) -> None:
         self.name = name
         self._lock = lock
 
     def keep(self) -> bool:
-        """Whether this process has the name; takes it again where the lock was lost. Thread: journal.
+        """Return whether this process has the name; take it again if the lock was lost. Thread: journal.
 
         Raises `OSError` and `SQLAlchemyError` while the database is gone.
         """
         return self._lock.keep()
 
     def holder(self) -> str:
-        """The process that has the name, in words."""
+        """Return a description of the process that has the name."""
         return self._lock.holder()
 
     def close(self) -> None:
-        """Give the name up; may be called again."""
+        """Release the name; may be called again."""
         self._lock.close()
 
 
@@ -83,16 +82,16 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
     parsed = parse_url(url)
     for number in range(1, MAX_NUMBER + 1 if is_default else 2):
         wanted = name if number == 1 else f"{name}-{number}"
-        with store_error_on_trouble(shown(parsed)):
+        with raising_store_error(masked(parsed)):
             lock = _lock_of(parsed, wanted)
             try:
                 if lock.take():
                     if number > 1:
                         _log.warning(
-                            "KVFERRY_ENGINE_NAME is not set, and another process has the name %s on the database %s: "
-                            "this one is called %s; set KVFERRY_ENGINE_NAME for a name that stays",
+                            "KVFERRY_ENGINE_NAME is not set, and another process uses the name %s on the database %s: "
+                            "this one uses %s; set KVFERRY_ENGINE_NAME for a permanent name",
                             name,
-                            shown(parsed),
+                            masked(parsed),
                             wanted,
                         )
                     return NameClaim(wanted, lock)
@@ -102,13 +101,13 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
                 raise
         lock.close()
     raise StoreError(
-        f"KVFERRY_ENGINE_NAME={name}: another process ({holder}) has this name on the database {shown(parsed)}; stop "
+        f"KVFERRY_ENGINE_NAME={name}: another process ({holder}) uses this name on the database {masked(parsed)}; stop "
         "it, or set KVFERRY_ENGINE_NAME to another name"
     )
 
 
 def check_name(url: str, name: str) -> None:
-    """Raise `StoreError` for a name that another process has; create nothing."""
+    """Raise `StoreError` for a name that another process uses; create nothing."""
     parsed = parse_url(url)
     if sqlite_path(parsed) is None or _FileLock.path_of(parsed, name).exists():
         claim_name(url, name).close()
@@ -131,7 +130,7 @@ class _FileLock:
 
     @staticmethod
     def path_of(url: URL, name: str) -> Path:
-        """Where the lock's file is, whichever links lead to the database."""
+        """Return the path of the lock's file; the same for every link to the database."""
         database = Path(url.database or "").resolve()
         return database.with_name(f"{database.name}.{name}.lock")
 
@@ -153,7 +152,7 @@ class _FileLock:
         return True
 
     def keep(self) -> bool:
-        # Another process would lock another file, if this one was deleted.
+        # If the file was deleted, another process would lock a new one.
         with suppress(FileNotFoundError):
             if self._file >= 0 and os.path.samestat(os.fstat(self._file), self._path.stat()):
                 return True
@@ -175,7 +174,7 @@ class _ServerLock:
 
     def __init__(self, url: URL, name: str) -> None:
         self._name = name
-        self._engine = make_engine(url, Access.WRITE, _CONNECT_S, None, lambda: None)
+        self._engine = make_engine(url, Access.WRITE, _CONNECT_S)
         self._session: Connection | None = None
         self._is_held = False
 
@@ -185,7 +184,7 @@ class _ServerLock:
         try:
             session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": self._key(session)})
         except DBAPIError as error:
-            if diagnose(error, "").trouble is not Trouble.LOCKED:
+            if diagnose(error, "").kind is not FailureKind.LOCKED:
                 raise
             return False
         self._is_held = True
@@ -194,7 +193,7 @@ class _ServerLock:
     def keep(self) -> bool:
         try:
             session = self._connect()
-            # Without the lock this takes it; with it, this only says that the session is still there.
+            # With the lock, only check that the session still exists.
             statement = "SELECT true" if self._is_held else "SELECT pg_try_advisory_lock(:key)"
             values = {} if self._is_held else {"key": self._key(session)}
             self._is_held = bool(session.execute(text(statement), values).scalar_one())
@@ -232,14 +231,14 @@ class _ServerLock:
     def _disconnect(self) -> None:
         session, self._session, self._is_held = self._session, None, False
         if session is not None:
-            # Given back to the pool it would keep the lock.
+            # In the pool, the connection would keep the lock.
             with suppress(SQLAlchemyError):
                 session.invalidate()
             with suppress(SQLAlchemyError):
                 session.close()
 
     def _key(self, session: Connection) -> int:
-        """A number for the name within this database and schema."""
+        """Return a number for the name within this database and schema."""
         schema = session.execute(text("SELECT current_schema()")).scalar()
         digest = hashlib.sha256(f"{schema}/{self._name}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1

@@ -1,26 +1,29 @@
-"""The metadata store of one engine: its database, the journal behind the engine, what operators write, what is read."""
+"""Metadata store of one engine, and the commands that open a database without an engine."""
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable
+import os
 
-from kvferry.app.store.database import Database
+from kvferry.app.folders import nearest_folder
+from kvferry.app.store.database import OPEN_TIMEOUT_S, Access, Database, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import Intents
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
-from kvferry.app.store.kept_rows import KeptRows, read_kept_rows
+from kvferry.app.store.migrate import Upgrade, check_revision, unmigrate
 from kvferry.app.store.name_claim import NameClaim
-from kvferry.app.store.projection import DirtySource
-from kvferry.app.store.queries import StoreReader
-from kvferry.app.store.trim import HistoryLimits
+from kvferry.app.store.reader import StoreReader
+from kvferry.app.store.retention import HistoryLimits
+from kvferry.app.store.slot_rows import DirtySource, SlotColumns, read_slots
 
 _log = logging.getLogger(__name__)
 
 
-class Store:
-    """Opened once at start; `journal` is the manager's sink.
+class MetadataStore:
+    """The database of one engine with its journal, intents and reader. Opened once at start.
 
-    After `start`, no failure of the database gets out of it but as `StoreUnavailable`, and as a reason in `health`.
+    After `start`, a failing database raises nothing but `StoreUnavailable`, and is reported by `health`.
     """
 
     def __init__(
@@ -30,70 +33,113 @@ class Store:
         pool_kind: str,
         limits: HistoryLimits | None = None,
         max_queued_rows: int = MAX_QUEUED_ROWS,
-        num_kept_slots: int = 0,
-        on_replaced: Callable[[], None] | None = None,
+        num_recovered_slots: int = 0,
         claim: NameClaim | None = None,
     ) -> None:
-        """Open and migrate the database at `url`; `StoreError` if that fails.
+        """Open and migrate the database at `url`.
 
-        `num_kept_slots` are the slots of a pool that outlived its process; rows of other slots are deleted.
+        Args:
+            url: as in KVFERRY_DATABASE_URL.
+            engine: the name in all rows.
+            pool_kind: the setting KVFERRY_POOL_KIND.
+            limits: of history; None for the defaults.
+            max_queued_rows: bound of the journal's queue.
+            num_recovered_slots: slots of a pool that outlived its process; rows of other slots are deleted.
+            claim: this process's claim of the engine's name, which the caller closes.
 
-        `engine` names the rows, and `claim` is the process's claim of that name, which the caller closes. `pool_kind`
-        is the setting KVFERRY_POOL_KIND. `on_replaced` is called on the journal's thread once another database had to
-        be opened, to put overrides and rules into it again.
+        Raises:
+            StoreError: the database cannot be opened.
         """
         self.engine = engine
         self.database = Database(url)
         opened = self.database.open()
         if opened.before != opened.after:
-            _log.info("database %s: schema %s, was %s", self.database.name, opened.after, opened.before or "not there")
+            _log.info(
+                "database: schema upgraded from %s to %s: %s", opened.before or "none", opened.after, self.database.name
+            )
         self.journal = Journal(
             self.database,
             engine,
             pool_kind,
             limits,
+            num_recovered_slots=num_recovered_slots,
             max_queued_rows=max_queued_rows,
-            num_kept_slots=num_kept_slots,
-            on_replaced=on_replaced,
             claim=claim,
         )
         self.intents = Intents(self.database, engine)
         self.reader = StoreReader(self.database, engine)
 
-    def kept_rows(self) -> KeptRows:
-        """What the last process of this engine wrote of its slots. Raises `StoreUnavailable` and `ValueError`."""
-        return read_kept_rows(self.database, self.engine)
+    def read_slots(self) -> SlotColumns:
+        """Return the rows that the last process of this engine wrote. Raises `StoreUnavailable` and `ValueError`."""
+        return read_slots(self.database, self.engine)
 
     def start(self, source: DirtySource) -> None:
-        """Begin to write behind `source`; also after the journal's thread died."""
+        """Start the journal; also after its thread died."""
         self.journal.start(source)
 
     def journal_stats(self) -> JournalStats:
-        """How far history is behind."""
+        """Return how far history is behind."""
         return self.journal.stats()
 
     def health(self) -> list[str]:
-        """Why the store does not work as it should, empty when it does. Never waits."""
+        """Return why the store does not write, empty when it does. Never waits."""
         return self.journal.health()
 
     def degraded(self) -> list[str]:
-        """What is amiss though the store works. Never waits."""
+        """Return what is wrong although the store writes. Never waits."""
         return self.journal.degraded()
 
     def set_limits(self, limits: HistoryLimits) -> None:
-        """Hold this engine's history to other limits."""
+        """Apply other limits to this engine's history."""
         self.journal.set_limits(limits)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is left, within `timeout_s`, and close; False if something was not written."""
+        """Write within `timeout_s` and close; return False if something was not written."""
         reasons = self.journal.health()
         clean = self.journal.close(timeout_s)
         if not clean:
             _log.warning(
-                "%d rows of history were not written within %.0f s, and rows of slots may be behind: %s",
+                "%d rows of history were not written within %.0f s, and rows of slots may be outdated: %s",
                 self.journal.stats().queued,
                 timeout_s,
                 "; ".join(reasons) or "the database is too slow",
             )
         self.database.close()
         return clean
+
+
+def check_database(url: str) -> None:
+    """Raise `StoreError` for a database that cannot be opened; create and change nothing."""
+    parsed = parse_url(url)
+    path = sqlite_path(parsed)
+    with raising_store_error(masked(parsed)):
+        if path is not None:
+            found = nearest_folder(path)
+            if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
+            if found != path:
+                return
+        engine = make_engine(parsed, Access.READ, OPEN_TIMEOUT_S)
+        try:
+            with engine.connect() as connection:
+                check_revision(connection)
+        finally:
+            engine.dispose()
+
+
+def upgrade(url: str) -> Upgrade:
+    """Create a database or migrate it to this version's schema. Raises `StoreError`."""
+    database = Database(url)
+    try:
+        return database.open()
+    finally:
+        database.close()
+
+
+def downgrade(url: str, revision: str) -> Upgrade:
+    """Undo migrations down to `revision`, for an older version of kvferry. `base` drops every table."""
+    engine = make_engine(parse_url(url), Access.WRITE, OPEN_TIMEOUT_S)
+    try:
+        return unmigrate(engine, revision)
+    finally:
+        engine.dispose()

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.counters import counter, gauge
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.transfers import Slots
@@ -126,19 +127,19 @@ class TierCounts:
     verification), `failed`. Blocks of canceled jobs are not counted.
     """
 
-    blocks: int = 0
-    bytes: int = 0
-    max_bytes: int = 0
-    stored: int = 0
-    stored_bytes: int = 0
-    present: int = 0
-    dropped: int = 0
-    loaded: int = 0
-    loaded_bytes: int = 0
-    missing: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    evicted: int = 0
+    blocks: int = gauge("Blocks in the tier", "tier_blocks")
+    bytes: int = gauge("Bytes in the tier", "tier_bytes")
+    max_bytes: int = gauge("Limit of the tier", "tier_max_bytes")
+    stored: int = counter("Blocks stored in the tier", "tier_stored")
+    stored_bytes: int = counter("Bytes stored in the tier", "tier_stored_bytes")
+    present: int = counter("Blocks given to the tier that it had already", "tier_present")
+    dropped: int = counter("Blocks that the tier was too busy, full or out of order to keep", "tier_dropped")
+    loaded: int = counter("Blocks loaded from the tier", "tier_loaded")
+    loaded_bytes: int = counter("Bytes loaded from the tier", "tier_loaded_bytes")
+    missing: int = counter("Blocks gone from the tier since they were looked up", "tier_missing")
+    corrupt: int = counter("Blocks of the tier whose bytes did not verify", "tier_corrupt")
+    failed: int = counter("Blocks that the tier could not store or load", "tier_failed")
+    evicted: int = counter("Blocks that left the tier to make room", "tier_evicted")
 
 
 @dataclass(slots=True)
@@ -151,17 +152,19 @@ class TierUse:
     `timed_out` canceled jobs, `errors` calls that raised, `open_jobs` jobs and resets without a result.
     """
 
-    cascaded: int = 0
-    cascades_dropped: int = 0
-    looked_up: int = 0
-    found: int = 0
-    promoted: int = 0
-    promotions_failed: int = 0
-    declined: int = 0
-    gave_up: int = 0
-    timed_out: int = 0
-    errors: int = 0
-    open_jobs: int = 0
+    cascaded: int = counter("Blocks given to the tier", "tier_cascaded")
+    cascades_dropped: int = counter(
+        "Blocks not given to the tier: cascades held enough of the pool", "tier_cascades_dropped"
+    )
+    looked_up: int = counter("Blocks looked up in the tier", "tier_looked_up")
+    found: int = counter("Blocks found in the tier", "tier_found")
+    promoted: int = counter("Blocks promoted from the tier for a waiting request", "tier_promoted")
+    promotions_failed: int = counter("Blocks requested from the tier that did not arrive", "tier_promotions_failed")
+    declined: int = counter("Blocks found and not requested: recomputing was faster", "tier_declined")
+    gave_up: int = counter("Requests that stopped waiting for the tier", "tier_gave_up")
+    timed_out: int = counter("Jobs that the tier did not answer in time", "tier_timed_out")
+    errors: int = counter("Calls of the tier that failed", "tier_errors")
+    open_jobs: int = gauge("Jobs that the tier is working on", "tier_open_jobs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from kvferry.app.api.auth import Tokens
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.offload_guard import ErrorLog, OffloadGuard
-from kvferry.app.policies.kept import KeptPolicies
+from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
-from kvferry.app.store import Store
+from kvferry.app.store import MetadataStore
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
 
@@ -41,7 +41,7 @@ class Service:
 
     running: Running
     engine: LoopEngine
-    store: Store
+    store: MetadataStore
     context: AdminContext
     reasons_source: list[list[str]]
     degraded: list[str]
@@ -137,15 +137,14 @@ def start_service(
         database_url=f"sqlite:///{database}",
         **{name: value for name, value in given.items() if value is not None},
     )
-    store = Store(
+    store = MetadataStore(
         settings.resolved_database_url(),
         ENGINE_NAME,
         settings.pool_kind.value,
-        on_replaced=lambda: policies.write_again(time.time()),
     )
     feed = EventFeed(store.journal)
     engine = LoopEngine(num_slots, sink=feed, max_pinned_fraction=settings.max_pinned_fraction, record=record)
-    policies = KeptPolicies(store, engine.scheduler.policies, feed)
+    policies = PolicyStore(store, engine.scheduler.policies, feed)
     policies.load(time.time())
     store.start(Inventory(engine.manager))
     closing = ClosingFlag()

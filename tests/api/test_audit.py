@@ -9,7 +9,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from kvferry.app.api.audit_trail import describe_body
+from kvferry.app.api.audit import describe_body
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, READ, Service, start_service
@@ -165,7 +165,7 @@ def test_known_secrets_when_sent_anywhere_are_masked(tmp_path: Path) -> None:
 
 
 def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.app.api.audit_trail.MAX_UNKNOWN_PER_MINUTE", 5)
+    monkeypatch.setattr("kvferry.app.api.audit.MAX_UNKNOWN_PER_MINUTE", 5)
     with start_service(tmp_path, admin_token=ADMIN) as running, running.client() as stranger:
         for _ in range(30):
             assert stranger.post("/admin/v1/reset").status_code == 401

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvferry.app.api.bodies import Bodies
+from kvferry.app.api.middleware import Bodies
 from kvferry.app.http_protocol import REQUESTS_PER_ITERATION, ConnectionLimits
 from kvferry.app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
 

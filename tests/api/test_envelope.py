@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from kvferry.app.api.bodies import MAX_LARGE_BODY_BYTES
+from kvferry.app.api.middleware import MAX_LARGE_BODY_BYTES
 
 from .service import ADMIN, Service
 

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import dataclass
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import TypeAdapter
 
-from kvferry.app.api import health
+from kvferry.app.api.metrics import declared
+from kvferry.app.api.routes import health
+from kvferry.core.counters import copy_counts, counter
 
 from .loop_engine import LoopRequest
 from .service import ADMIN, Service
@@ -147,3 +151,26 @@ def test_metrics_need_a_token_once_there_is_one(guarded: Service) -> None:
     with guarded.client() as stranger, guarded.client(ADMIN) as admin:
         assert stranger.get("/metrics").status_code == 401
         assert admin.get("/metrics").status_code == 200
+
+
+@dataclass
+class Counts:
+    seen: int = counter("Things seen", "things_seen")
+    lost: dict[str, int] = counter("Things lost", "things", label=("how", "lost:"), factory=dict)
+    found: int = counter("Things found", "things", label=("how", "found"))
+    total: int = counter("The sum of the others")
+
+
+def test_counter_when_declared_at_its_field_is_a_metric() -> None:
+    counts = Counts(seen=3, lost={"a": 1, "b": 2}, found=4, total=10)
+    families = {family.name: family for family in declared([(counts, {"tier": "t"})])}
+    assert {name: family.documentation for name, family in families.items()} == {
+        "kvferry_things_seen": "Things seen",
+        "kvferry_things": "Things lost",
+    }
+    samples = {tuple(sample.labels.values()): sample.value for sample in families["kvferry_things"].samples}
+    assert samples == {("t", "lost:a"): 1, ("t", "lost:b"): 2, ("t", "found"): 4}
+    schema = TypeAdapter(Counts).json_schema(mode="serialization")
+    assert schema["properties"]["seen"]["description"] == "Things seen"
+    assert copy_counts(counts) == counts
+    assert copy_counts(counts).lost is not counts.lost

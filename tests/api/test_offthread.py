@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.app.api.offthread import StoreThreads
-from kvferry.app.api.problems import Problem
+from kvferry.app.api.context import StoreThreads
+from kvferry.app.api.errors import Problem
 from kvferry.app.store import AuditEntry, StoreUnavailable
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
@@ -63,7 +63,7 @@ def patient(fresh: Service) -> Service:
     fresh.context.policies.set_override(override("kept"), time.time())
     fresh.context.policies.add_rule(rule("kept"), time.time())
     fresh.store.database.busy_timeout_s = DEADLINE_S
-    fresh.store.database.limit_bytes(None)
+    fresh.store.database.open()
     return fresh
 
 

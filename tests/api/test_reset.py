@@ -247,7 +247,7 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
 
 
 def test_a_search_that_outlasts_its_timeout_goes_on(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.app.api.reset.SEARCH_GRACE_S", 0.0)
+    monkeypatch.setattr("kvferry.app.api.routes.reset.SEARCH_GRACE_S", 0.0)
     fill(fresh, LoopRequest("a1", 160, seed=1), LoopRequest("b1", 160, seed=2))
     with fresh.client() as client:
         answer = client.post(RESET, json={"match": {"request": "a*"}, "drain_timeout_s": 0})

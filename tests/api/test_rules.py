@@ -385,10 +385,10 @@ def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, ca
     with start_service(tmp_path) as running, running.client() as client:
         assert len(names(client)) == MAX_RULES
         assert names(client)[0] == "good"
-    told = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.policies.kept"]
-    assert [text.partition(":")[0] for text in told[:2]] == [
-        "the rule 'bad-match' that was kept is left out, not valid",
-        "the rule 'bad-policy' that was kept is left out, not valid",
+    told = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.policy_store"]
+    assert [text.rpartition(":")[0] for text in told[:2]] == [
+        "stored record not valid, skipped: rule 'bad-match'",
+        "stored record not valid, skipped: rule 'bad-policy'",
     ]
     assert "match.lora" in told[0]
     assert "policy.stor" in told[1]
@@ -418,31 +418,11 @@ def test_rows_when_they_are_not_json_are_left_out_and_named(tmp_path: Path, capl
         found = {name: client.get(f"/admin/v1/requests/{name}/policy").status_code for name in requests}
         assert found == {"fine": 200, "torn": 404, "listed": 404, "timeless": 404, "bytes": 404}
         assert len(client.get("/admin/v1/audit").json()["items"]) == 9
-    told = " ".join(record.getMessage() for record in caplog.records if record.name == "kvferry.app.policies.kept")
+    told = " ".join(record.getMessage() for record in caplog.records if record.name == "kvferry.app.policy_store")
     for name in ("rule 'torn'", "rule 'listed'", "rule 'unordered'", "request 'torn'", "request 'listed'"):
         assert name in told
     assert "request 'timeless'" in told
     assert "request 'bytes'" in told
-
-
-def test_another_database_in_place_is_made_to_say_what_holds(fresh: Service, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.db"
-    with fresh.client() as client:
-        put(client, "since-gone", policy={"store": False})
-        client.put("/admin/v1/requests/since-gone/policy", json={"store": False})
-        with closing(sqlite3.connect(fresh.database)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-        client.delete(f"{RULES}/since-gone")
-        client.delete("/admin/v1/requests/since-gone/policy")
-        put(client, "holds", order=4, policy={"load": False})
-        client.put("/admin/v1/requests/holds/policy", json={"load": False})
-        copy.replace(fresh.database)
-        wait_until(lambda: fresh.store.health() != [], "the journal has noticed")
-        wait_until(lambda: fresh.store.health() == [], "the journal is well again")
-        with closing(sqlite3.connect(fresh.database)) as connection:
-            assert connection.execute("SELECT name, rule_order FROM rules").fetchall() == [("holds", 4)]
-            assert connection.execute("SELECT request FROM overrides").fetchall() == [("holds",)]
-        assert names(client) == ["holds"]
 
 
 @pytest.mark.parametrize("field", ["priority", "prompt_tokens"])

@@ -12,7 +12,7 @@ import pytest
 from httpx_sse import connect_sse
 
 from kvferry.app.api.context import EngineInfo
-from kvferry.app.api.stats import take_stats
+from kvferry.app.api.routes.stats import take_stats
 from kvferry.app.warm_start import WarmStart
 from kvferry.core.stats import MissCause
 
@@ -138,7 +138,7 @@ def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> 
         **{name: asdict(getattr(snapshot, name)) for name in sections},
         "tiers": {},
         "offloading": asdict(context.guard.status),
-        "journal": store.journal_stats()._asdict() | {"lag_s": written["journal"]["lag_s"]},
+        "journal": asdict(store.journal_stats()) | {"lag_s": written["journal"]["lag_s"]},
         "recovery": asdict(started),
     }
 

@@ -98,14 +98,14 @@ def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, capl
     with (
         fresh.client() as client,
         trouble(fresh),
-        caplog.at_level(logging.WARNING, logger="kvferry.app.api.audit_trail"),
+        caplog.at_level(logging.WARNING, logger="kvferry.app.api.audit"),
     ):
         assert client.put(f"/admin/v1/blocks/{first}/pin").status_code == 200
         assert client.delete(f"/admin/v1/blocks/{first}/pin").status_code == 204
         assert client.delete(f"/admin/v1/blocks/{second}").status_code == 204
         answer = client.post("/admin/v1/reset", json={"reason": "wrong text"}, headers={"X-Request-ID": "emergency-1"})
         assert (answer.status_code, answer.json()["dropped_blocks"]) == (200, 9)
-        lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit_trail"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.app.api.audit"]
         assert len(lines) == 4
         assert "emergency-1" in lines[3]
         assert "wrong text" in lines[3]

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 from httpx_sse import connect_sse
 
-from kvferry.app.api import events as events_module
-from kvferry.app.api import stats as stats_module
-from kvferry.app.api import streams as streams_module
+from kvferry.app.api import sse as streams_module
+from kvferry.app.api.routes import events as events_module
+from kvferry.app.api.routes import stats as stats_module
 from kvferry.app.event_feed import EventType
 
 from .service import READ, Service, start_service

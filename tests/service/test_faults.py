@@ -24,6 +24,7 @@ from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.logs import LogPipe
 from kvferry.app.serving import listen, make_server, url_of
 from kvferry.app.settings import Settings
+from kvferry.app.store.database import CommitDecision, WriteTurns
 from kvferry.app.wiring import Process
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
@@ -61,7 +62,7 @@ PATCHED = {
     ),
     "kvferry.app.tiers": ("job_queue", "opening", "threaded", "fs.folder", "fs.index", "fs.store"),
     "kvferry.app.store": (
-        "database", "history", "intents", "journal", "name_claim", "projection", "queries", "queue", "sums", "trim",
+        "database", "history", "intents", "journal", "name_claim", "reader", "retention", "slot_rows",
     ),
     "kvferry.cuda_ops": (
         "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.record",
@@ -71,9 +72,12 @@ PATCHED = {
 }  # fmt: skip
 """Every method of the classes of these modules raises.
 
-Trusted: the guard itself, locks (`WriteTurns`), the engine and its loop, and the HTTP server. `BlockPool` and
+Trusted: the guard itself, locks (`TRUSTED`), the engine and its loop, and the HTTP server. `BlockPool` and
 `JobLedger` raise before they change anything, which is the contract of `DeviceView` and of `JobLedger.open`.
 """
+
+
+TRUSTED = (WriteTurns, CommitDecision)
 
 
 def patch_all(faults: Faults) -> None:
@@ -81,7 +85,8 @@ def patch_all(faults: Faults) -> None:
         for name in modules:
             module = importlib.import_module(f"{package}.{name}")
             for cls in vars(module).values():
-                if inspect.isclass(cls) and cls.__module__ == module.__name__ and not issubclass(cls, Exception):
+                is_own = inspect.isclass(cls) and cls.__module__ == module.__name__
+                if is_own and not issubclass(cls, (Exception, *TRUSTED)):
                     faults.patch(cls)
     faults.patch(JobLedger, after=False)
     faults.patch(BlockPool, ["hold", "release", "free_blocks", "contents", "resident"], after=False)

@@ -17,7 +17,7 @@ import psycopg
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import Store
+from kvferry.app.store import MetadataStore
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -34,6 +34,8 @@ START_S = float(int(time.time()))
 
 Where = Path | str
 """A SQLite file, or the URL of a PostgreSQL database."""
+
+_NO_LIMIT = 2**30
 
 wait_until = partial(waiting.wait_until, deadline_s=DEADLINE_S)
 
@@ -137,15 +139,17 @@ def url_of(path: Where) -> str:
     return path if isinstance(path, str) else f"sqlite:///{path}"
 
 
-def open_store(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> tuple[Store, OffloadManager]:
+def open_store(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> tuple[MetadataStore, OffloadManager]:
     """A store on a file and a pool that reports to it; the journal's thread is not started yet."""
     options.setdefault("pool_kind", "pinned")
-    store = Store(url_of(path), engine, **options)
+    store = MetadataStore(url_of(path), engine, **options)
     return store, OffloadManager(slots, SLOT_BYTES, sink=store.journal)
 
 
 @contextmanager
-def running(path: Where, slots: int = 8, engine: str = "e", **options: Any) -> Iterator[tuple[Store, OffloadManager]]:
+def running(
+    path: Where, slots: int = 8, engine: str = "e", **options: Any
+) -> Iterator[tuple[MetadataStore, OffloadManager]]:
     """A store on a file, with its journal behind a pool that reports to it."""
     store, manager = open_store(path, slots, engine, **options)
     store.start(Inventory(manager))
@@ -176,6 +180,25 @@ def read_only() -> Iterator[None]:
         yield
     finally:
         event.remove(Pool, "checkout", refuse)
+
+
+@contextmanager
+def sized() -> Iterator[Callable[..., None]]:
+    """Limit the size of the database, in pages, as a full disk does; the function that is given sets the limit."""
+    max_pages = _NO_LIMIT
+
+    def limit(connection: Any, record: Any, proxy: Any) -> None:
+        connection.execute(f"PRAGMA max_page_count={max_pages}")
+
+    def set_limit(pages: int = _NO_LIMIT) -> None:
+        nonlocal max_pages
+        max_pages = pages
+
+    event.listen(Pool, "checkout", limit)
+    try:
+        yield set_limit
+    finally:
+        event.remove(Pool, "checkout", limit)
 
 
 def within_deadline(call: Callable[[], None], deadline_s: float = 5.0) -> None:

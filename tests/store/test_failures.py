@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.app.store import AuditEntry, Store, StoreUnavailable
+from kvferry.app.store import AuditEntry, MetadataStore, StoreUnavailable
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 
@@ -27,6 +27,7 @@ from .helpers import (
     read_only,
     running,
     shell,
+    sized,
     wait_until,
     within_deadline,
 )
@@ -34,7 +35,7 @@ from .helpers import (
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
 
 
-def told(store: Store, *words: str) -> bool:
+def told(store: MetadataStore, *words: str) -> bool:
     return any(all(word in reason for word in words) for reason in store.health())
 
 
@@ -96,17 +97,17 @@ def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplo
 
 
 def test_a_full_database_is_told_and_recovers(path: Path) -> None:
-    with running(path, 50, max_queued_rows=1000) as (store, manager):
+    with sized() as limit_pages, running(path, 50, max_queued_rows=1000) as (store, manager):
         fill(manager, range(50))
         assert store.journal.flush(DEADLINE_S)
         pages = shell(path, "PRAGMA page_count")[0][0]
-        store.database.limit_bytes((pages + 4) * 4096)
+        limit_pages(pages + 4)
         for step in range(1, 60):
             fill(manager, range(step * 50, step * 50 + 50), START_S + step, RequestIdentity("long " * 20))
         wait_until(lambda: told(store, "full", "EVICTION_HISTORY_ROWS"), "health says that the database is full")
         assert manager.counts().ready == 50
-        assert store.reader.slots() != []
-        store.database.limit_bytes(None)
+        assert in_file(path) != {}
+        limit_pages()
         wait_until(lambda: store.health() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
@@ -191,7 +192,7 @@ def test_rows_that_could_not_be_written_before_a_reset_are_not_written_after_it(
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             fill(manager, range(40))
-            wait_until(lambda: "slots" in store.journal._ailments, "writing the rows has failed")
+            wait_until(lambda: "slots" in store.journal._failing, "writing the rows has failed")
             assert store.journal._projection.pending_rows == 40
             manager.reset(np.empty(0, dtype=np.int64), START_S + 1)
         assert store.journal.flush(DEADLINE_S)

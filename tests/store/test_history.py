@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, Store, downgrade
-from kvferry.app.store.queue import HistoryQueue
+from kvferry.app.store import AuditEntry, EvictionFilter, HistoryLimits, MetadataStore, downgrade
+from kvferry.app.store.history import HistoryQueue
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -75,7 +75,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         assert journal.flush(DEADLINE_S)
         assert store.reader.evictions().items[0].regretted_at_s == START_S + 20
         summary = store.reader.eviction_summary()
-        assert (summary.count, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
+        assert (summary.total, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
 
 
 def test_regrets_of_a_real_pool_reach_the_row(where: Where) -> None:
@@ -106,7 +106,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
     nameless = eviction([7])._replace(policy=None)  # type: ignore[arg-type]
     unreadable = EvictionBatch(START_S, "no reason", "lru", eviction([8]).rows)  # type: ignore[arg-type]
     with running(where) as (store, _):
-        with store.database._turns.person(DEADLINE_S):
+        with store.database._turns.caller(DEADLINE_S):
             for number in range(5):
                 store.journal.evicted(eviction([number]))
             store.journal.evicted(nameless)
@@ -181,7 +181,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
 def test_a_summary_says_what_was_evicted_and_how_old(where: Where) -> None:
     with running(where) as (store, _):
         empty = store.reader.eviction_summary()
-        assert (empty.count, empty.regret_rate, empty.age_mean_s) == (0, 0.0, None)
+        assert (empty.total, empty.regret_rate, empty.age.mean_s) == (0, 0.0, None)
         for age_s, number in ((0.5, 0), (5, 1), (30, 2), (30, 3), (4000, 4), (10 * 86400, 5)):
             store.journal.evicted(eviction([number], START_S, stored_s=START_S - age_s))
         store.journal.evicted(
@@ -192,11 +192,11 @@ def test_a_summary_says_what_was_evicted_and_how_old(where: Where) -> None:
         summary = store.reader.eviction_summary(until_s=START_S + 50)
         assert summary.by_reason == {"capacity": 6}
         assert summary.never_hit == 6
-        assert {bucket.upto_s: bucket.count for bucket in summary.ages if bucket.count} == {
+        assert {bucket.upto_s: bucket.count for bucket in summary.age.buckets if bucket.count} == {
             1.0: 1, 10.0: 1, 60.0: 2, 4 * 3600.0: 1, None: 1,
         }  # fmt: skip
-        assert (summary.age_min_s, summary.age_max_s) == (0.5, 10 * 86400)
-        assert summary.age_mean_s == pytest.approx((0.5 + 5 + 30 + 30 + 4000 + 864000) / 6)
+        assert (summary.age.min_s, summary.age.max_s) == (0.5, 10 * 86400)
+        assert summary.age.mean_s == pytest.approx((0.5 + 5 + 30 + 30 + 4000 + 864000) / 6)
         later = store.reader.eviction_summary(since_s=START_S + 50)
         assert (later.by_reason, later.regretted_by_reason, later.regret_rate) == (
             {"operator": 2},
@@ -244,7 +244,9 @@ def test_a_summary_is_what_counting_the_rows_of_its_window_gives(where: Where, s
         _compare_summaries(where, store, windows, seed)
 
 
-def _compare_summaries(where: Where, store: Store, windows: list[tuple[float | None, float | None]], seed: int) -> None:
+def _compare_summaries(
+    where: Where, store: MetadataStore, windows: list[tuple[float | None, float | None]], seed: int
+) -> None:
     rows = shell(where, "SELECT time, reason, age_s, hits, regretted_at FROM evictions")
     for since_s, until_s in windows:
         inside = [
@@ -252,13 +254,13 @@ def _compare_summaries(where: Where, store: Store, windows: list[tuple[float | N
         ]
         found = store.reader.eviction_summary(since_s, until_s)
         what = f"seed {seed}, window {since_s} to {until_s}, {len(inside)} of {len(rows)} rows"
-        assert found.count == len(inside), what
+        assert found.total == len(inside), what
         assert found.by_reason == Counter(row[1] for row in inside), what
         assert found.regretted == sum(row[4] is not None for row in inside), what
         assert found.never_hit == sum(row[3] == 0 for row in inside), what
         ages = [row[2] for row in inside]
-        assert (found.age_min_s, found.age_max_s) == ((min(ages), max(ages)) if ages else (None, None)), what
-        assert found.age_mean_s == (pytest.approx(sum(ages) / len(ages)) if ages else None), what
-        bounds = [bucket.upto_s for bucket in found.ages]
+        assert (found.age.min_s, found.age.max_s) == ((min(ages), max(ages)) if ages else (None, None)), what
+        assert found.age.mean_s == (pytest.approx(sum(ages) / len(ages)) if ages else None), what
+        bounds = [bucket.upto_s for bucket in found.age.buckets]
         counted = Counter(next(b for b in bounds if b is None or age <= b) for age in ages)
-        assert {bucket.upto_s: bucket.count for bucket in found.ages if bucket.count} == counted, what
+        assert {bucket.upto_s: bucket.count for bucket in found.age.buckets if bucket.count} == counted, what

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
-from kvferry.app.store.turns import WriteTurns
+from kvferry.app.store.database import WriteTurns
 
-from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, shell, wait_until
+from .helpers import DEADLINE_S, START_S, Where, eviction, running, shell, sized, wait_until
 
 LATER_S = START_S + 3600
 
@@ -30,29 +30,13 @@ def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> N
         assert not store.intents.delete_override("c", now_s=0.0)
         store.intents.save_override("over", {"load": False}, LATER_S, LATER_S + 5)
         assert not store.intents.delete_override("over", now_s=LATER_S + 5)
-        assert store.reader.find_override("over", LATER_S) is None
     with running(where) as (store, _):
         assert store.reader.load_overrides(LATER_S + 10) == [
             OverrideRecord("a", {"max_offload_tokens": 64}, LATER_S + 1, LATER_S + 90)
         ]
-        found = store.reader.find_override("b", LATER_S + 5)
-        assert found is not None
-        assert found.policy == {"load": False}
-        assert store.reader.find_override("b", LATER_S + 10) is None
+        assert [found.request for found in store.reader.load_overrides(LATER_S + 5)] == ["a", "b"]
     with running(where, engine="another") as (store, _):
         assert store.reader.load_overrides(LATER_S) == []
-
-
-def test_all_overrides_are_loaded_however_many(where: Where) -> None:
-    store, _ = open_store(where)
-    store.intents.save_overrides(
-        OverrideRecord(f"{number:05}", {"store": False}, START_S, START_S + 60) for number in range(2500)
-    )
-    store.intents.save_overrides([])
-    assert [found.request for found in store.reader.load_overrides(START_S)] == [
-        f"{number:05}" for number in range(2500)
-    ]
-    store.database.close()
 
 
 def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> None:
@@ -64,7 +48,7 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> No
             RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ):
             store.intents.save_rule(rule)
-        assert [rule.name for rule in store.reader.rules().items] == ["a", "b", "late"]
+        assert [rule.name for rule in store.reader.load_rules()] == ["a", "b", "late"]
         store.intents.save_rule(replace(late, order=0))
         assert store.intents.delete_rule("b")
         assert not store.intents.delete_rule("b")
@@ -76,29 +60,6 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> No
         assert store.health() == []
     with running(where, engine="another") as (store, _):
         assert store.reader.load_rules() == []
-
-
-def test_what_another_database_says_of_overrides_and_rules_is_replaced_whole(where: Where) -> None:
-    with running(where, engine="neighbor") as (store, _):
-        store.intents.save_override("theirs", {}, START_S, LATER_S)
-        store.intents.save_rule(RuleRecord("theirs", 0, {}, {}))
-    with running(where) as (store, _):
-        for name in ("gone", "kept"):
-            store.intents.save_override(name, {"store": False}, START_S, LATER_S)
-            store.intents.save_rule(RuleRecord(name, 0, {}, {}))
-        ((created_s,),) = shell(where, "SELECT created_at FROM rules WHERE name = 'kept'")
-        overrides = [
-            OverrideRecord("kept", {"load": False}, START_S, LATER_S),
-            OverrideRecord("new", {}, START_S, LATER_S),
-        ]
-        rules = [RuleRecord("kept", 1, {}, {"store": False}), RuleRecord("new", 2, {}, {})]
-        store.intents.replace_policies(overrides, rules)
-        assert store.reader.load_overrides(START_S) == overrides
-        assert store.reader.load_rules() == rules
-        assert shell(where, "SELECT created_at FROM rules WHERE name = 'kept'") == [(created_s,)]
-        store.intents.replace_policies([], [])
-        assert store.reader.load_overrides(START_S) == store.reader.load_rules() == []
-    assert shell(where, "SELECT engine FROM overrides UNION ALL SELECT engine FROM rules") == [("neighbor",)] * 2
 
 
 def test_a_call_is_recorded_before_and_after(where: Where) -> None:
@@ -161,14 +122,14 @@ def test_people_who_keep_coming_delay_the_journal_and_do_not_stop_it() -> None:
 
     def people() -> None:
         while not done.is_set():
-            with turns.person(DEADLINE_S):
+            with turns.caller(DEADLINE_S):
                 done.wait(0.001)
 
     threads = [threading.Thread(target=people) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: turns._people_waiting > 0, "people stand in line")
+        wait_until(lambda: turns._callers_waiting > 0, "people stand in line")
         for _ in range(5):
             with turns.journal(DEADLINE_S):
                 assert turns._taken
@@ -190,11 +151,11 @@ def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
             order.append("journal")
 
     def person() -> None:
-        with turns.person(DEADLINE_S):
+        with turns.caller(DEADLINE_S):
             order.append("person")
 
-    with turns.person(DEADLINE_S):
-        with pytest.raises(StoreUnavailable, match="busy"), turns.person(0.01):
+    with turns.caller(DEADLINE_S):
+        with pytest.raises(StoreUnavailable, match="busy"), turns.caller(0.01):
             order.append("never")
         with pytest.raises(StoreUnavailable, match="busy"), turns.journal(0.01):
             order.append("never")
@@ -202,7 +163,7 @@ def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
         threads[0].start()
         assert journal_waits.wait(DEADLINE_S)
         threads[1].start()
-        wait_until(lambda: turns._people_waiting == 1, "a person waits")
+        wait_until(lambda: turns._callers_waiting == 1, "a person waits")
     for thread in threads:
         thread.join(DEADLINE_S)
     assert order == ["person", "journal"]
@@ -210,14 +171,14 @@ def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
 
 def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    with running(path) as (store, _):
+    with sized() as limit_pages, running(path) as (store, _):
         store.intents.save_override("private-request-id", {"store": False}, START_S, START_S + 60)
         store.journal.evicted(eviction([1], request="private-request-id"))
         assert store.journal.flush(DEADLINE_S)
-        store.database.limit_bytes(4096)
+        limit_pages(1)
         store.journal.evicted(eviction(range(5000), request="private-request-id"))
         wait_until(lambda: any("full" in reason for reason in store.health()), "it is full")
-        store.database.limit_bytes(None)
+        limit_pages()
         wait_until(lambda: store.health() == [], "it is well again")
     assert any("full" in record.getMessage() for record in caplog.records)
     assert "private-request-id" not in caplog.text

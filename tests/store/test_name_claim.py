@@ -47,7 +47,7 @@ def other_process(where: Where) -> Iterator[subprocess.Popen[str]]:
 
 def test_claim_when_another_process_has_the_name_is_refused(where: Where) -> None:
     with other_process(where) as other:
-        refusal = rf"^KVFERRY_ENGINE_NAME=e: another process \(pid {other.pid} on .+\) has this name on the database "
+        refusal = rf"^KVFERRY_ENGINE_NAME=e: another process \(pid {other.pid} on .+\) uses this name on the database "
         with pytest.raises(StoreError, match=refusal):
             claim_name(url_of(where), "e")
         claim_name(url_of(where), "f").close()

@@ -63,9 +63,9 @@ def test_upgrade_when_the_server_refuses_says_what_to_do_about_the_cause(server:
     with pytest.raises(StoreError, match=r"cannot be reached: .*; start its server, or correct host and port in KVF"):
         upgrade(server.url)
     server.start()
-    with pytest.raises(StoreError, match=r"does not let kvferry in: .*; correct user, password and database in KVF"):
+    with pytest.raises(StoreError, match=r"refuses access: .*; correct user, password and database in KVF"):
         upgrade(server.url.replace("/postgres", "/nowhere"))
     with psycopg.connect(server.url, autocommit=True) as connection:
         connection.execute("CREATE ROLE reader LOGIN")
-    with pytest.raises(StoreError, match=r"does not let kvferry in: .*permission denied"):
+    with pytest.raises(StoreError, match=r"refuses access: .*permission denied"):
         upgrade(server.url.replace("kvferry@", "reader@"))

@@ -16,16 +16,13 @@ from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.dialects import sqlite
 
 from kvferry.app.store import EvictionFilter, StoreError, downgrade, upgrade
-from kvferry.app.store.connections import parse_url
-from kvferry.app.store.cursors import encode_cursor
-from kvferry.app.store.models import Base
-from kvferry.app.store.queries import (
+from kvferry.app.store.database import parse_url
+from kvferry.app.store.reader import (
     audit_statement,
+    encode_cursor,
     evictions_statement,
-    overrides_statement,
-    rules_statement,
-    slots_statement,
 )
+from kvferry.app.store.schema import Base
 
 from .helpers import (
     DEADLINE_S,
@@ -146,9 +143,6 @@ PLANS = [
     *[(evictions_statement("e", wanted, EVICTIONS_AFTER, 10), index) for wanted, index in EVICTION_PLANS],
     (audit_statement("e", None, 10), "ix_audit_engine_time_id"),
     (audit_statement("e", encode_cursor("audit", [START_S, 5]), 10), "ix_audit_engine_time_id"),
-    (overrides_statement("e", START_S, encode_cursor("overrides", ["r"]), 10), "sqlite_autoindex_overrides_1"),
-    (rules_statement("e", encode_cursor("rules", [5, "r"]), 10), "ix_rules_engine_rule_order_name"),
-    (slots_statement("e", 5, 10), "sqlite_autoindex_slots_1"),
 ]
 
 

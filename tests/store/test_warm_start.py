@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.app.store import Store
+from kvferry.app.store import MetadataStore
 from kvferry.app.warm_start import BootVerification, warm_start
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
@@ -36,7 +36,7 @@ class Engine:
         self.pool = HostPool(NUM_SLOTS, SHAPE.slot_bytes, SHAPE.extent_slots * SHAPE.row_bytes, backing=self.file)
         self.headers = SlotHeaders(self.file, self.pool)
         num_kept = NUM_SLOTS if self.file.found.is_kept else 0
-        self.store = Store(f"sqlite:///{folder / 'e.db'}", "e", "file", num_kept_slots=num_kept)
+        self.store = MetadataStore(f"sqlite:///{folder / 'e.db'}", "e", "file", num_recovered_slots=num_kept)
         self.record = KeptRecord(self.file)
         self.record.start()
         self.manager = OffloadManager(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvferry.app.policies.wire import whole
+from kvferry.app.policy_json import whole
 from kvferry.core.policy import POLICY_FIELDS
 
 DEFAULT_MAX_TOKENS = 16

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 
-from kvferry.app.api.streams import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
+from kvferry.app.api.sse import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
 from kvferry.app.engines.embedded.completion_models import CompletionRequest
 from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
 from kvferry.app.engines.embedded.intake import ApiError, Intake, too_busy

@@ -14,8 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from kvferry.app.api.bodies import SMALL_BODY_BYTES
-from kvferry.app.api.problems import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from kvferry.app.api.middleware import SMALL_BODY_BYTES
 from kvferry.app.engines.embedded.admission import Call
 from kvferry.app.engines.embedded.completion_models import (
     DEFAULT_MAX_TOKENS,

@@ -1,0 +1,170 @@
+"""Problem documents (RFC 9457): the form of all errors of the API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from kvferry.app.field_errors import FieldError, field_errors
+from kvferry.app.store import StoreUnavailable
+
+PROBLEM_JSON = "application/problem+json"
+UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
+ENGINE_PREFIX = "/v1/"
+RETRY_AFTER_S = 1
+BUSY = "too many requests are waiting; try again later"
+_URN = "urn:kvferry:problem:"
+_OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_DETAILS = {404: "there is no {path}", 405: "{path} does not support {method}"}
+
+
+class ProblemModel(BaseModel):
+    """An RFC 9457 problem document."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "no request 'r1' is known"}
+            ]
+        }
+    )
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str | None = None
+    errors: list[FieldError] | None = Field(default=None, description="on a 422: one entry per field")
+
+
+class Problem(Exception):
+    """Raised below a route to answer with a problem document."""
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        slug: str | None = None,
+        title: str | None = None,
+        errors: Sequence[FieldError] = (),
+        headers: Mapping[str, str] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.slug = slug
+        self.title = title or HTTPStatus(status).phrase
+        self.errors = list(errors)
+        self.headers = dict(headers or {})
+        self.extras = dict(extras or {})
+
+    def response(self, scope: Scope) -> Response:
+        """Return the document for the request of this ASGI scope; under `/v1/` an error in OpenAI's form."""
+        if scope.get("path", "").startswith(ENGINE_PREFIX):
+            content = json.dumps(openai_error(self.status, self.detail)).encode("ascii")
+            return Response(content, self.status, self.headers, "application/json")
+        document: dict[str, Any] = {
+            "type": _URN + self.slug if self.slug else "about:blank",
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            **self.extras,
+        }
+        if self.errors:
+            document["errors"] = [error.model_dump() for error in self.errors]
+        request_id = scope.get("state", {}).get("request_id")
+        if request_id is not None:
+            document["request_id"] = request_id
+        # ASCII, since it may quote a client's field names, which may hold lone surrogates.
+        content = json.dumps(document, ensure_ascii=True).encode("ascii")
+        return Response(content, self.status, self.headers, PROBLEM_JSON)
+
+
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error in the form of OpenAI's API."""
+    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    code = _OPENAI_CODES.get(status) if code is None else code
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def invalid_fields(errors: Sequence[FieldError]) -> Problem:
+    """Return the 422 for these fields."""
+    named = ", ".join(error.field for error in errors)
+    return Problem(422, f"not valid: {named}"[:500], slug="invalid-fields", title="Invalid fields", errors=errors)
+
+
+def invalid_field(field: str, message: str) -> Problem:
+    """Return the 422 for one field."""
+    return invalid_fields([FieldError(field=field, message=message)])
+
+
+def too_many(error: Exception) -> Problem:
+    """Return the 409 for a limit that the error names."""
+    return Problem(409, str(error), slug="too-many", title="Too many")
+
+
+def unavailable(detail: str) -> Problem:
+    """Return the 503 for a call that needs the metadata store."""
+    return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
+
+
+async def _on_problem(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, Problem):
+        raise exc
+    return exc.response(request.scope)
+
+
+async def _on_invalid(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, RequestValidationError):
+        raise exc
+    errors = exc.errors()
+    if any(error["type"] == "json_invalid" for error in errors):
+        return Problem(400, "the body is not JSON", slug="invalid-json", title="Invalid JSON").response(request.scope)
+    return invalid_fields(field_errors(errors)).response(request.scope)
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, HTTPException):
+        raise exc
+    if exc.status_code == 400:
+        # FastAPI raises it only for a body that its JSON reader cannot decode.
+        return Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON").response(request.scope)
+    detail = _DETAILS.get(exc.status_code, str(exc.detail))
+    if exc.status_code in _DETAILS:
+        detail = detail.format(method=request.method, path=request.url.path)
+    headers = dict(exc.headers or {})
+    if exc.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed_methods(request))
+    return Problem(exc.status_code, detail, headers=headers).response(request.scope)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes at a request's path; the router's 405 names those of one route only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted(set().union(*(route.methods or () for route in matching)))
+
+
+async def _on_store_unavailable(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, StoreUnavailable):
+        raise exc
+    return unavailable(f"the metadata store does not answer, and nothing was changed: {exc}").response(request.scope)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error with a problem document."""
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(StoreUnavailable, _on_store_unavailable)

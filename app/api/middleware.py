@@ -1,0 +1,256 @@
+"""ASGI middleware for every call: request ids, headers of responses, bodies, and raw paths.
+
+Errors become problem documents. Headers are read from the ASGI scope, whose names are in lower case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable
+from itertools import count
+from random import getrandbits
+from typing import Annotated
+from urllib.parse import unquote
+
+from fastapi import Depends, Path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.app.api.errors import ENGINE_PREFIX, RETRY_AFTER_S, Problem, invalid_field
+
+MAX_ID_CHARS = 512
+REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
+MAX_ADMIN_BODY_BYTES = 1 << 20
+MAX_ENGINE_BODY_BYTES = 16 << 20
+SMALL_BODY_BYTES = 64 << 10
+MAX_LARGE_BODY_BYTES = 128 << 20
+"""Memory for all bodies larger than `SMALL_BODY_BYTES` from their arrival until a route reads them."""
+BODY_TIMEOUT_S = 30.0
+
+_Header = tuple[bytes, bytes]
+_ID = b"x-request-id"
+_TYPE = b"content-type"
+_COMMON_HEADERS: list[_Header] = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]
+_REQUESTS_PREFIX = "/admin/v1/requests/"
+# No control, format or line separator characters.
+_PRINTABLE = (
+    r"[^\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+
+_log = logging.getLogger(__name__)
+
+
+def is_request_id(text: str) -> bool:
+    """Return whether a client's `X-Request-ID` is accepted: 1 to 512 printable ASCII characters."""
+    return REQUEST_ID_PATTERN.fullmatch(text) is not None
+
+
+def header_values(scope: Scope, name: bytes) -> list[str]:
+    """Return all values of a header; the name is in lower case."""
+    return [value.decode("latin-1") for sent, value in scope["headers"] if sent == name]
+
+
+def complete_headers(headers: Iterable[_Header], status: int, request_id: str) -> list[_Header]:
+    """Add the request id and the common headers to a response's headers, which have names in lower case."""
+    dropped = _TYPE if status == 204 else None
+    own = [header for header in headers if header[0] != dropped]
+    names = {name for name, _ in own}
+    added = [(_ID, request_id.encode("ascii")), *_COMMON_HEADERS]
+    return [*own, *(header for header in added if header[0] not in names)]
+
+
+class RequestIds:
+    """Outermost middleware: request ids, common headers, and unexpected exceptions.
+
+    A missing or invalid `X-Request-ID` is replaced, also in the scope, so that inner middleware and the response have
+    one id. An unexpected exception is logged with that id and answered with a 500 without traceback; after the response
+    has begun, the server closes the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._draw_id = _request_ids()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _set_request_id(scope, self._draw_id)
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = complete_headers(message["headers"], message["status"], request_id)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as exc:  # noqa: BLE001  no exception may reach a client or end the server
+            _log.exception("request failed: %s: %s %s", request_id, scope["method"], scope["path"], exc_info=exc)
+            if not started:
+                problem = Problem(500, "an unexpected error, logged with this request's id")
+                await problem.response(scope)(scope, receive, send_with_headers)
+
+
+def _request_ids() -> Callable[[], str]:
+    """Return a function that returns new ids: a random prefix and a counter, since ids need not be secret."""
+    prefix, numbers = f"{getrandbits(96):024x}", count(1)
+    return lambda: f"{prefix}{next(numbers):08x}"
+
+
+def _set_request_id(scope: Scope, draw_id: Callable[[], str]) -> str:
+    sent = header_values(scope, _ID)
+    if len(sent) == 1 and is_request_id(sent[0]):
+        request_id = sent[0]
+    else:
+        request_id = draw_id()
+        others = [header for header in scope["headers"] if header[0] != _ID]
+        scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
+    scope.setdefault("state", {})["request_id"] = request_id
+    return request_id
+
+
+class ClientGoneError(Exception):
+    """The client disconnected while sending its body."""
+
+
+class Bodies:
+    """Middleware that reads a body whole and refuses one that is not JSON (415) or too large (413).
+
+    The body of an admin call is kept in `scope["state"]["body"]` for the audit. Large bodies that arrive at the same
+    time are bounded together (429).
+    """
+
+    def __init__(self, app: ASGIApp, closing: Callable[[], bool], timeout_s: float = BODY_TIMEOUT_S) -> None:
+        """Refuse bodies that have not arrived once `closing` is true (503), or within `timeout_s` (408)."""
+        self._app = app
+        self._closing = closing
+        self._timeout_s = timeout_s
+        self._large_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        lengths = header_values(scope, b"content-length")
+        if lengths in ([], ["0"]) and not header_values(scope, b"transfer-encoding"):
+            await self._app(scope, receive, send)
+            return
+        body = bytearray()
+        try:
+            await self._serve(scope, receive, send, lengths, body)
+        except Problem as problem:
+            await problem.response(scope)(scope, receive, send)
+        except ClientGoneError:
+            return
+        finally:
+            self._release(body)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, lengths: list[str], body: bytearray) -> None:
+        await self._read(scope, receive, lengths, body)
+        if not scope["path"].startswith(ENGINE_PREFIX):
+            scope["state"]["body"] = bytes(body)
+        replayed = False
+
+        async def replay() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            whole = bytes(body)
+            self._release(body)
+            return {"type": "http.request", "body": whole, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    def _release(self, body: bytearray) -> None:
+        """Free the memory of a body, since its response may take minutes."""
+        if len(body) > SMALL_BODY_BYTES:
+            self._large_bytes -= len(body)
+        body.clear()
+
+    def _append(self, body: bytearray, piece: bytes) -> None:
+        counted = len(body) if len(body) > SMALL_BODY_BYTES else 0
+        body += piece
+        self._large_bytes += (len(body) if len(body) > SMALL_BODY_BYTES else 0) - counted
+
+    async def _read(self, scope: Scope, receive: Receive, lengths: list[str], body: bytearray) -> None:
+        limit_bytes = MAX_ENGINE_BODY_BYTES if scope["path"].startswith(ENGINE_PREFIX) else MAX_ADMIN_BODY_BYTES
+        # The server has validated the form of the length.
+        if any(length.isdecimal() and int(length) > limit_bytes for length in lengths):
+            raise _too_large(limit_bytes)
+        if "".join(header_values(scope, _TYPE)[:1]).split(";")[0].strip().lower() != "application/json":
+            raise Problem(415, "bodies must be sent as Content-Type: application/json")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while await self._receive(receive, body):
+                    if len(body) > limit_bytes:
+                        raise _too_large(limit_bytes)
+                    # The connection wakes a waiting request once when the server begins to stop.
+                    if self._closing():
+                        raise Problem(503, "the service is stopping, and the body has not arrived")
+        except TimeoutError:
+            raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+        if len(body) > limit_bytes:
+            raise _too_large(limit_bytes)
+
+    async def _receive(self, receive: Receive, body: bytearray) -> bool:
+        """Append the next part of a body, and return whether more follows."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._append(body, message.get("body", b""))
+        if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
+            detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"
+            raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return bool(message.get("more_body", False))
+
+
+def _too_large(limit_bytes: int) -> Problem:
+    return Problem(413, f"the body is larger than {limit_bytes} bytes")
+
+
+class RawPaths:
+    """Middleware that routes calls on single requests by their undecoded path.
+
+    Clients choose request ids, which may hold a slash (sent as %2F) or end in `/policy`; `RequestId` decodes them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_REQUESTS_PREFIX):
+            raw = scope.get("raw_path", b"").decode("ascii", "replace")
+            if raw.startswith(_REQUESTS_PREFIX):
+                scope = {**scope, "path": raw}
+        await self._app(scope, receive, send)
+
+
+def _decode_id(
+    id: Annotated[  # noqa: A002
+        str,
+        Path(
+            description="the request's id, percent-encoded; slashes need no encoding",
+            # Not validated here, since the path is still percent-encoded.
+            json_schema_extra={"minLength": 1, "maxLength": MAX_ID_CHARS, "pattern": f"^{_PRINTABLE}+$"},
+        ),
+    ],
+) -> str:
+    try:
+        request_id = unquote(id, errors="strict")
+    except UnicodeDecodeError:
+        raise invalid_field("id", "must be UTF-8, percent-encoded") from None
+    if len(request_id) > MAX_ID_CHARS or re.fullmatch(f"{_PRINTABLE}+", request_id) is None:
+        raise invalid_field("id", f"must be 1 to {MAX_ID_CHARS} printable characters")
+    return request_id
+
+
+RequestId = Annotated[str, Depends(_decode_id)]

@@ -1,0 +1,1 @@
+"""Routes of the admin API, one file per resource."""

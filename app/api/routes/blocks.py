@@ -1,0 +1,286 @@
+"""Blocks in the pool: lists, drops and pins, and a map of all slots."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Body, Path, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvferry.app.api.audit import AUDIT_AFTER
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import Problem
+from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor
+from kvferry.app.api.routes.reset import wait_until_written
+from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
+from kvferry.app.store import Page
+from kvferry.app.times import rfc3339, rfc3339_or_none
+from kvferry.core.keys import GROUP_BYTES, Key, group_of
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.inventory import BlockState, Inventory
+from kvferry.core.pool.pins import PinOutcome
+from kvferry.core.pool.records import SlotRows
+from kvferry.core.pool.slots import SlotState
+from kvferry.core.tiers.base import HOST
+
+MAX_KEY_HEX = 512
+TIERS_S = 0.5
+"""How long a list waits for tiers, which may not answer at all."""
+WRITE_TIMEOUT_S = 30.0
+_SILENT_S = 0.05
+"""Interval of polls, since a tier need not notify when it has an answer."""
+_PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
+
+BlockHash = Annotated[
+    str,
+    Path(
+        alias="hash",
+        max_length=MAX_KEY_HEX,
+        description="hex of the key, group included",
+        examples=["9f86d081884c7d659a2feaa0c55ad01500"],
+    ),
+]
+
+
+class Block(BaseModel):
+    """A loadable block. `hash` is its key in paths, `size` in bytes, `position` its index within its request."""
+
+    hash: str
+    key: str
+    group: int
+    slot: int
+    size: int
+    state: BlockState = Field(description="`ready`; `pinned` by a request or an operator; `loading` by a request")
+    position: int
+    request: str = Field(description="the request that stored it")
+    tenant: str | None = Field(description="digest of that request's tenant")
+    lora: str | None
+    stored_at: str
+    last_hit: str | None
+    hits: int
+    generation: int = Field(description="raised on each reuse of the slot")
+    priority: Priority = Field(description="eviction class: the highest in which it was offered")
+    pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
+    tiers: list[str] = Field(
+        examples=[["host", "disk"]],
+        description=f"where it is held: the pool, and the tiers that reported it within {TIERS_S:g} s",
+    )
+
+
+class PinBody(BaseModel):
+    """Duration of a pin."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": [{"ttl_s": 600}]})
+    ttl_s: Ttl = DEFAULT_TTL_S
+
+
+class PinAnswer(BaseModel):
+    """A pin in force."""
+
+    hash: str
+    pinned_until: str
+
+
+class SlotMap(BaseModel):
+    """Every slot's state, one byte per slot by number, base64-encoded."""
+
+    slots: int
+    encoding: str = Field(default="base64", examples=["base64"])
+    legend: dict[str, int] = Field(examples=[{state.name.lower(): state.value for state in SlotState}])
+    states: str
+    epoch: int
+
+
+def _places(context: AdminContext, keys: Sequence[Key]) -> list[list[str]]:
+    """Return where each block of the pool is held. Waits for tiers. Thread: HTTP worker."""
+    scheduler, news = context.scheduler, context.tier_news
+    with context.guard.guarding("tiers"):
+        inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
+    deadline_s = time.monotonic() + TIERS_S
+    while not all(inquiry.is_over for inquiry in inquiries.values()):
+        seen_count = news.count
+        with context.guard.guarding("tiers"):
+            scheduler.tiers.poll(time.time())
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            break
+        if not all(inquiry.is_over for inquiry in inquiries.values()):
+            news.wait(seen_count, min(left_s, _SILENT_S))
+    places = [[HOST] for _ in keys]
+    for name, inquiry in inquiries.items():
+        for held_by, is_there in zip(places, inquiry.found or (), strict=False):
+            if is_there:
+                held_by.append(name)
+    return places
+
+
+def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any]]:
+    """Return the blocks of these rows, except those that have left the pool."""
+    places = _places(context, rows.keys)
+    columns = zip(
+        Inventory(context.manager).holds(rows),
+        places,
+        rows.keys,
+        rows.slots.tolist(),
+        rows.sizes.tolist(),
+        rows.positions.tolist(),
+        rows.origins,
+        rows.stored_s.tolist(),
+        rows.hit_s.tolist(),
+        rows.hits.tolist(),
+        rows.generations.tolist(),
+        rows.classes.tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "hash": key.hex(),
+            "key": key.hex(),
+            "group": group_of(key),
+            "slot": slot,
+            "size": size,
+            "state": hold.state,
+            "position": position,
+            "request": origin.request_id,
+            "tenant": origin.tenant,
+            "lora": origin.lora,
+            "stored_at": rfc3339(stored_s),
+            "last_hit": rfc3339_or_none(hit_s),
+            "hits": hits,
+            "generation": generation,
+            "priority": _PRIORITIES[class_],
+            "pinned_until": rfc3339_or_none(hold.pinned_until_s),
+            "tiers": held_by,
+        }
+        for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation, class_ in columns
+        if hold is not None
+    ]
+
+
+def _key_of(block_hash: str) -> Key:
+    """Return the key of a hash in a path; 404 for an invalid one."""
+    if not _HEX.fullmatch(block_hash) or len(block_hash) <= 2 * GROUP_BYTES:
+        raise _unknown(block_hash)
+    return bytes.fromhex(block_hash)
+
+
+def _unknown(block_hash: str) -> Problem:
+    return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
+
+
+def blocks_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/blocks`, and `/slots/map`."""
+    router = APIRouter(tags=["blocks"])
+    manager = context.manager
+
+    @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
+    def list_blocks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> Response:
+        """A block that stays in its slot is listed exactly once; those that come or go meanwhile may be missed."""
+        start = int(cursor or 0)
+        items: list[dict[str, Any]] = []
+        more = True
+        while more and len(items) < limit:
+            # Found blocks may have left before they are read, so that a short result is not the end.
+            rows = Inventory(manager).list_blocks(start, limit - len(items))
+            items += _rows_to_blocks(context, rows)
+            more = len(rows.slots) > 0
+            start = int(rows.slots[-1]) + 1 if more else start
+        return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
+
+    @router.get("/blocks/{hash}", summary="One block", response_model=Block)
+    def get_block(block_hash: BlockHash) -> dict[str, Any]:
+        """404 if the pool does not hold it."""
+        rows = Inventory(manager).find_block(_key_of(block_hash))
+        blocks = [] if rows is None else _rows_to_blocks(context, rows)
+        if not blocks:
+            raise _unknown(block_hash)
+        return blocks[0]
+
+    @router.delete(
+        "/blocks/{hash}",
+        summary="Drop one block",
+        status_code=204,
+        responses={
+            202: {
+                "description": f"The block is dropped, but the headers of a pool that outlives the process were not "
+                f"written within {WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
+            }
+        },
+        dependencies=[AUDIT_AFTER],
+    )
+    async def drop_block(request: Request, block_hash: BlockHash) -> Response:
+        """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
+
+        With a pool that outlives the process, the response (404, too) is sent once no restart can bring it back.
+        """
+        key = _key_of(block_hash)
+        with context.guard.guarding("drop of a block"):
+            is_dropped = await run_in_threadpool(context.scheduler.resets.drop_block, key, time.time())
+        context.wake()
+        # An earlier copy of the block may have been evicted just before.
+        is_written = await wait_until_written(request, context, asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
+        if not is_dropped:
+            raise _unknown(block_hash)
+        return Response(status_code=204 if is_written else 202)
+
+    @router.put(
+        "/blocks/{hash}/pin",
+        summary="Keep one block from eviction",
+        response_model=PinAnswer,
+        responses={409: {"description": "The limit of pins is reached, or the block is about to leave the pool"}},
+        dependencies=[AUDIT_AFTER],
+    )
+    def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
+        """Pinning again changes the expiry. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: 409."""
+        now_s = time.time()
+        expires_s = now_s + (body or PinBody()).ttl_s
+        key = _key_of(block_hash)
+        with context.guard.guarding("pin of a block"):
+            outcome = manager.operator_pins.pin(key, expires_s, now_s)
+        if outcome is PinOutcome.NOT_FOUND:
+            raise _unknown(block_hash)
+        if outcome is PinOutcome.LEAVING:
+            raise Problem(
+                409,
+                "the block is in a part of the pool that is being removed, and is about to be evicted",
+                slug="leaving",
+                title="The block is leaving",
+            )
+        if outcome is PinOutcome.LIMIT:
+            share = f"{100 * manager.operator_pins.max_fraction:g}% of the pool (KVFERRY_MAX_PINNED_FRACTION)"
+            detail = f"operators may pin {share}, and that is reached: unpin a block first"
+            raise Problem(409, detail, slug="pin-limit", title="Too many pins")
+        return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
+
+    @router.delete("/blocks/{hash}/pin", summary="Delete a pin", status_code=204, dependencies=[AUDIT_AFTER])
+    def unpin_block(block_hash: BlockHash) -> None:
+        """404 without an operator's pin on this block."""
+        key = _key_of(block_hash)
+        with context.guard.guarding("unpin of a block"):
+            is_unpinned = manager.operator_pins.unpin(key)
+        if not is_unpinned:
+            raise Problem(404, f"block {block_hash[:100]!r} has no pin")
+        context.wake()
+
+    @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
+    def slot_map() -> Response:
+        """For drawing. Read in batches, so not of one moment."""
+        states = np.ascontiguousarray(Inventory(manager).slot_states())
+        answer = SlotMap(
+            slots=len(states),
+            legend={state.name.lower(): state.value for state in SlotState},
+            states=base64.b64encode(states.tobytes()).decode("ascii"),
+            epoch=context.scheduler.snapshot().epoch,
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    return router

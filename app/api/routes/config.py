@@ -1,0 +1,171 @@
+"""Settings of this process: values, sources, and changes of mutable ones."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body
+from pydantic import BaseModel, Field
+
+from kvferry.app.api.audit import AUDIT_BEFORE
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import Problem, invalid_fields
+from kvferry.app.event_feed import EventType
+from kvferry.app.field_errors import BODY_FIELD, FieldError
+from kvferry.app.policy_json import whole
+from kvferry.app.pool_size import PinnedBlocks, SizeNotPossible
+from kvferry.app.settings import BadSettings, NeedsRestart, Settings
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.settings.offered import OFFERED
+
+SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
+
+
+class SettingModel(BaseModel):
+    """One setting. Secrets are masked."""
+
+    value: Any = Field(examples=[1073741824])
+    source: str = Field(examples=["env"])
+    place: str = Field(description="where it was set, in words", examples=["KVFERRY_POOL_BYTES (environment variable)"])
+    default: Any
+    variable: str = Field(description="its environment variable", examples=["KVFERRY_POOL_BYTES"])
+    mutable: bool = Field(description="whether PATCH may change it while running")
+    secret: bool
+    description: str
+    shortfall: str | None = Field(description="why the last value requested is not in force; `value` is")
+
+
+def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
+    return {
+        view.name: SettingModel(
+            value=view.value,
+            source=view.source.value,
+            place=view.place,
+            default=view.default,
+            variable=view.variable,
+            mutable=view.name in live.mutable,
+            secret=view.secret,
+            description=view.description,
+            shortfall=live.shortfalls.get(view.name),
+        )
+        for view in settings.describe()
+    }
+
+
+def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of each mutable setting's value, without null."""
+    described = Settings.model_json_schema()
+    schemas: dict[str, dict[str, Any]] = {}
+    for name in live.mutable:
+        schema = described["properties"][name]
+        if "$ref" in schema:
+            schema = described["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        facts = {key: schema[key] for key in ("type", "enum", "minimum", "maximum") if key in schema}
+        if name in OFFERED:
+            facts["enum"] = list(OFFERED[name])
+        schemas[name] = facts
+    return schemas
+
+
+def _patch_schema(schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON Schema of the settings by name. Those that need a restart have any value and are 409."""
+    properties: dict[str, Any] = {name: {} for name in Settings.model_fields}
+    for name, facts in schemas.items():
+        sizes = [{"type": "string", "pattern": f"^{SIZE_PATTERN}$"}] if name.endswith("_bytes") else []
+        properties[name] = {"anyOf": [facts, *sizes, {"type": "null"}]}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _check_spelling(patch: Mapping[str, Any], schemas: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse strings that only environment variables may hold: numbers, and words in another case."""
+    errors = []
+    for name, value in patch.items():
+        facts = schemas.get(name)
+        if facts is None or not isinstance(value, str):
+            continue
+        if name.endswith("_bytes"):
+            if re.fullmatch(SIZE_PATTERN, value) is None:
+                errors.append(FieldError(field=name, message="must be a number of bytes, or a size such as 8GiB"))
+        elif "enum" in facts:
+            if value not in facts["enum"] and value.strip().lower() in facts["enum"]:
+                errors.append(FieldError(field=name, message=f"must be one of {', '.join(facts['enum'])}"))
+        elif facts["type"] in ("integer", "number"):
+            errors.append(FieldError(field=name, message="must be a number, not a string"))
+    if errors:
+        raise invalid_fields(errors)
+
+
+_PATCH_EXAMPLES = [{"log_level": "debug", "max_pinned_fraction": 0.1}]
+
+
+def _field_errors(bad: BadSettings) -> list[FieldError]:
+    return [FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in bad.problems]
+
+
+def config_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/config`."""
+    router = APIRouter(prefix="/config", tags=["config"])
+    live = context.settings
+    schemas = _patch_schemas(live)
+
+    @router.get("", summary="Every setting with its value and source")
+    async def get_config() -> dict[str, SettingModel]:
+        """By name, in lower case. Secrets, and passwords in URLs, are masked."""
+        return _view(live.current, live)
+
+    @router.patch(
+        "",
+        summary="Change settings while running",
+        responses={
+            409: {
+                "description": "It needs a restart, pinned blocks are in the part that a smaller pool loses, or "
+                "the pool cannot have that size now"
+            }
+        },
+        dependencies=[AUDIT_BEFORE],
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _patch_schema(schemas)}}}},
+    )
+    def patch_config(
+        patch: Annotated[dict[str, Any], Body(examples=_PATCH_EXAMPLES, description="plain values by name")],
+    ) -> dict[str, SettingModel]:
+        """Null restores a setting's value at start. All changes are applied or none; they are lost at the next start.
+
+        A setting that needs a restart is a 409 that names it, an unknown name or a bad value a 422.
+
+        `pool_bytes` is rounded down to whole extents, and the resize goes on after the response: stats show its
+        progress (`slots`, `wanted_slots`). A size for which there is no memory, or no space on the disk, is a 409 with
+        both numbers. Blocks in a removed part are evicted (`shrink`), slots in use once they are free; pinned blocks
+        there are a 409 that names them.
+        """
+        _check_spelling(patch, schemas)
+        try:
+            changed = live.change({name: whole(value) for name, value in patch.items()})
+        except SizeNotPossible as exc:
+            raise Problem(
+                409, str(exc), slug="size-not-possible", title="Size not possible", errors=_field_errors(exc)
+            ) from None
+        except BadSettings as exc:
+            raise invalid_fields(_field_errors(exc)) from None
+        except NeedsRestart as exc:
+            raise Problem(
+                409,
+                str(exc),
+                slug="restart-needed",
+                title="Needs a restart",
+                extras={"settings": list(exc.names), "mutable": list(exc.mutable)},
+            ) from None
+        except PinnedBlocks as exc:
+            raise Problem(
+                409,
+                str(exc),
+                slug="pinned-blocks",
+                title="Pinned blocks are in the way",
+                extras={"pinned": exc.shown, "count": exc.count},
+            ) from None
+        context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
+        return _view(changed, live)
+
+    return router

@@ -1,0 +1,135 @@
+"""Live events as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.event_feed import Change, Event, EventFeed, EventType, Regret
+from kvferry.app.times import rfc3339
+from kvferry.core.keys import RequestIdentity
+from kvferry.core.pool.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+
+MAX_WATCHERS = 16
+POLL_S = 0.1
+"""Interval at which streams poll the feed; publishing wakes no stream."""
+BATCH_EVENTS = 64
+OPEN = "open"
+GAP = "gap"
+_EVENT_ID = re.compile(r"([0-9a-f]{8})-([0-9]{1,18})", re.ASCII)
+
+_DESCRIPTION = """\
+Each event's data is a JSON object with `type`, `time` and what happened:
+
+- `stored`, `evicted`, `regretted`: blocks that can be loaded from now on, that left the pool, that were requested again
+  after they had left; their number as `blocks`, their `hashes`, and the request or the reason
+- `reset`: all blocks were dropped, as many as `blocks`; a reset by match appears as evictions
+- `finished`: a request ended; `prompt_tokens` is what served its prompt
+- `policy`, `override`, `rule`, `config`: changes by operators
+- `open`: the first event of a stream
+- `gap`: `missed` events, of any type, were lost since this client read too slowly; null if their number is not known
+
+Nothing waits for a slow client. With `Last-Event-ID` a client that reconnects within a minute misses nothing.
+"""
+
+
+def render(event: Event) -> str:
+    """Return an event's data."""
+    item = event.item
+    head = {"type": event.type.value, "time": rfc3339(item.time_s)}
+    return json.dumps({**head, **_describe(item)}, separators=(",", ":"))
+
+
+def _describe(item: object) -> Mapping[str, Any]:
+    if isinstance(item, StoreBatch):
+        return {**_origin(item.origin), "blocks": len(item.keys), "hashes": [key.hex() for key in item.keys]}
+    if isinstance(item, EvictionBatch):
+        keys = item.rows.keys
+        cause = {"reason": item.reason.value, "policy": item.policy, "needed_by": item.needed_by}
+        return {**cause, "blocks": len(keys), "hashes": [key.hex() for key in keys]}
+    if isinstance(item, Regret):
+        return {"blocks": len(item.keys), "hashes": [key.hex() for key in item.keys]}
+    if isinstance(item, ResetEvent):
+        return {"blocks": item.dropped}
+    if isinstance(item, RequestEnd):
+        counts = {"num_prompt_tokens": item.num_prompt_tokens, "num_output_tokens": item.num_output_tokens}
+        return {**_origin(item.origin), **counts, "prompt_tokens": asdict(item.prompt_tokens)}
+    if isinstance(item, Change):
+        return item.what
+    raise TypeError(f"{type(item).__name__} is not an event")
+
+
+def _origin(origin: RequestIdentity) -> dict[str, Any]:
+    return {"request": origin.request_id, "tenant": origin.tenant, "lora": origin.lora}
+
+
+def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:
+    """Return the number of the last event that a client received; None if its id is not of this feed."""
+    match = _EVENT_ID.fullmatch(sent_id)
+    if match is None or match[1] != feed.name or int(match[2]) > last_number:
+        return None
+    return int(match[2])
+
+
+def events_router(context: AdminContext) -> APIRouter:
+    """Return the route `/events`."""
+    router = APIRouter(tags=["events"])
+    streams = Streams(context, MAX_WATCHERS)
+    feed = context.feed
+
+    async def follow(
+        must_end: MustEnd, wanted: frozenset[str], sent_id: str | None
+    ) -> AsyncGenerator[ServerSentEvent, None]:
+        def event(type_: str, data: str) -> ServerSentEvent:
+            return ServerSentEvent(data, event=type_, id=f"{feed.name}-{seen}")
+
+        def stream_event(type_: str, **what: Any) -> ServerSentEvent:
+            return event(type_, json.dumps({"type": type_, "time": rfc3339(time.time()), **what}))
+
+        with feed.watching() as last_number:
+            resumed = None if sent_id is None else _resume(feed, sent_id, last_number)
+            seen = last_number if resumed is None else resumed
+            yield stream_event(OPEN)
+            if sent_id is not None and resumed is None:
+                yield stream_event(GAP, missed=None)
+            while not must_end():
+                lost, events = feed.read(seen, BATCH_EVENTS)
+                if lost:
+                    seen += lost
+                    yield stream_event(GAP, missed=lost)
+                for found in events:
+                    seen = found.number
+                    if found.type in wanted:
+                        yield event(found.type, render(found))
+                await asyncio.sleep(0 if len(events) == BATCH_EVENTS else POLL_S)
+
+    @router.get(
+        "/events",
+        summary="Live events, as server-sent events",
+        description=_DESCRIPTION,
+        response_class=EventSourceResponse,
+        responses=STREAM_RESPONSES,
+    )
+    async def stream_events(
+        type_: Annotated[
+            list[EventType] | None, Query(alias="type", description="only these types; may be given several times")
+        ] = None,
+        last_event_id: Annotated[
+            str | None, Header(max_length=64, description="the `id` of the last event received, to resume after it")
+        ] = None,
+        max_events: MaxEvents = None,
+    ) -> EventSourceResponse:
+        wanted = frozenset(EventType if type_ is None else type_)
+        return streams.open(lambda must_end: follow(must_end, wanted, last_event_id), max_events)
+
+    return router

@@ -1,0 +1,103 @@
+"""Eviction history: blocks that left the pool, and summaries."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.pagination import EvictionCursor, PageQuery
+from kvferry.app.store import EvictionFilter, EvictionRecord, EvictionSummary, Page
+from kvferry.app.times import rfc3339, rfc3339_or_none
+from kvferry.core.stats import EvictionReason
+
+_RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+
+
+class Eviction(BaseModel):
+    """A block that left the pool. `age_s` counts from when it was stored, `idle_s` from when it was last used."""
+
+    id: int
+    time: str
+    hash: str
+    key: str
+    group: int
+    reason: EvictionReason
+    policy: str = Field(description="the eviction policy at that time", examples=["lru"])
+    age_s: float
+    idle_s: float
+    hits: int
+    position: int
+    size: int
+    request: str = Field(description="the request that stored it")
+    tenant: str | None
+    needed_by: str | None = Field(description="the request whose blocks needed the slot")
+    regretted_at: str | None = Field(description="when it was requested again; null if it was not")
+
+
+def _rfc3339(value: object) -> object:
+    if not isinstance(value, str) or not _RFC3339.fullmatch(value):
+        raise ValueError("must be RFC 3339 with Z or an offset, such as 2026-01-31T12:00:00Z; in a URL a + is %2B")
+    return value
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_rfc3339)]
+
+
+class Window(BaseModel):
+    """A span of time. Unknown parameters are refused, as in `PageQuery`."""
+
+    model_config = ConfigDict(extra="forbid")
+    since: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; inclusive")
+    until: Moment | None = Field(default=None, description="RFC 3339, with an offset or Z; exclusive")
+
+
+class EvictionQuery(Window, PageQuery):
+    """Filter of evictions; all conditions must hold."""
+
+    cursor: EvictionCursor = None
+    reason: EvictionReason | None = None
+    request: str | None = Field(
+        default=None, min_length=1, max_length=512, description="the request that stored the block"
+    )
+    tenant: str | None = Field(default=None, min_length=1, max_length=512, description="digest of the tenant's name")
+
+
+def _item(record: EvictionRecord) -> Eviction:
+    values = asdict(record)
+    values |= {"time": rfc3339(record.time_s), "regretted_at": rfc3339_or_none(record.regretted_at_s)}
+    values |= {"hash": record.key, "size": record.size_bytes}
+    return Eviction.model_validate(values)
+
+
+def _unix_s(window: Window) -> tuple[float | None, float | None]:
+    since, until = window.since, window.until
+    return None if since is None else since.timestamp(), None if until is None else until.timestamp()
+
+
+_NO_DATABASE: dict[int | str, dict[str, Any]] = {503: {"description": "The metadata store does not answer"}}
+
+
+def evictions_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/evictions`."""
+    router = APIRouter(prefix="/evictions", tags=["evictions"])
+    reader, threads = context.store.reader, context.store_threads
+
+    @router.get("", summary="Evicted blocks, newest first", responses=_NO_DATABASE)
+    async def list_evictions(query: Annotated[EvictionQuery, Query()]) -> Page[Eviction]:
+        """History is written behind the engine; `journal` in stats shows how far."""
+        since_s, until_s = _unix_s(query)
+        wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
+        page = await threads.run(reader.evictions, wanted, query.cursor, query.limit)
+        return Page([_item(record) for record in page.items], page.next_cursor)
+
+    @router.get("/summary", summary="Summary of evictions", responses=_NO_DATABASE)
+    async def summarize_evictions(window: Annotated[Window, Query()]) -> EvictionSummary:
+        """Counts by reason, ages at eviction, and the rate of regretted evictions."""
+        return await threads.run(reader.eviction_summary, *_unix_s(window))
+
+    return router

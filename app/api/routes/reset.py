@@ -1,0 +1,239 @@
+"""Reset: drop the whole pool, or the blocks that some requests stored, while transfers are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import anyio
+from fastapi import APIRouter, Body, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from kvferry.app.api.audit import AUDIT_AFTER
+from kvferry.app.api.context import AdminContext
+from kvferry.app.api.errors import invalid_fields
+from kvferry.app.field_errors import FieldError
+from kvferry.app.policy_json import TenantMatch, TierName
+from kvferry.core.keys import RequestFilter
+from kvferry.core.scheduler.resets import ResetTicket
+from kvferry.core.tiers.base import HOST
+
+MAX_DRAIN_S = 3600.0
+MAX_SEARCHES = 4
+FIRST_POLL_S = 0.002
+LAST_POLL_S = 0.1
+SEARCH_GRACE_S = 0.5
+"""Minimum time for a search and for writing headers, so that the response for a small pool is complete."""
+
+Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+
+
+class ResetMatch(TenantMatch):
+    """Shell globs on the request that stored a block, all of which must match."""
+
+    lora: Glob | None = None
+    request: Glob | None = None
+
+
+class ResetBody(BaseModel):
+    """Blocks to drop, and how long to wait for the transfers under way."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"tiers": ["host"], "match": {"lora": "sql-*"}, "drain_timeout_s": 30}]},
+    )
+    tiers: Annotated[list[TierName], Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="`host` for the pool, and names of tiers; null is all"
+    )
+    match: ResetMatch | None = Field(default=None, description="null, or without any glob, matches everything")
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=MAX_DRAIN_S, allow_inf_nan=False)
+    reason: Annotated[str, StringConstraints(max_length=1000)] | None = Field(
+        default=None, description="for the audit table"
+    )
+
+
+class TierReset(BaseModel):
+    """Blocks dropped by a tier."""
+
+    dropped_blocks: int
+    dropped_bytes: int
+
+
+class ResetAnswer(BaseModel):
+    """Blocks dropped by a reset, and the jobs that it disowned."""
+
+    epoch: int = Field(
+        description="the pool's new epoch, as in stats: raised by each reset of the whole pool, not "
+        "by one by `match` or of tiers only"
+    )
+    dropped_blocks: int = Field(description="from the pool")
+    dropped_bytes: int
+    tiers: dict[str, TierReset] = Field(description="by tier, for those that have completed the reset")
+    drained_jobs: int = Field(description="disowned jobs that have ended")
+    pending_jobs: int = Field(
+        description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
+        "way; the reset is in force, across a restart only once nothing is pending"
+    )
+
+
+async def wait_until_written(request: Request, context: AdminContext, deadline_s: float) -> bool:
+    """Wait until no restart can bring back blocks that have left the pool.
+
+    Args:
+        request: the wait ends when its client disconnects.
+        context: the process.
+        deadline_s: on the event loop's clock.
+
+    Returns:
+        Whether every invalidation queued so far is written to the pool's headers; always true for a pool that does
+        not outlive its process.
+    """
+    loop = asyncio.get_running_loop()
+    count = context.manager.num_invalidations()
+    poll_s = FIRST_POLL_S
+    while not context.manager.are_written(count):
+        wait_s = min(poll_s, deadline_s - loop.time())
+        if wait_s <= 0 or context.closing() or await request.is_disconnected():
+            return False
+        await asyncio.sleep(wait_s)
+        poll_s = min(poll_s * 2, LAST_POLL_S)
+    return True
+
+
+def reset_router(context: AdminContext) -> APIRouter:
+    """Return the route `/reset`."""
+    router = APIRouter(tags=["reset"])
+    searches: set[asyncio.Task[ResetTicket]] = set()
+
+    def reset_guarded(match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
+        with context.guard.guarding("reset"):
+            return context.scheduler.resets.reset(time.time(), match, places)
+
+    # Not the event loop's default executor, in which the engine tokenizes.
+    threads = anyio.CapacityLimiter(MAX_SEARCHES)
+
+    async def search(
+        request: Request, match: RequestFilter, places: list[str] | None, deadline_s: float
+    ) -> ResetTicket | None:
+        """Reset by match; return None if the search through the whole pool outlasts the deadline."""
+        loop = asyncio.get_running_loop()
+        # The search goes on when this call ends.
+        task = asyncio.create_task(anyio.to_thread.run_sync(reset_guarded, match, places, limiter=threads))
+        searches.add(task)
+        task.add_done_callback(searches.discard)
+        deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
+        while not task.done():
+            wait_s = min(LAST_POLL_S, deadline_s - loop.time())
+            if wait_s <= 0 or context.closing() or await request.is_disconnected():
+                return None
+            await asyncio.wait({task}, timeout=wait_s)
+        return task.result()
+
+    async def drain(request: Request, ticket: ResetTicket, deadline_s: float) -> int:
+        """Wait for the disowned jobs to end; return how many did not."""
+        loop = asyncio.get_running_loop()
+        poll_s = FIRST_POLL_S
+        while pending := context.scheduler.resets.count_open(ticket):
+            wait_s = min(poll_s, deadline_s - loop.time())
+            if wait_s <= 0 or context.closing() or await request.is_disconnected():
+                break
+            context.wake()
+            if ticket.tiers:
+                # An idle engine would read a tier's answer only once a second.
+                with context.guard.guarding("expire"):
+                    context.scheduler.expire(time.time())
+            await asyncio.sleep(wait_s)
+            poll_s = min(poll_s * 2, LAST_POLL_S)
+        return pending
+
+    @router.post(
+        "/reset",
+        summary="Drop stored blocks",
+        response_model=ResetAnswer,
+        responses={
+            202: {
+                "model": ResetAnswer,
+                "description": "The reset is in force; disowned transfers or writes of headers are still under way",
+            }
+        },
+        dependencies=[AUDIT_AFTER],
+        openapi_extra=_body_schema(
+            {"properties": {"tiers": {"items": {"enum": [HOST, *context.scheduler.tiers.names]}}}}
+        ),
+    )
+    async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
+        """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
+
+        No request fails. Idempotent, durable, and possible without the database. If offloading was switched off after
+        unexpected errors, a whole reset of the pool switches it on again.
+        """
+        wanted = body or ResetBody()
+        _check_places(wanted.tiers, context.scheduler.tiers.names)
+        deadline_s = asyncio.get_running_loop().time() + wanted.drain_timeout_s
+        match = _to_core(wanted.match)
+        # A whole reset costs O(open jobs) and must not wait for searches.
+        if match is None:
+            ticket: ResetTicket | None = reset_guarded(None, wanted.tiers)
+            if wanted.tiers is None or HOST in wanted.tiers:
+                context.guard.resume()
+        else:
+            ticket = await search(request, match, wanted.tiers, deadline_s)
+        if ticket is None:
+            epoch = context.scheduler.snapshot().epoch
+            return _answer(
+                ResetAnswer(epoch=epoch, dropped_blocks=0, dropped_bytes=0, tiers={}, drained_jobs=0, pending_jobs=1)
+            )
+        context.wake()
+        pending = await drain(request, ticket, deadline_s)
+        # After the jobs, whose slots are invalidated as they end.
+        is_of_pool = wanted.tiers is None or HOST in wanted.tiers
+        written_by_s = max(deadline_s, asyncio.get_running_loop().time() + SEARCH_GRACE_S)
+        is_written = not is_of_pool or await wait_until_written(request, context, written_by_s)
+        dropped = context.scheduler.resets.tier_results(ticket)
+        return _answer(
+            ResetAnswer(
+                epoch=ticket.epoch,
+                dropped_blocks=ticket.dropped_blocks,
+                dropped_bytes=ticket.dropped_bytes,
+                tiers={
+                    name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
+                    for name, one in dropped.items()
+                },
+                drained_jobs=len(ticket.job_ids) - pending,
+                pending_jobs=pending + (not is_written),
+            )
+        )
+
+    return router
+
+
+def _body_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAPI extras for the body, for what depends on the settings."""
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def _answer(answer: ResetAnswer) -> JSONResponse:
+    return JSONResponse(answer.model_dump(), 202 if answer.pending_jobs else 200)
+
+
+def _check_places(places: list[str] | None, names: tuple[str, ...]) -> None:
+    """Refuse unknown tiers."""
+    known = (HOST, *names)
+    unknown = [(number, name) for number, name in enumerate(places or ()) if name not in known]
+    if unknown:
+        raise invalid_fields(
+            [
+                FieldError(field=f"tiers.{number}", message=f"there is no {name}; choose from {', '.join(known)}")
+                for number, name in unknown
+            ]
+        )
+
+
+def _to_core(match: ResetMatch | None) -> RequestFilter | None:
+    if match is None:
+        return None
+    wanted = RequestFilter(request=match.request, tenant=match.tenant_glob(), lora=match.lora)
+    return None if wanted == RequestFilter() else wanted

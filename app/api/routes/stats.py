@@ -1,0 +1,153 @@
+"""Stats: one consistent snapshot, once or as a stream of server-sent events.
+
+The response is made of core's counters, which are declared with their descriptions at their fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass, fields, make_dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.store import JournalStats
+from kvferry.app.times import rfc3339
+from kvferry.core.stats import (
+    EvictionCounts,
+    LoadCounts,
+    MissedTokens,
+    PoolCounts,
+    PromptTokens,
+    RequestCounts,
+    StoreCounts,
+)
+from kvferry.core.tiers.base import TierCounts, TierUse
+
+MAX_STREAMS = 32
+
+TierStats = make_dataclass(
+    "TierStats", [(one.name, int, one) for part in (TierCounts, TierUse) for one in fields(part)], frozen=True
+)
+"""A tier by its own counts and by its use, which responses show as one."""
+
+
+@dataclass(slots=True)
+class PoolStats(PoolCounts):
+    """Slots by state: `slots = free + ready + storing`; `loading`, `pinned` and `unverified` count among `ready`."""
+
+    kind: str = ""
+
+
+class RecoveryStats(BaseModel):
+    """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
+
+    recovered: int
+    known: int
+    dropped: dict[str, int] = Field(description="slots that were not recovered, by reason", examples=[{"unsealed": 0}])
+    foreign: str | None = Field(
+        description="field in which a pool that was dropped as a whole differs from the one wanted; null if it was kept"
+    )
+    seconds: float
+
+
+class OffloadingStats(BaseModel):
+    """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
+
+    is_on: bool = Field(description="false after repeated errors, until a whole reset")
+    reason: str | None = Field(description="why offloading is off; null while it is on")
+    num_errors: int = Field(description="unexpected errors so far; each place is logged once, with its traceback")
+    last_error: str | None
+
+
+class Stats(BaseModel):
+    """One consistent snapshot."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+    time: str = Field(examples=["2026-01-31T12:00:00.000Z"])
+    uptime_s: float
+    epoch: int = Field(
+        description="resets of the whole pool since it was created; a pool that outlives its process keeps counting"
+    )
+    engine: EngineInfo
+    pool: PoolStats
+    requests: RequestCounts
+    prompt_tokens: PromptTokens
+    missed_tokens: MissedTokens = Field(description="together `prompt_tokens.recomputed`")
+    store: StoreCounts = Field(description="`offered = stored + sum(skipped) + failed + in_flight`")
+    load: LoadCounts
+    evictions: EvictionCounts
+    tiers: dict[str, TierStats]  # type: ignore[valid-type]  # made of core's fields
+    offloading: OffloadingStats
+    journal: JournalStats
+    recovery: RecoveryStats | None = Field(description="null if the pool does not outlive its process")
+
+
+def take_stats(context: AdminContext, now_s: float) -> Stats:
+    """Copy all counters at one moment, with the manager lock held, and build the response without it."""
+    snapshot = context.scheduler.snapshot()
+    values: dict[str, Any] = {
+        "time": rfc3339(now_s),
+        "uptime_s": max(0.0, now_s - context.started_s),
+        "epoch": snapshot.epoch,
+        "engine": context.engine_info,
+        "pool": PoolStats(**asdict(snapshot.pool), kind=context.pool_kind),
+        "requests": snapshot.requests,
+        "prompt_tokens": snapshot.prompt_tokens,
+        "missed_tokens": snapshot.missed_tokens,
+        "store": snapshot.store,
+        "load": snapshot.load,
+        "evictions": snapshot.evictions,
+        "tiers": {name: TierStats(**asdict(tier.counts), **asdict(tier.use)) for name, tier in snapshot.tiers.items()},
+        "offloading": context.guard.status,
+        "journal": context.store.journal_stats(),
+        "recovery": context.warm_start,
+    }
+    return Stats.model_validate(values, from_attributes=True)
+
+
+def stats_router(context: AdminContext) -> APIRouter:
+    """Return the routes under `/stats`."""
+    router = APIRouter(tags=["stats"])
+    streams = Streams(context, MAX_STREAMS)
+
+    @router.get("/stats", summary="All counters, at one moment")
+    async def get_stats() -> Stats:
+        """Both identities of the contract hold in every response. Cheap enough to poll every second."""
+        return take_stats(context, time.time())
+
+    async def follow(interval_s: float, must_end: MustEnd) -> AsyncGenerator[ServerSentEvent, None]:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while not must_end():
+            wait_s = due_s - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(min(wait_s, CLOSING_POLL_S))
+                continue
+            yield ServerSentEvent(take_stats(context, time.time()).model_dump_json())
+            # A slow client receives fewer events, not outdated ones.
+            due_s = max(due_s + interval_s, loop.time())
+
+    @router.get(
+        "/stats/stream",
+        summary="All counters, as server-sent events",
+        response_class=EventSourceResponse,
+        responses=STREAM_RESPONSES,
+    )
+    async def stream_stats(
+        interval_s: Annotated[
+            float, Query(ge=0.1, le=60, allow_inf_nan=False, description="seconds between events")
+        ] = 1.0,
+        max_events: MaxEvents = None,
+    ) -> EventSourceResponse:
+        """Each event's data is the JSON of `GET /admin/v1/stats`. Ends with the client or the server."""
+        return streams.open(partial(follow, interval_s), max_events)
+
+    return router

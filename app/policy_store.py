@@ -1,0 +1,165 @@
+"""Overrides and rules: written to the database first, in force once they are there.
+
+A change that would be lost at the next start is refused. Database and memory change under one lock, so that they agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.field_errors import field_errors
+from kvferry.app.policy_json import NamedRuleBody, PolicyBody, match_to_json, patch_to_json, rule_to_json
+from kvferry.app.store import MetadataStore, OverrideRecord, RuleRecord, StoreUnavailable
+from kvferry.app.times import rfc3339
+from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
+from kvferry.core.rules import MAX_RULES, Rule
+
+_log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 3.0
+
+
+class RuleExistsError(Exception):
+    """A rule of this name exists already."""
+
+
+class TooManyError(Exception):
+    """The limit of overrides or rules is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicies:
+    """Numbers of overrides and rules that an earlier process left and that still hold."""
+
+    num_overrides: int
+    num_rules: int
+
+
+class PolicyStore:
+    """The only way in which overrides and rules change. Thread: any; calls wait for the database, for a bounded time.
+
+    `StoreUnavailable` means that nothing was changed.
+    """
+
+    def __init__(self, store: MetadataStore, policies: PolicyResolver, feed: EventFeed) -> None:
+        self._store = store
+        self._policies = policies
+        self._feed = feed
+        self._lock = threading.Lock()
+
+    def load(self, now_s: float) -> LoadedPolicies:
+        """Load what an earlier process left, before the engine starts. Invalid records are logged and skipped."""
+        records = self._store.reader.load_overrides(now_s)
+        overrides = [override for record in records if (override := _override(record))]
+        rules = [rule for record in self._store.reader.load_rules() if (rule := _rule(record))]
+        for rule in rules[MAX_RULES:]:
+            _log.warning("stored record skipped: more than %d rules: rule %r", MAX_RULES, rule.name)
+        for override in overrides:
+            self._policies.set_override(override)
+        for rule in rules[:MAX_RULES]:
+            self._policies.put_rule(rule)
+        return LoadedPolicies(len(overrides), len(rules[:MAX_RULES]))
+
+    def set_override(self, override: Override, now_s: float) -> None:
+        """Set the policy of one request id, replacing an earlier override. Raises `TooManyError`."""
+        patch = patch_to_json(override.patch)
+        with self._exclusively():
+            if not self._policies.may_override(override.request_id):
+                raise TooManyError(f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire")
+            self._store.intents.save_override(override.request_id, patch, now_s, override.expires_s)
+            self._policies.set_override(override)
+        what = {"request": override.request_id, "policy": patch, "expires_at": rfc3339(override.expires_s)}
+        self._publish(EventType.OVERRIDE, "set", what, now_s)
+
+    def drop_override(self, request_id: str, now_s: float) -> bool:
+        """Delete an override; return False without one."""
+        with self._exclusively():
+            was_stored = self._store.intents.delete_override(request_id, now_s)
+            was_set = self._policies.drop_override(request_id, now_s)
+        if was_set:
+            self._publish(EventType.OVERRIDE, "removed", {"request": request_id}, now_s)
+        return was_stored or was_set
+
+    def add_rule(self, rule: Rule, now_s: float) -> None:
+        """Add a rule. Raises `RuleExistsError` and `TooManyError`."""
+        with self._exclusively():
+            if self._exists(rule.name):
+                raise RuleExistsError(f"a rule named {rule.name!r} exists already")
+            self._save(rule)
+        self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
+
+    def put_rule(self, rule: Rule, now_s: float) -> bool:
+        """Add a rule or replace the one of its name; return whether there was one. Raises `TooManyError`."""
+        with self._exclusively():
+            existed = self._exists(rule.name)
+            self._save(rule)
+        self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
+        return existed
+
+    def drop_rule(self, name: str, now_s: float) -> bool:
+        """Delete a rule; return False without one of this name."""
+        with self._exclusively():
+            was_stored = self._store.intents.delete_rule(name)
+            was_set = self._policies.drop_rule(name)
+        if was_set:
+            self._publish(EventType.RULE, "removed", {"rule": {"name": name}}, now_s)
+        return was_stored or was_set
+
+    def _save(self, rule: Rule) -> None:
+        if not self._exists(rule.name) and len(self._policies.rules()) >= MAX_RULES:
+            raise TooManyError(f"there are {MAX_RULES} rules already: delete one, or combine several globs into one")
+        record = RuleRecord(rule.name, rule.order, match_to_json(rule.match), patch_to_json(rule.patch))
+        self._store.intents.save_rule(record)
+        self._policies.put_rule(rule)
+
+    def _exists(self, name: str) -> bool:
+        return any(rule.name == name for rule in self._policies.rules())
+
+    def _publish(self, type_: EventType, change: str, what: dict[str, Any], now_s: float) -> None:
+        self._feed.changed(type_, {"change": change, **what}, now_s)
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise StoreUnavailable(f"another change of policies has been under way for {LOCK_TIMEOUT_S:g} s")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _override(record: OverrideRecord) -> Override | None:
+    if not _is_number(record.expires_s):
+        _log.warning("stored record not valid, skipped: override of request %r: expires_at", record.request)
+        return None
+    try:
+        return Override(record.request, PolicyBody.model_validate(record.policy).patch(), record.expires_s)
+    except ValidationError as error:
+        _log.warning("stored record not valid, skipped: override of request %r: %s", record.request, _fields(error))
+        return None
+
+
+def _rule(record: RuleRecord) -> Rule | None:
+    body = {"name": record.name, "order": record.order, "match": record.match, "policy": record.policy}
+    try:
+        return NamedRuleBody.model_validate(body).to_core(record.name)
+    except ValidationError as error:
+        _log.warning("stored record not valid, skipped: rule %r: %s", record.name, _fields(error))
+        return None
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number: SQLite accepts any type in a numeric column."""
+    return isinstance(value, (int, float))
+
+
+def _fields(error: ValidationError) -> str:
+    return ", ".join(found.field for found in field_errors(error.errors(include_input=False), skip=0))

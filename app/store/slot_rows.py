@@ -1,0 +1,311 @@
+"""The table `slots`, a projection of memory: written in checkpoints, read as columns by a restart.
+
+Rows that could not be written stay pending until they are; meanwhile no more are requested, so that at most one batch
+is pending. The other changes wait as dirty bits in the manager, which returns the newest row of each slot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete, func, insert, literal_column, select
+
+from kvferry.app.store.database import Database
+from kvferry.app.store.errors import is_rejected
+from kvferry.app.store.schema import SlotRow, clean
+from kvferry.core.keys import RequestIdentity, group_of
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.records import SlotRows
+
+BATCH_ROWS = 1000
+BATCHES_PER_STEP = 16
+_PRIORITIES = {priority_class: priority.value for priority, priority_class in PRIORITY_CLASS.items()}
+_MICROS = 1_000_000
+_PART_ROWS = 1 << 16
+"""Rows per query result, which bounds the memory used beside the columns."""
+_INVALID = "the table `slots` holds rows that kvferry did not write"
+
+
+class DirtySource(Protocol):
+    """Source of changed rows: the pool's inventory. Thread: journal."""
+
+    def dirty_rows(self, limit: int) -> SlotRows | None:
+        """Return at most `limit` rows that changed since they were last requested; None without any."""
+
+
+class SlotProjection:
+    """Updates one engine's rows of `slots`, a bounded step at a time."""
+
+    def __init__(self, engine: str, num_recovered_slots: int) -> None:
+        """Rows left by an earlier process for slots from `num_recovered_slots` on are deleted first."""
+        self._engine = engine
+        self._pending: dict[int, dict[str, Any] | None] = {}
+        self._wiping_from: int | None = num_recovered_slots
+        self._min_epoch = 0
+        self._swept_epoch = 0
+        self._sweeping_epoch = 0
+        self._sweeping_from = 0
+        self.written_rows = 0
+        self.rejected_rows = 0
+        self.up_to_date = False
+        """Whether the last step left nothing to write."""
+
+    @property
+    def pending_rows(self) -> int:
+        """Rows that were requested and not yet written."""
+        return len(self._pending)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last reset."""
+        return self._min_epoch
+
+    def drop_before(self, epoch: int) -> None:
+        """Have rows of earlier epochs deleted by later steps. Thread: any."""
+        self._min_epoch = max(self._min_epoch, epoch)
+
+    def step(self, database: Database, source: DirtySource) -> bool:
+        """Write some rows and return whether more wait. Keeps unwritten rows if the database raises."""
+        self.up_to_date = False
+        if not self._delete_obsolete(database):
+            return True
+        for _ in range(BATCHES_PER_STEP):
+            rows = None if self._pending else source.dirty_rows(BATCH_ROWS)
+            if rows is not None:
+                self._add_pending(rows)
+            if not self._pending:
+                self.up_to_date = self._swept_epoch == self._min_epoch
+                return not self.up_to_date
+            self._write(database)
+        return True
+
+    def _add_pending(self, rows: SlotRows) -> None:
+        try:
+            self._pending.update(_parameters(self._engine, rows))
+        except Exception:
+            self.rejected_rows += len(rows.slots)
+            raise
+
+    def _write(self, database: Database) -> None:
+        min_epoch = self._min_epoch
+        live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
+        # Two statements for any number of rows: an upsert would take one per row.
+        old = delete(SlotRow).where(SlotRow.engine == self._engine, SlotRow.slot.in_(list(self._pending)))
+        try:
+            with database.write() as connection:
+                connection.execute(old)
+                if live:
+                    connection.execute(insert(SlotRow), live)
+        except Exception as error:
+            if is_rejected(error):
+                # Trying again would keep out every other slot.
+                self.rejected_rows += len(self._pending)
+                self._pending.clear()
+            raise
+        self.written_rows += len(self._pending)
+        self._pending.clear()
+
+    def _delete_obsolete(self, database: Database) -> bool:
+        """Delete some rows of lost slots or earlier epochs; return True once rows may be written."""
+        if self._wiping_from is not None:
+            self._wiping_from = self._delete_some(database, self._wiping_from)
+            return self._wiping_from is None
+        epoch = self._min_epoch
+        if self._swept_epoch < epoch:
+            if self._sweeping_epoch < epoch:
+                self._sweeping_epoch, self._sweeping_from = epoch, 0
+            next_slot = self._delete_some(database, self._sweeping_from, SlotRow.epoch < epoch)
+            if next_slot is None:
+                self._swept_epoch = epoch
+            else:
+                self._sweeping_from = next_slot
+        return True
+
+    def _delete_some(self, database: Database, start: int, *which: ColumnElement[bool]) -> int | None:
+        """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""
+        for _ in range(BATCHES_PER_STEP):
+            matching = (SlotRow.engine == self._engine, SlotRow.slot >= start, *which)
+            with database.write() as connection:
+                found = connection.scalars(
+                    select(SlotRow.slot).where(*matching).order_by(SlotRow.slot).limit(BATCH_ROWS)
+                ).all()
+                if found:
+                    connection.execute(delete(SlotRow).where(*matching, SlotRow.slot <= found[-1]))
+            if len(found) < BATCH_ROWS:
+                return None
+            start = found[-1] + 1
+        return start
+
+
+def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]:
+    """Return each slot's row as parameters, None for a slot without a block."""
+    slots = rows.slots.tolist()
+    parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
+    generations, epochs = rows.generations.tolist(), rows.epochs.tolist()
+    sizes, positions, hits = rows.sizes.tolist(), rows.positions.tolist(), rows.hits.tolist()
+    stored_s, hit_s, classes = rows.stored_s.tolist(), rows.hit_s.tolist(), rows.classes.tolist()
+    for i in np.flatnonzero(rows.live).tolist():
+        key, origin = rows.keys[i], rows.origins[i]
+        parameters[slots[i]] = {
+            "engine": engine,
+            "slot": slots[i],
+            "key": key.hex(),
+            "group_index": group_of(key),
+            "generation": generations[i],
+            "epoch": epochs[i],
+            "size_bytes": sizes[i],
+            "position": positions[i],
+            "request": clean(origin.request_id),
+            "tenant": clean(origin.tenant),
+            "lora": clean(origin.lora),
+            "stored_at": stored_s[i],
+            "last_hit_at": hit_s[i] or None,
+            "hits": hits[i],
+            "priority": _PRIORITIES[classes[i]],
+            "aliases": json.dumps([clean(alias) for alias in origin.aliases]) if origin.aliases else None,
+        }
+    return parameters
+
+
+class SlotColumns(NamedTuple):
+    """All rows of one engine as columns of one length, in no order.
+
+    `keys` are `bytes`; `origins` holds each origin once, and `origin_numbers` a row's index in it. `classes` are
+    those of priority.
+    """
+
+    slots: NDArray[np.int64]
+    keys: NDArray[np.object_]
+    generations: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    origins: list[RequestIdentity]
+    origin_numbers: NDArray[np.int64]
+    stored_s: NDArray[np.float64]
+    hit_s: NDArray[np.float64]
+    hits: NDArray[np.int64]
+    classes: NDArray[np.uint8]
+
+    @staticmethod
+    def none() -> SlotColumns:
+        """Return columns without rows."""
+        whole, real = np.empty(0, dtype=np.int64), np.empty(0)
+        classes = np.empty(0, dtype=np.uint8)
+        return SlotColumns(whole, np.empty(0, dtype=object), whole, whole, [], whole, real, real, whole, classes)
+
+
+class _Texts(NamedTuple):
+    """Rows of one query result, each column as a text: origins separated by newlines, the rest by spaces."""
+
+    num_rows: int
+    last_place: int
+    origins: str
+    keys: str
+    numbers: tuple[str, ...]
+
+
+def read_slots(database: Database, engine: str) -> SlotColumns:
+    """Read all rows of an engine.
+
+    The database returns each column of many rows as one text: a Python object per value takes several times as long,
+    and other threads run while the database makes the text.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+        ValueError: rows are not valid.
+    """
+    numbers: list[NDArray[np.int64]] = []
+    keys: list[NDArray[np.object_]] = []
+    origin_numbers: list[NDArray[np.int64]] = []
+    known: dict[str, int] = {}
+    with database.read() as connection:
+        for texts in _read_texts(connection, engine):
+            numbers.append(np.stack([_parse_numbers(text, texts.num_rows) for text in texts.numbers]))
+            keys.append(_parse_keys(texts))
+            names = texts.origins.split("\n")
+            for name in dict.fromkeys(names):
+                known.setdefault(name, len(known))
+            origin_numbers.append(np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=texts.num_rows))
+    if not numbers:
+        return SlotColumns.none()
+    slots, generations, positions, hits, stored, hit = np.concatenate(numbers, axis=1)
+    origins, classes = zip(*map(_parse_origin, known), strict=True)
+    all_origin_numbers = np.concatenate(origin_numbers)
+    return SlotColumns(
+        slots,
+        np.concatenate(keys),
+        generations,
+        positions,
+        list(origins),
+        all_origin_numbers,
+        stored / _MICROS,
+        hit / _MICROS,
+        hits,
+        np.array(classes, dtype=np.uint8)[all_origin_numbers],
+    )
+
+
+def _read_texts(connection: Connection, engine: str) -> Iterator[_Texts]:
+    """Read the rows in parts, in the order of the file where that is known, since nearly all of it is read."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    place = literal_column("slots.rowid" if is_sqlite else "slots.slot", BigInteger)
+    # Without `coalesce`, SQLite would use an index and read the rows in a random order.
+    matching = (func.coalesce(SlotRow.engine, "") if is_sqlite else SlotRow.engine) == engine
+    as_json = func.json_array if is_sqlite else func.json_build_array
+    origin = as_json(SlotRow.request, SlotRow.tenant, SlotRow.lora, SlotRow.aliases, SlotRow.priority)
+    values: list[Any] = [
+        origin.label("origin"),
+        SlotRow.key,
+        SlotRow.slot,
+        SlotRow.generation,
+        SlotRow.position,
+        SlotRow.hits,
+        cast(SlotRow.stored_at * _MICROS, BigInteger),
+        cast(func.coalesce(SlotRow.last_hit_at, 0.0) * _MICROS, BigInteger),
+    ]
+    if not is_sqlite:
+        # SQLite converts values to text when it joins them; an explicit cast doubles the time.
+        values = [cast(value, Text) for value in values]
+    last_place = -1
+    while True:
+        part = select(place.label("place"), *values).where(matching, place > last_place).order_by(place)
+        rows = part.limit(_PART_ROWS).subquery()
+        places, origins, *others = rows.c
+        texts = [func.aggregate_strings(other, " ") for other in others]
+        whole = select(func.count(), func.max(places), func.aggregate_strings(origins, "\n"), *texts)
+        count, last_place, origins_text, keys_text, *number_texts = connection.execute(whole).one()
+        if not count:
+            return
+        yield _Texts(count, last_place, origins_text, keys_text, tuple(number_texts))
+
+
+def _parse_numbers(text: str, count: int) -> NDArray[np.int64]:
+    numbers = np.fromstring(text, dtype=np.int64, sep=" ")
+    if len(numbers) != count:
+        raise ValueError(_INVALID)
+    return numbers
+
+
+def _parse_keys(texts: _Texts) -> NDArray[np.object_]:
+    """Return the keys; keys of one length, as an engine's are, are cut from the joined bytes."""
+    joined = bytes.fromhex(texts.keys)
+    key_bytes = len(joined) // texts.num_rows
+    ends = np.frombuffer(texts.keys.encode(), dtype=np.uint8)[2 * key_bytes :: 2 * key_bytes + 1]
+    if key_bytes and len(texts.keys) == texts.num_rows * (2 * key_bytes + 1) - 1 and bool((ends == ord(" ")).all()):
+        keys: list[bytes] = np.frombuffer(joined, dtype=f"V{key_bytes}").tolist()
+    else:
+        keys = list(map(bytes.fromhex, texts.keys.split(" ")))
+    return np.fromiter(keys, dtype=object, count=texts.num_rows)
+
+
+def _parse_origin(text: str) -> tuple[RequestIdentity, int]:
+    """Return an origin and the priority class of its slots."""
+    request, tenant, lora, aliases, priority = json.loads(text)
+    names = [] if aliases is None else json.loads(aliases)
+    if not isinstance(names, list):
+        raise ValueError(_INVALID)
+    priority_class = PRIORITY_CLASS[Priority.NORMAL if priority is None else Priority(priority)]
+    return RequestIdentity(request, tenant, lora, tuple(map(str, names))), priority_class
