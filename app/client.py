@@ -1,4 +1,4 @@
-"""The HTTP client of the service, for programs and for the command line: one method a call of the contract."""
+"""HTTP client of the service, for programs and the command line: one method per call of the HTTP contract."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class ClientError(Exception):
-    """A call that did not work, in one line."""
+    """A failed call; the message is one line."""
 
 
 class Unreachable(ClientError):
-    """Nobody answered, or not in time."""
+    """No response, or not in time."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
@@ -38,7 +38,7 @@ class Unreachable(ClientError):
 
 
 class Refused(ClientError):
-    """The server said no. `problem` is its problem document, or one made up from an answer that has none."""
+    """An error response. `problem` is its problem document, or one made from a response without one."""
 
     def __init__(self, status: int, problem: Mapping[str, Any]) -> None:
         self.status = status
@@ -55,11 +55,11 @@ class Page:
 
 
 class KVFerryClient:
-    """Talks to one kvferry service. Use it as a context manager, or close it.
+    """Client of one kvferry service. A context manager, or to be closed.
 
     Without arguments it reads KVFERRY_URL, and KVFERRY_ADMIN_TOKEN or KVFERRY_READ_TOKEN (or `..._FILE`), and raises
-    `BadSettings` where one of these will not do. An empty `token` sends none. Redirects are not followed, so that the
-    token reaches no other address. Calls raise `Unreachable` or `Refused`.
+    `BadSettings` if one of these is invalid. An empty `token` sends none. Redirects are not followed, so that the
+    token is sent to no other address. Calls raise `Unreachable` or `Refused`.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class KVFerryClient:
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         self._http.close()
 
     def stats(self) -> Json:
-        """One consistent snapshot."""
+        """Return one consistent snapshot."""
         return self._object("GET", f"{ADMIN}/stats")
 
     def stats_stream(self, interval_s: float = 1.0) -> Generator[Json, None, None]:
-        """Snapshots, one each interval, until the server ends or the caller stops asking."""
+        """Yield a snapshot per interval, until the server ends."""
         for data in self._events("GET", f"{ADMIN}/stats/stream", params={"interval_s": interval_s}):
             yield self._parsed(data)
 
@@ -108,7 +108,7 @@ class KVFerryClient:
         drain_timeout_s: float = 30.0,
         reason: str | None = None,
     ) -> Json:
-        """Drop what is stored, all of it or by `match`; `pending_jobs` of the answer is 0 once all has drained."""
+        """Drop all blocks, or those of `match`; `pending_jobs` of the response is 0 once all jobs have ended."""
         body: Json = {"drain_timeout_s": drain_timeout_s}
         given = {"tiers": list(tiers) if tiers else None, "match": dict(match) if match else None, "reason": reason}
         body |= {name: value for name, value in given.items() if value is not None}
@@ -116,15 +116,15 @@ class KVFerryClient:
         return self._object("POST", f"{ADMIN}/reset", body=body, timeout_s=timeout_s)
 
     def policy(self) -> Json:
-        """The runtime default policy, each field with its source."""
+        """Return the runtime default policy, each field with its source."""
         return self._object("GET", f"{ADMIN}/policy")
 
     def patch_policy(self, patch: Mapping[str, Any]) -> Json:
-        """Change runtime defaults; None gives a field back to the settings."""
+        """Change runtime defaults; None restores the value of the settings."""
         return self._object("PATCH", f"{ADMIN}/policy", body=patch)
 
     def request_policy(self, request_id: str) -> Json:
-        """The override of one request."""
+        """Return the override of one request."""
         return self._object("GET", f"{_request(request_id)}/policy")
 
     def put_request_policy(self, request_id: str, fields: Mapping[str, Any], *, ttl_s: float | None = None) -> Json:
@@ -133,15 +133,15 @@ class KVFerryClient:
         return self._object("PUT", f"{_request(request_id)}/policy", body=body)
 
     def delete_request_policy(self, request_id: str) -> None:
-        """Take a request's override away."""
+        """Delete a request's override."""
         self._send("DELETE", f"{_request(request_id)}/policy")
 
     def rules(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
-        """The rules, in the order in which they are tried."""
+        """Return the rules in order of precedence."""
         return self._page("rules", limit, cursor)
 
     def rule(self, name: str) -> Json:
-        """One rule."""
+        """Return one rule."""
         return self._object("GET", _rule(name))
 
     def put_rule(
@@ -152,65 +152,65 @@ class KVFerryClient:
         match: Mapping[str, Any] | None = None,
         policy: Mapping[str, Any] | None = None,
     ) -> Json:
-        """Set a rule, in place of the one of this name if there is one."""
+        """Create or replace a rule."""
         body = {"order": order, "match": dict(match or {}), "policy": dict(policy or {})}
         return self._object("PUT", _rule(name), body=body)
 
     def delete_rule(self, name: str) -> None:
-        """Take a rule away."""
+        """Delete a rule."""
         self._send("DELETE", _rule(name))
 
     def requests(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
-        """Live and recent requests."""
+        """Return live and recent requests."""
         return self._page("requests", limit, cursor)
 
     def request(self, request_id: str) -> Json:
-        """One request: its state, effective policy, tokens and blocks."""
+        """Return one request: state, effective policy, tokens and blocks."""
         return self._object("GET", _request(request_id))
 
     def blocks(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
-        """What the pool holds."""
+        """Return the blocks of the pool."""
         return self._page("blocks", limit, cursor)
 
     def evictions(self, *, limit: int | None = None, cursor: str | None = None, **filters: str | None) -> Page:
-        """History of evictions; filters are `since`, `until`, `reason`, `request` and `tenant`."""
+        """Return evictions; filters are `since`, `until`, `reason`, `request` and `tenant`."""
         return self._page("evictions", limit, cursor, **filters)
 
     def evictions_summary(self, *, since: str | None = None, until: str | None = None) -> Json:
-        """Counts by reason, ages at eviction and the regret rate."""
+        """Return counts by reason, ages at eviction and the regret rate."""
         return self._object("GET", f"{ADMIN}/evictions/summary", params={"since": since, "until": until})
 
     def config(self) -> Json:
-        """Every setting by name, secrets masked."""
+        """Return every setting by name, secrets masked."""
         return self._object("GET", f"{ADMIN}/config")
 
     def patch_config(self, patch: Mapping[str, Any]) -> Json:
-        """Change settings that may change while running."""
+        """Change settings while the service runs."""
         return self._object("PATCH", f"{ADMIN}/config", body=patch)
 
     def audit(self, *, limit: int | None = None, cursor: str | None = None) -> Page:
-        """What operators did."""
+        """Return the changes that operators made."""
         return self._page("audit", limit, cursor)
 
     def events(self, types: Sequence[str] = ()) -> Generator[Json, None, None]:
-        """What the cache does while it happens, of these types or all, until the server ends or the caller stops."""
+        """Yield events of the cache, of these types or all, until the server ends."""
         for data in self._events("GET", f"{ADMIN}/events", params={"type": list(types)}):
             yield self._parsed(data)
 
     def models(self) -> list[Json]:
-        """The models that the engine serves."""
+        """Return the models that the engine serves."""
         items = self._object("GET", "/v1/models").get("data")
         return items if isinstance(items, list) else []
 
     def complete(self, prompt: str | Sequence[int], *, request_id: str | None = None, **options: Any) -> Json:
-        """A completion; options are those of `POST /v1/completions`, such as `max_tokens`."""
+        """Return a completion; options are those of `POST /v1/completions`, such as `max_tokens`."""
         body = _completion(prompt, options, stream=False)
         return self._object("POST", "/v1/completions", body=body, headers=_id_header(request_id))
 
     def stream_completion(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, **options: Any
     ) -> Generator[Json, None, None]:
-        """A completion, chunk by chunk."""
+        """Yield the chunks of a completion."""
         body = _completion(prompt, options, stream=True)
         for data in self._events("POST", "/v1/completions", json=body, headers=_id_header(request_id)):
             if data == DONE:
@@ -293,10 +293,7 @@ class KVFerryClient:
 
 
 def http_options(url: str, token: str | None) -> Json:
-    """What sync and async clients have in common. A proxy is never asked for this very machine.
-
-    Redirects are not followed: the token is for this address only.
-    """
+    """Return the options of sync and async clients: no redirects, and no proxy for this machine."""
     headers = {"Accept": "application/json", "User-Agent": "kvferry"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -304,7 +301,7 @@ def http_options(url: str, token: str | None) -> Json:
 
 
 def refusal(status: int, text: str) -> Refused:
-    """The error for an answer that is not what was asked for."""
+    """Return the error for an unexpected response."""
     try:
         problem = json.loads(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Where services of this host can be found: a small file each in the state folder, for clients that know no URL.
+"""Discovery of the services on this host: each has a file in the state folder, for clients without a URL.
 
-Engines are killed without warning, so a file may be left behind: it counts for as long as its process lives.
+A killed process leaves its file behind, so a file is valid only while its process lives.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _log = logging.getLogger(__name__)
 
 _FOLDER = "services"
 _CLOCK_S = 2.0
-"""How exactly the start of a process is known."""
+"""Tolerance of the start time of a process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A discovery file that this process wrote, unless it could not."""
+    """The discovery file of this process, which may not have been written."""
 
     path: Path
     content: str
 
     def withdraw(self) -> None:
-        """The service is no longer there. Another of its name that has come meanwhile stays announced."""
+        """Remove the file, unless another service of the same name has replaced it."""
         with suppress(OSError):
             if self.path.read_text() == self.content:
                 self.path.unlink()
@@ -39,7 +39,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class FoundService:
-    """A live service of this host. Data-parallel ranks of one engine have one `engine`."""
+    """A live service on this host. Data-parallel ranks of one engine share `engine`."""
 
     name: str
     url: str
@@ -47,8 +47,10 @@ class FoundService:
 
 
 def announce_service(state_dir: Path, name: str, url: str, engine: str | None = None) -> Announcement:
-    """Say that the engine `name` can be reached at `url`, for as long as this process lives. Where that cannot be
-    written, the log says so: the service does without. `engine` is the name that data-parallel ranks share."""
+    """Write the discovery file of the service `name`. A failure is logged; the service runs without the file.
+
+    `engine` is the name that data-parallel ranks share.
+    """
     folder = state_dir / _FOLDER
     path = folder / f"{name}.json"
     process = psutil.Process()
@@ -57,7 +59,7 @@ def announce_service(state_dir: Path, name: str, url: str, engine: str | None = 
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(folder)
-        # Renamed into place, so that nobody reads half of it.
+        # Renamed into place, so that no reader gets a part of it.
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
         try:
             with os.fdopen(handle, "w") as file:
@@ -76,9 +78,9 @@ def announce_service(state_dir: Path, name: str, url: str, engine: str | None = 
 
 
 def find_services(state_dir: Path) -> list[FoundService]:
-    """The services of this host that are alive, by name.
+    """Return the live services on this host by name.
 
-    Clients send their token to what they find, so a folder that other users can write to is not read.
+    Clients send their token to these URLs, so a folder that other users can write to is ignored.
     """
     found: list[FoundService] = []
     if not _is_private(state_dir / _FOLDER):
@@ -95,7 +97,7 @@ def find_services(state_dir: Path) -> list[FoundService]:
 
 
 def _make_private(folder: Path) -> None:
-    """Give a folder of this user's mode 0700. Raises `OSError` for one of another user."""
+    """Set a folder's mode to 0700. Raises `OSError` for a folder of another user."""
     found = folder.stat()
     if found.st_uid != os.geteuid():
         raise OSError(f"{folder} belongs to another user ({found.st_uid}); remove it, or set another KVFERRY_STATE_DIR")
@@ -104,7 +106,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user and root can write to a folder."""
+    """Return whether only this user and root can write to a folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -113,7 +115,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_alive(pid: int, started_s: float) -> bool:
-    """Whether this very process lives: numbers are used again."""
+    """Return whether the process with this id and start time lives; ids are reused."""
     try:
         return abs(psutil.Process(pid).create_time() - started_s) < _CLOCK_S
     except psutil.Error:

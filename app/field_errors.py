@@ -1,4 +1,4 @@
-"""What is wrong with what somebody sent, told field by field."""
+"""Validation errors of request bodies and queries, one entry per field."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ BODY_FIELD = "body"
 
 
 class FieldError(BaseModel):
-    """What is wrong with one field; `field` is its path, with dots, and `body` for the body as a whole."""
+    """The errors of one field; `field` is its path with dots, or `body` for the whole body."""
 
     field: str = Field(examples=["max_offload_tokens"])
     message: str = Field(examples=['must be a whole number, 0 or more, "unlimited" or null'])
 
 
 def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[FieldError]:
-    """Pydantic's errors as one entry a field, in the order in which they came.
+    """Return Pydantic's errors as one entry per field, in their order.
 
-    The first `skip` parts of a location are left out: FastAPI's says where the value stood (body, query, path).
+    The first `skip` parts of a location are left out: FastAPI's first part is `body`, `query` or `path`.
     """
     messages: dict[str, list[str]] = {}
     for error in errors:

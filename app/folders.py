@@ -7,15 +7,14 @@ from pathlib import Path
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself, or the nearest above it that exists."""
+    """Return the path itself, or its nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def check_writable(what: str, path: Path) -> None:
-    """Raise `ValueError`, which begins with `what`, unless `path` is or can become a folder in which files can be
-    made."""
+    """Raise `ValueError`, starting with `what`, unless files can be created in `path` or `path` can be created."""
     found = nearest_folder(path)
     if not found.is_dir():
         raise ValueError(f"{what}: {found} is not a folder; name another")

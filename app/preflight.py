@@ -1,7 +1,6 @@
-"""Checks of settings against this machine before anything is loaded: `kvferry serve` and `kvferry config check` share
-them.
+"""Checks of settings against this machine before anything is loaded, for `kvferry serve` and `kvferry config check`.
 
-They create nothing. What depends on the model's layout is found only by the start itself.
+The checks create nothing. Problems that depend on the model's layout are found only by the start itself.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from pathlib import Path
 from kvferry.app.engines.naming import is_missing_folder
 from kvferry.app.folders import check_writable, nearest_folder
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import Engine, PoolKind
-from kvferry.app.store import StoreError, check_database, check_name
+from kvferry.app.settings.fields import Engine, PoolKind
+from kvferry.app.store import check_database, check_name
 from kvferry.app.tiers.opening import check_tiers
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.limits import MemoryLimit, check_fits, file_limits, memory_limits, shared_memory_limits
 
 
 def start_problems(settings: Settings) -> list[str]:
-    """Why a service with these settings cannot start, each with what to do; empty where nothing was found."""
+    """Return why a service with these settings cannot start, each with what to do."""
     problems: list[str] = []
     for check in _CHECKS:
         try:
             check(settings)
-        except (ValueError, StoreError) as error:
+        except ValueError as error:
             problems.append(str(error))
     return problems
 
@@ -36,7 +35,7 @@ def _check_engine(settings: Settings) -> None:
     if is_missing_folder(settings.model):
         raise ValueError(f"KVFERRY_MODEL={settings.model}: there is no such folder; name `tiny`, a folder or a hub id")
     if settings.device.startswith("cuda"):
-        # Imported late: torch takes seconds to import, and other devices need no look at the driver.
+        # Imported late: torch takes seconds to import, and only CUDA devices need the driver.
         from kvferry.app.engines.embedded.model import resolve_device
 
         resolve_device(settings.device)
@@ -53,13 +52,9 @@ def _check_pool(settings: Settings) -> None:
         existing = nearest_folder(folder)
         limits = lambda: file_limits(existing)  # noqa: E731
     if folder is not None and folder.is_dir() and any(folder.glob("*.pool")):
-        # A pool that is kept there may be this engine's, and has its room already.
+        # A kept pool there may be this engine's, which needs no more room.
         return
     check_fits("KVFERRY_POOL_BYTES", settings.pool_bytes, limits())
-
-
-def _check_database(settings: Settings) -> None:
-    check_database(settings.resolved_database_url())
 
 
 def _check_name(settings: Settings) -> None:
@@ -67,14 +62,10 @@ def _check_name(settings: Settings) -> None:
         check_name(settings.resolved_database_url(), settings.engine_name)
 
 
-def _check_tiers(settings: Settings) -> None:
-    check_tiers(settings.tiers)
-
-
 _CHECKS: tuple[Callable[[Settings], None], ...] = (
     _check_engine,
     _check_pool,
-    _check_database,
+    lambda settings: check_database(settings.resolved_database_url()),
     _check_name,
-    _check_tiers,
+    lambda settings: check_tiers(settings.tiers),
 )

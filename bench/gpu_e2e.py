@@ -33,8 +33,8 @@ from bench.report import environment, spread
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.model import TINY
 from kvferry.app.logs import start_logging
+from kvferry.app.process import Process
 from kvferry.app.settings import Settings
-from kvferry.app.wiring import Process
 
 SETTLE_S = 120.0
 WITHOUT = {"store": False, "load": False}
@@ -137,7 +137,7 @@ class Bench:
 
     def settle(self) -> None:
         end_s = time.monotonic() + SETTLE_S
-        while self.process.ferry.scheduler.snapshot().open_jobs:
+        while self.process.service.scheduler.snapshot().open_jobs:
             if time.monotonic() > end_s:
                 raise RuntimeError(f"transfers did not end within {SETTLE_S:.0f} s")
             time.sleep(0.005)
@@ -163,9 +163,9 @@ class Bench:
             device_s, warm, _ = asyncio.run(self.ask(prompt))
             self.settle()
             self.flush_device()
-            before = self.process.ferry.scheduler.snapshot().prompt_tokens.host_hit
+            before = self.process.service.scheduler.snapshot().prompt_tokens.host_hit
             host_s, again, _ = asyncio.run(self.ask(prompt))
-            figures.host_tokens.append(self.process.ferry.scheduler.snapshot().prompt_tokens.host_hit - before)
+            figures.host_tokens.append(self.process.service.scheduler.snapshot().prompt_tokens.host_hit - before)
             figures.cold_s.append(cold_s)
             figures.device_s.append(device_s)
             figures.host_s.append(host_s)

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.manager import KEY_BYTES, QueueingSink
 from bench.report import environment
-from kvferry.app.pool_size import BETWEEN_STEPS_S
+from kvferry.app.pool.resizer import BETWEEN_STEPS_S
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize, Todo

@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import environment, spread
+from kvferry.app.pool.recovery import warm_start
 from kvferry.app.store import MetadataStore
 from kvferry.app.store.schema import SlotRow
-from kvferry.app.warm_start import warm_start
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob

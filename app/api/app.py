@@ -24,7 +24,7 @@ from kvferry.app.api.routes.requests import requests_router
 from kvferry.app.api.routes.reset import reset_router
 from kvferry.app.api.routes.rules import rules_router
 from kvferry.app.api.routes.stats import stats_router
-from kvferry.app.masking import SecretMask
+from kvferry.app.logs import SecretMask
 
 ADMIN_PREFIX = "/admin/v1"
 

@@ -25,10 +25,10 @@ from kvferry.app.api.auth import TokenName
 from kvferry.app.api.context import AdminContext, StoreThreads
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
-from kvferry.app.masking import SecretMask
+from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
-from kvferry.app.settings.problems import MASK
+from kvferry.app.settings.errors import MASK
 from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreUnavailable
 from kvferry.app.times import rfc3339
 

@@ -13,13 +13,13 @@ from fastapi import APIRouter
 from kvferry.app.api.auth import Tokens
 from kvferry.app.api.errors import Problem, unavailable
 from kvferry.app.event_feed import EventFeed
-from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.guard import OffloadGuard
 from kvferry.app.policy_store import PolicyStore
+from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import MetadataStore
 from kvferry.app.store.database import CommitDecision, deciding
 from kvferry.app.tiers.opening import TierNews
-from kvferry.app.warm_start import WarmStart
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 

@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvferry.app.api.context import EngineInfo
-from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.guard import OffloadGuard
+from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.store import JournalStats
-from kvferry.app.warm_start import WarmStart
 from kvferry.core.counters import metric_of
 from kvferry.core.stats import Histogram, Snapshot
 

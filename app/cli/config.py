@@ -30,13 +30,13 @@ def check(as_json: JsonOption = False) -> int:
     settings = Settings()
     # These imports are slow, so they follow the settings checks.
     from kvferry.app.preflight import start_problems
-    from kvferry.app.serving import listen
-    from kvferry.app.starting import StartRefused
+    from kvferry.app.service.server import listen
+    from kvferry.core.errors import StartError
 
     problems = start_problems(settings)
     try:
         listen(settings.host, settings.port).close()
-    except StartRefused as error:
+    except StartError as error:
         problems.insert(0, str(error))
     if problems:
         for problem in problems:
@@ -82,7 +82,7 @@ def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
 @app.command("docs")
 def docs() -> int:
     """Print the documentation of every setting as Markdown; generates docs/settings.md."""
-    from kvferry.app.settings.reference import settings_markdown
+    from kvferry.app.settings.docs import settings_markdown
 
     out.out(settings_markdown(), end="")
     return 0
@@ -102,7 +102,7 @@ def _print_settings(views: Mapping[str, Any]) -> None:
 
 
 def _value(name: str, value: Any) -> str:
-    from kvferry.app.settings.values import format_size
+    from kvferry.app.settings.parsers import format_size
 
     if name.endswith("_bytes") and isinstance(value, int):
         return format_size(value)

@@ -15,12 +15,12 @@ def serve() -> int:
 
     settings = Settings()
     # Imported late because it loads torch: a bad setting is reported at once.
-    from kvferry.app.service import run
-    from kvferry.app.starting import StartRefused
+    from kvferry.app.process import run
+    from kvferry.core.errors import StartError
 
     try:
         return run(settings)
-    except StartRefused as error:
+    except StartError as error:
         for problem in str(error).splitlines():
             complain(problem)
         return ExitCode.USAGE

@@ -1,8 +1,8 @@
-"""Settings: what an operator may set, where each value came from, and what is wrong with it."""
+"""Settings: fields, sources, validation and errors."""
 
-from kvferry.app.settings.model import Settings
-from kvferry.app.settings.origin import Place, Source
-from kvferry.app.settings.problems import BadSettings, NeedsRestart, Problem
+from kvferry.app.settings.errors import BadSettings, NeedsRestart, Problem
+from kvferry.app.settings.settings import Settings
+from kvferry.app.settings.sources import SettingOrigin, Source
 from kvferry.app.settings.view import SettingView
 
-__all__ = ["BadSettings", "NeedsRestart", "Place", "Problem", "SettingView", "Settings", "Source"]
+__all__ = ["BadSettings", "NeedsRestart", "Problem", "SettingOrigin", "SettingView", "Settings", "Source"]

@@ -1,6 +1,6 @@
-"""How a client finds the service: its URL and token, from the same places as settings, without checking the rest.
+"""Discovery of the service by clients: URL and token, from the sources of settings, without validating the rest.
 
-Where no URL is given, a service that is announced in the state folder is taken, if only one engine is.
+Without a URL, the service announced in the state folder is used, if only one engine is announced.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from platformdirs import user_state_path
+from pydantic import SecretStr
 
 from kvferry.app.discovery import FoundService, find_services
-from kvferry.app.settings.fields import APP_NAME
-from kvferry.app.settings.layers import URL, Layer, read_layers
-from kvferry.app.settings.model import Settings
-from kvferry.app.settings.origin import Given, Place, Source
-from kvferry.app.settings.problems import BadSettings, Problem, value_problem
-from kvferry.app.settings.values import secret_token
+from kvferry.app.settings.errors import BadSettings, Problem, value_problem
+from kvferry.app.settings.fields import APP_NAME, NAMES
+from kvferry.app.settings.parsers import secret_token
+from kvferry.app.settings.sources import URL, Layer, RawValue, SettingOrigin, Source, read_layers
 
 LOCAL_URL = "http://127.0.0.1:8787"
-ARGUMENT = Place(Source.RUNTIME, "argument")
+ARGUMENT = SettingOrigin(Source.RUNTIME, "argument")
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the service is, and the token to show it; the admin token if there is one."""
+    """URL of the service, and the token to send; the admin token if there is one."""
 
     url: str
     token: str | None = field(repr=False)
@@ -35,10 +34,10 @@ class Connection:
 def find_connection(
     url: str | None = None, token: str | None = None, *, env_files: Iterable[Path] = (Path(".env"),)
 ) -> Connection:
-    """`url`, or KVFERRY_URL, or the one service found, or the local default; `token`, or KVFERRY_ADMIN_TOKEN, or
-    KVFERRY_READ_TOKEN.
+    """Return `url`, or KVFERRY_URL, or the only service found, or the local default, with a token.
 
-    Raises `BadSettings` for a URL or token that cannot be one, and where several services could be meant.
+    The token is `token`, or KVFERRY_ADMIN_TOKEN, or KVFERRY_READ_TOKEN. Raises `BadSettings` for an invalid URL or
+    token, and if several services are found.
     """
     found = find_ranks(url, token, env_files=env_files)
     if len(found) > 1:
@@ -57,12 +56,12 @@ def find_ranks(
 ) -> list[Connection]:
     """Find the data-parallel ranks of one engine: the one named `engine` or KVFERRY_ENGINE_NAME, or the only one.
 
-    A URL, given as for `find_connection`, is one rank. Raises `BadSettings` as well where several engines could be
-    meant, or none has the name `engine`.
+    A URL, given as for `find_connection`, is one rank. Raises `BadSettings` also if several engines are found, or none
+    has the name `engine`.
     """
-    layers: list[Layer] = [{}] if url and token else read_layers(Settings.names(), {}, env_files)
+    layers: list[Layer] = [{}] if url and token else read_layers(NAMES, {}, env_files)
     layers.insert(
-        0, {name: Given(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
+        0, {name: RawValue(value, ARGUMENT, name) for name, value in (("url", url), ("admin_token", token)) if value}
     )
     given = None if engine is not None else _first(layers, URL, _read_url)
     urls = [given] if given is not None else _found_urls(layers, engine) or [LOCAL_URL]
@@ -71,30 +70,29 @@ def find_ranks(
 
 
 def find_engine(url: str | None, service: Connection, *, env_files: Iterable[Path] = (Path(".env"),)) -> Connection:
-    """Return where the engine's own API is (`url`, or the service's), and KVFERRY_ENGINE_API_KEY to send to it.
+    """Return the URL of the engine's own API (`url`, or the service's), and KVFERRY_ENGINE_API_KEY.
 
-    Without a key, the service's token is sent only if `url` has the service's scheme, host and port.
-
-    Raises `BadSettings` for a URL or key that cannot be one.
+    Without a key, the service's token is used only if `url` has the service's scheme, host and port. Raises
+    `BadSettings` for an invalid URL or key.
     """
-    argument: Layer = {URL: Given(url, ARGUMENT, "--engine-url")} if url else {}
+    argument: Layer = {URL: RawValue(url, ARGUMENT, "--engine-url")} if url else {}
     engine_url = _first([argument], URL, _read_url) or service.url
-    key = _first(read_layers(Settings.names(), {}, env_files), "engine_api_key", _read_token)
+    key = _first(read_layers(NAMES, {}, env_files), "engine_api_key", _read_token)
     if key is None and _origin(engine_url) == _origin(service.url):
         key = service.token
     return Connection(engine_url, key)
 
 
 def _origin(url: str) -> tuple[str, str | None, int]:
-    """Scheme, host and port of a URL."""
+    """Return scheme, host and port of a URL."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _found_urls(layers: Iterable[Layer], engine: str | None) -> list[str]:
-    """URLs of the one engine that is announced on this host, in the order of its ranks; none without announcements."""
+    """Return the URLs of the only announced engine in the order of its ranks; empty without announcements."""
     given = next((layer["state_dir"] for layer in layers if "state_dir" in layer), None)
-    folder = user_state_path(APP_NAME) if given is None or given.trouble is not None else Path(str(given.value))
+    folder = user_state_path(APP_NAME) if given is None or given.problem is not None else Path(str(given.value))
     found = find_services(folder.expanduser())
     named = next((str(layer["engine_name"].value) for layer in layers if "engine_name" in layer), None)
     ranks = [service for service in found if service.engine == (engine or named)]
@@ -120,8 +118,8 @@ def _first(layers: Iterable[Layer], name: str, reader: Callable[[object], str]) 
     if given is None:
         return None
     secret = name != URL and given.spelled.lower().endswith(name)
-    if given.trouble is not None:
-        raise BadSettings([value_problem(name, given, given.trouble, secret=secret)])
+    if given.problem is not None:
+        raise BadSettings([value_problem(name, given, given.problem, secret=secret)])
     try:
         return reader(given.value)
     except ValueError as error:
@@ -143,4 +141,5 @@ def _read_url(value: object) -> str:
 
 
 def _read_token(value: object) -> str:
-    return secret_token(value).get_secret_value()
+    token: SecretStr = secret_token(value)
+    return token.get_secret_value()

@@ -1,185 +1,230 @@
-"""Every setting there is: its name, its default, its meaning, and whether it may change while kvferry runs."""
+"""All settings: name, type, limits, default, description, and whether a setting can change while kvferry runs.
+
+To add a setting, add one field to `SettingFields`: an annotation with a parser of `settings.parsers` (its type and
+limits), a default and a description; a number has its unit in its name. `MUTABLE` marks a setting that can change while
+running: `OffloadService` applies it. A rule between settings is one line of `settings.validation.RULES`.
+The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` and docs/settings.md (written by
+`kvferry config docs`) are derived from the field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from platformdirs import user_state_path
-from pydantic import BaseModel, BeforeValidator, Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr
 
-from kvferry.app.settings import values
-from kvferry.app.settings.kinds import Dtype, Engine, LogFormat, LogLevel, PoolKind
+from kvferry.app.settings import parsers
+from kvferry.app.settings.errors import is_secret_field
+from kvferry.app.settings.sources import Names
 from kvferry.app.settings.tiers import TierSettings, read_tiers
 from kvferry.core.cost_model import LoadDecision
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Level
 from kvferry.core.pool.admission import MAX_THRESHOLD
+from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 
 APP_NAME = "kvferry"
 MAX_BLOCK_SIZE_TOKENS = 1024
+MUTABLE = object()
+"""Marks a setting that can change while kvferry runs."""
+OFFERED: Mapping[str, tuple[str, ...]] = {"eviction_policy": tuple(EVICTION_POLICIES)}
+"""Values of settings of which later versions may offer more."""
 
 
-class _Mutable:
-    """Marks a setting that may change while running."""
+class Engine(StrEnum):
+    """The engine that runs in this process."""
+
+    EMBEDDED = "embedded"
+    NONE = "none"
 
 
-MUTABLE = _Mutable()
+class Dtype(StrEnum):
+    """Precision of the embedded engine's model."""
+
+    AUTO = "auto"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
 
 
-def _read(reader: Callable[[Any], Any]) -> BeforeValidator:
-    return BeforeValidator(reader)
+class PoolKind(StrEnum):
+    """Kind of memory of the host pool."""
+
+    PINNED = "pinned"
+    SHM = "shm"
+    FILE = "file"
 
 
-def _bounds(minimum: float, maximum: float) -> Any:
-    """Describe the bounds that the reader of a number checks, for the JSON Schema."""
-    return Field(json_schema_extra={"minimum": minimum, "maximum": maximum})
+class LogLevel(StrEnum):
+    """Lowest level that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    CRITICAL = "critical"
+
+
+class LogFormat(StrEnum):
+    """Format of log lines."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 class SettingFields(BaseModel):
-    """What is set, whoever read it; `Settings` reads it."""
+    """Fields of all settings; `Settings` reads them."""
 
-    host: Annotated[str, _read(values.host)] = Field(
+    host: Annotated[str, parsers.host] = Field(
         default="127.0.0.1",
         description="Where the admin API listens. Without a token only loopback addresses are accepted; on others a "
         "token has at least 16 characters.",
     )
-    port: Annotated[int, _read(values.whole(0, 65535))] = Field(
+    port: Annotated[int, parsers.whole(0, 65535)] = Field(
         default=8787, description="Port of the admin API; 0 takes a free one."
     )
-    admin_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+    admin_token: Annotated[SecretStr | None, parsers.secret_token] = Field(
         default=None, description="Bearer token that may do everything."
     )
-    read_token: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+    read_token: Annotated[SecretStr | None, parsers.secret_token] = Field(
         default=None, description="Bearer token that may only read."
     )
-    engine_name: Annotated[str | None, _read(values.name)] = Field(
+    engine_name: Annotated[str | None, parsers.name] = Field(
         default=None,
         description="Names this engine's pool, rows and discovery file; several engines may share a state folder. "
         "By default made from the fingerprint of model and layout, with a number appended where another process has "
         "that name on the same database; a name set here that another process has refuses to start.",
     )
-    engine: Annotated[Engine, _read(values.choice(Engine))] = Field(
+    engine: Annotated[Engine, parsers.choice(Engine)] = Field(
         default=Engine.EMBEDDED, description="`embedded`, or `none` for the admin API and the pool only."
     )
-    model: Annotated[str, _read(values.word)] = Field(
+    model: Annotated[str, parsers.word] = Field(
         default="tiny",
         description="Model of the embedded engine: `tiny` is built in and untrained; else a local folder or a hub id.",
     )
-    device: Annotated[str, _read(values.device)] = Field(
+    device: Annotated[str, parsers.device] = Field(
         default="auto", description="Where the model runs: `auto`, `cpu`, `cuda` or `cuda:<index>`."
     )
-    dtype: Annotated[Dtype, _read(values.choice(Dtype))] = Field(
+    dtype: Annotated[Dtype, parsers.choice(Dtype)] = Field(
         default=Dtype.AUTO, description="Precision of the model: `auto`, `float16`, `bfloat16`, `float32` or `float64`."
     )
-    device_blocks: Annotated[int, _read(values.whole(1))] = Field(
+    device_blocks: Annotated[int, parsers.whole(1)] = Field(
         default=512, description="Size of the device's KV cache in blocks."
     )
-    block_size: Annotated[int, _read(values.whole(1, MAX_BLOCK_SIZE_TOKENS))] = Field(
+    block_size: Annotated[int, parsers.whole(1, MAX_BLOCK_SIZE_TOKENS)] = Field(
         default=16, description="Tokens a block."
     )
-    max_batched_tokens: Annotated[int, _read(values.whole(1))] = Field(
+    max_batched_tokens: Annotated[int, parsers.whole(1)] = Field(
         default=2048, description="Token budget of one engine step."
     )
-    max_running: Annotated[int, _read(values.whole(1))] = Field(default=8, description="Requests that run at once.")
-    max_waiting: Annotated[int, _read(values.whole(0))] = Field(
+    max_running: Annotated[int, parsers.whole(1)] = Field(default=8, description="Requests that run at once.")
+    max_waiting: Annotated[int, parsers.whole(0)] = Field(
         default=2048,
         description="Requests that `/v1` accepts beyond those that run. A call that would exceed it is answered with "
         "429 and `Retry-After`; its prompts are accepted all or none.",
     )
-    max_wait_s: Annotated[int, _read(values.whole(1))] = Field(
+    max_wait_s: Annotated[int, parsers.whole(1)] = Field(
         default=2,
         description="Seconds for which calls to `/v1` may be expected to wait, by the measured rate at which requests "
         "end. Calls beyond that are answered with 429 and `Retry-After`. One client address gets half of the room "
         "at most. However slow the engine is, 32 calls under way are accepted for each request that may run at once, "
         "and never fewer than 64.",
     )
-    pool_bytes: Annotated[int, _read(values.size), _bounds(1, values.MAX_EXACT), MUTABLE] = Field(
+    pool_bytes: Annotated[int, parsers.size, MUTABLE] = Field(
         default=1 << 30,
         description="Size of the host pool: the total of this engine, all ranks together. It is rounded down to whole "
         "extents: an eighth of the pool as it started, but at most 1 GiB.",
     )
-    pool_kind: Annotated[PoolKind, _read(values.choice(PoolKind))] = Field(
+    pool_kind: Annotated[PoolKind, parsers.choice(PoolKind)] = Field(
         default=PoolKind.PINNED,
         description="What the host pool is made of: `pinned`, `shm`, or `file` with its folder. The last two outlive "
         "the process, so that a restart begins warm.",
     )
-    pool_path: Annotated[Path | None, _read(values.folder)] = Field(
+    pool_path: Annotated[Path | None, parsers.folder] = Field(
         default=None, description="Folder of the pool's file; only with `POOL_KIND=file`."
     )
-    blocks_per_slot: Annotated[int, _read(values.whole(1))] = Field(
-        default=1, description="Blocks that one slot holds."
-    )
-    kernel_below_bytes: Annotated[int | None, _read(values.size)] = Field(
+    blocks_per_slot: Annotated[int, parsers.whole(1)] = Field(default=1, description="Blocks that one slot holds.")
+    kernel_below_bytes: Annotated[int | None, parsers.size] = Field(
         default=None,
         description="On CUDA, blocks are copied by a kernel where the pieces that they lie in are smaller than this, "
         "and by the DMA engines else. By default measured at the first start on a device; 1 is never.",
     )
-    store_mode: Annotated[StoreMode, _read(values.choice(StoreMode)), MUTABLE] = Field(
+    store_mode: Annotated[StoreMode, parsers.choice(StoreMode), MUTABLE] = Field(
         default=StoreMode.EAGER,
         description="`eager` offers blocks as they fill, `lazy` those about to leave the device.",
     )
-    eviction_policy: Annotated[str, _read(values.word), MUTABLE] = Field(
+    eviction_policy: Annotated[str, parsers.offered(EVICTION_POLICIES), MUTABLE] = Field(
         default="lru", description="Which blocks leave a full pool first."
     )
-    offload_prompt_only: Annotated[bool, _read(values.truth)] = Field(
+    offload_prompt_only: Annotated[bool, parsers.boolean] = Field(
         default=True, description="Default request policy: store only blocks wholly inside the prompt."
     )
-    max_offload_tokens: Annotated[int | None, _read(values.cap)] = Field(
+    max_offload_tokens: Annotated[int | None, parsers.cap] = Field(
         default=None,
         description="Default request policy: store only blocks wholly inside the first N tokens; 0 stores nothing, "
         "`unlimited` everything.",
     )
-    offload_level: Annotated[Level, _read(values.choice(Level))] = Field(
+    offload_level: Annotated[Level, parsers.choice(Level)] = Field(
         default=Level.BLOCK,
         description="Default request policy: tiers get new blocks only (`block`) or all of a request's (`request`).",
     )
-    max_load_tokens: Annotated[int | None, _read(values.cap)] = Field(
+    max_load_tokens: Annotated[int | None, parsers.cap] = Field(
         default=None,
         description="Default request policy: load at most the first N tokens; 0 loads nothing, `unlimited` every hit.",
     )
-    request_fields: Annotated[tuple[str, ...], _read(values.policy_fields)] = Field(
+    request_fields: Annotated[tuple[str, ...], parsers.policy_fields] = Field(
         default=REQUEST_FIELDS_DEFAULT, description="Policy fields that a request's own `kv_transfer_params` may set."
     )
-    load_decision: Annotated[LoadDecision, _read(values.choice(LoadDecision)), MUTABLE] = Field(
+    load_decision: Annotated[LoadDecision, parsers.choice(LoadDecision), MUTABLE] = Field(
         default=LoadDecision.AUTO,
         description="`auto` loads a hit when that beats recomputing, by measured rates; `always` loads every hit.",
     )
-    store_threshold: Annotated[int, _read(values.whole(1, MAX_THRESHOLD)), _bounds(1, MAX_THRESHOLD), MUTABLE] = Field(
+    store_threshold: Annotated[int, parsers.whole(1, MAX_THRESHOLD), MUTABLE] = Field(
         default=1, description="Offers of a block before it is stored."
     )
-    max_pinned_fraction: Annotated[float, _read(values.fraction), _bounds(0, 1), MUTABLE] = Field(
+    max_pinned_fraction: Annotated[float, parsers.fraction, MUTABLE] = Field(
         default=0.25, description="How much of the pool operators may pin, as a fraction."
     )
-    engine_api_key: Annotated[SecretStr | None, _read(values.secret_token)] = Field(
+    engine_api_key: Annotated[SecretStr | None, parsers.secret_token] = Field(
         default=None,
         description="API key that `replay` sends to the engine's URL; the service's tokens are sent to the service "
         "only.",
     )
-    database_url: Annotated[SecretStr, _read(values.database_url)] = Field(
+    database_url: Annotated[SecretStr, parsers.database_url] = Field(
         default=SecretStr("sqlite:///{STATE_DIR}/kvferry.db"),
         description="Metadata and history: SQLite or PostgreSQL. `{STATE_DIR}` stands for the state folder.",
     )
-    state_dir: Annotated[Path, _read(values.folder)] = Field(
+    state_dir: Annotated[Path, parsers.folder] = Field(
         default_factory=lambda: user_state_path(APP_NAME),
         description="Folder of the database, the discovery file and the digests of model files. By default the "
         "platform's folder for such state.",
     )
-    eviction_history_rows: Annotated[
-        int, _read(values.whole(0, values.MAX_EXACT)), _bounds(0, values.MAX_EXACT), MUTABLE
-    ] = Field(default=1_000_000, description="How many rows of eviction history are kept.")
-    eviction_history_days: Annotated[
-        int, _read(values.whole(0, values.MAX_EXACT)), _bounds(0, values.MAX_EXACT), MUTABLE
-    ] = Field(default=30, description="For how many days eviction history is kept.")
-    tiers: Annotated[tuple[TierSettings, ...], _read(read_tiers)] = Field(
+    eviction_history_rows: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(
+        default=1_000_000, description="How many rows of eviction history are kept."
+    )
+    eviction_history_days: Annotated[int, parsers.whole(0, parsers.MAX_EXACT), MUTABLE] = Field(
+        default=30, description="For how many days eviction history is kept."
+    )
+    tiers: Annotated[tuple[TierSettings, ...], parsers.Parser(read_tiers)] = Field(
         default=(),
         description="JSON list of the tiers below the pool, the fastest first: an object a tier, with its `type`, "
         "`name`, `max_bytes` and what else its type has. See docs/tiers.md.",
     )
-    log_level: Annotated[LogLevel, _read(values.choice(LogLevel)), MUTABLE] = Field(
+    log_level: Annotated[LogLevel, parsers.choice(LogLevel), MUTABLE] = Field(
         default=LogLevel.INFO, description="`debug`, `info`, `warning`, `error` or `critical`."
     )
-    log_format: Annotated[LogFormat, _read(values.choice(LogFormat))] = Field(
+    log_format: Annotated[LogFormat, parsers.choice(LogFormat)] = Field(
         default=LogFormat.TEXT, description="`text`, or `json` with one object a line."
     )
+
+
+NAMES = Names(
+    tuple(SettingFields.model_fields),
+    tuple(name for name, field in SettingFields.model_fields.items() if is_secret_field(field)),
+)
+MUTABLE_NAMES = tuple(name for name, field in SettingFields.model_fields.items() if MUTABLE in field.metadata)

@@ -1,4 +1,4 @@
-"""The settings in force: those read at start, with what was changed while running laid over them."""
+"""The settings in force: those read at start, with the changes made while running."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvferry.app.settings.model import Settings
+from kvferry.app.settings.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 
-def _all_good(_: Settings, __: Collection[str]) -> None:
-    """Whatever validated will do."""
+def accept_all(_: Settings, __: Collection[str]) -> None:
+    """Accept every valid change."""
 
 
 class LiveSettings:
-    """Frozen settings that can be exchanged while running. Thread-safe.
+    """Frozen settings that are replaced by `change`. Changes are lost at the next start. Thread: any.
 
-    `check` is called with the new settings and the names that were given, and raises what they are refused with; then
-    `apply`, before they are in force, carries them to whoever holds a copy. If it raises, it is called with the
-    settings in force, so that all of a change is applied or nothing. The caller of `change` waits for both. Changes are
-    forgotten at the next start.
+    Args:
+        at_start: The settings that were read at start.
+        apply: Applies changed settings before they are in force; `change` waits for it. If it raises, it is called
+            again with the settings in force, so that a change is applied completely or not at all.
+        check: Raises if a change is refused; called before `apply`, with the new settings and the changed names.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LiveSettings:
         at_start: Settings,
         apply: Callable[[Settings], None],
         *,
-        check: Callable[[Settings, Collection[str]], None] = _all_good,
+        check: Callable[[Settings, Collection[str]], None] = accept_all,
     ) -> None:
         self._at_start = at_start
         self._apply = apply
@@ -43,24 +44,23 @@ class LiveSettings:
 
     @property
     def current(self) -> Settings:
-        """The settings in force now."""
+        """The settings in force."""
         return self._current
 
     @property
     def shortfalls(self) -> Mapping[str, str]:
-        """By setting, why what was asked for last is not in force."""
+        """By setting, why the value that was last requested is not in force."""
         return self._shortfalls
 
     def change(self, patch: Mapping[str, Any]) -> Settings:
-        """Change some settings; None gives one its value at start back.
+        """Change some settings; None restores the value at start.
 
-        Raises `BadSettings` for unknown names and bad values, `NeedsRestart` for settings that are fixed while running,
-        and what `check` and `apply` raise.
+        Raises `BadSettings` for unknown names and invalid values, `NeedsRestart` for settings that are fixed while
+        running, and the errors of `check` and `apply`.
         """
         with self._lock:
-            taken_back = {name for name, value in patch.items() if value is None and name in self.mutable}
-            given = {name: value for name, value in patch.items() if name not in taken_back}
-            changes = {name: value for name, value in self._changes.items() if name not in taken_back} | given
+            restored = {name for name, value in patch.items() if value is None and name in self.mutable}
+            changes = {name: value for name, value in (self._changes | dict(patch)).items() if name not in restored}
             settings = self._at_start.change(changes, self.mutable)
             self._check(settings, patch)
             try:
@@ -74,17 +74,17 @@ class LiveSettings:
             return settings
 
     def _restore(self) -> None:
-        """Apply the settings in force again, since a change was applied in part."""
+        """Apply the settings in force again, after a change was applied in part."""
         try:
             self._apply(self._current)
         except Exception:  # noqa: BLE001 - the caller gets the error of the change itself
-            _log.exception("settings: a failed change could not be taken back")
+            _log.exception("settings: reverting a failed change failed")
 
-    def fall_short(self, name: str, asked: object, value: object, why: str) -> None:
-        """What was asked for of a setting could not be had, and `value` is in force, unless more was asked since."""
+    def fall_short(self, name: str, requested: object, value: object, why: str) -> None:
+        """Record that `value` is in force instead of the requested one, unless the setting was changed since."""
         with self._lock:
-            if getattr(self._current, name) != asked:
+            if getattr(self._current, name) != requested:
                 return
             self._changes = self._changes | {name: value}
             self._current = self._at_start.change(self._changes, self.mutable)
-            self._shortfalls = self._shortfalls | {name: f"{name}={asked} could not be had: {why}"}
+            self._shortfalls = self._shortfalls | {name: f"{name}={requested} is not in force: {why}"}

@@ -1,7 +1,7 @@
-"""The setting TIERS: which tiers there are, each entry read by the type that it names.
+"""The setting TIERS: the tiers below the pool, each entry parsed by the settings of its type.
 
-A tier's type is an entry point in the group `kvferry.tiers`. It names a class that makes a tier of its entry and a
-context, and whose `Settings` say what an entry may hold.
+A type of tier is an entry point in the group `kvferry.tiers`. It names a class that is called with an entry and a
+context, and whose `Settings` define the fields of an entry.
 """
 
 from __future__ import annotations
@@ -11,62 +11,58 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from kvferry.app.settings import values
-from kvferry.app.settings.problems import MASK, show
+from kvferry.app.settings import parsers
+from kvferry.app.settings.errors import MASK, is_secret_field, show
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext
 
 GROUP = "kvferry.tiers"
 BUILT_IN = (EntryPoint("fs", "kvferry.app.tiers.fs:FileTier", GROUP),)
-"""Our own types, the same as in pyproject.toml: they are there also when kvferry runs from a folder, not installed."""
+"""The types in pyproject.toml, for a kvferry that runs from a folder and is not installed."""
 MAX_TIERS = 16
 
 
 def _tier_name(value: object) -> str:
-    name = values.name(value)
+    name: str = parsers.name(value)
     if name == HOST:
-        raise ValueError(f"must not be {HOST}, which is what the pool is called")
+        raise ValueError(f"must not be {HOST}, the name of the pool")
     return name
 
 
 class TierSettings(BaseModel):
-    """What every entry of TIERS may hold. A type adds its own fields, each with a reader that says what is right."""
+    """Fields of every entry of TIERS. A type adds fields, each with a parser of `kvferry.app.settings.parsers`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
-    type: Annotated[str, BeforeValidator(values.name)] = Field(description="type of tier")
-    name: Annotated[str, BeforeValidator(_tier_name)] = Field(
-        description="what the tier is called; its type, if not given"
+    type: Annotated[str, parsers.name] = Field(description="type of tier")
+    name: Annotated[str, parsers.Parser(_tier_name)] = Field(description="name of the tier; its type, if not given")
+    max_bytes: Annotated[int, parsers.size] = Field(description="limit of its size in bytes")
+    timeout_s: Annotated[float, parsers.seconds(0.01, 3600)] = Field(
+        default=10.0, description="seconds after which a job has failed"
     )
-    max_bytes: Annotated[int, BeforeValidator(values.size)] = Field(description="most bytes that it may hold")
-    timeout_s: Annotated[float, BeforeValidator(values.seconds(0.01, 3600))] = Field(
-        default=10.0, description="seconds that a job may take before it is given up"
-    )
-    level: Annotated[Level, BeforeValidator(values.choice(Level))] = Field(
+    level: Annotated[Level, parsers.choice(Level)] = Field(
         default=Level.BLOCK, description="`block`: new blocks only; `request`: every block of every request"
     )
 
     def shown(self) -> dict[str, Any]:
-        """The entry as JSON, with what is secret masked."""
+        """Return the entry as JSON, with secrets masked."""
         plain = self.model_dump(mode="json")
         return {name: MASK if isinstance(getattr(self, name), SecretStr) else value for name, value in plain.items()}
 
 
 class ThreadedSettings(TierSettings):
-    """What a tier adds whose blocking calls run on threads."""
+    """Fields of a tier whose blocking calls run on threads."""
 
-    threads: Annotated[int, BeforeValidator(values.whole(1, 64))] = Field(
-        default=4, description="threads that read and write"
-    )
-    queue_blocks: Annotated[int, BeforeValidator(values.whole(1, 1_000_000))] = Field(
-        default=1024, description="blocks that may wait for them; what comes beyond is dropped"
+    threads: Annotated[int, parsers.whole(1, 64)] = Field(default=4, description="threads that read and write")
+    queue_blocks: Annotated[int, parsers.whole(1, 1_000_000)] = Field(
+        default=1024, description="blocks that may wait for a thread; further ones are dropped"
     )
 
 
 class TierType(Protocol):
-    """What an entry point names: a class of tiers. Making one probes that it works, or raises `TierRefused`."""
+    """A class of tiers, named by an entry point. Its constructor tests the tier, and raises `TierRefused`."""
 
     Settings: type[TierSettings]
 
@@ -74,12 +70,12 @@ class TierType(Protocol):
 
 
 def installed_types() -> dict[str, EntryPoint]:
-    """The types of tier that are there, by name; ours cannot be replaced."""
+    """Return the installed types of tier by name; the built-in ones cannot be replaced."""
     return {found.name: found for found in (*entry_points(group=GROUP), *BUILT_IN)}
 
 
 def load_type(name: str) -> TierType:
-    """A type of tier. Raises ValueError with what is wrong with it, and what to do."""
+    """Load a type of tier. Raises `ValueError` with the problem and what to do."""
     installed = installed_types()
     if name not in installed:
         near = difflib.get_close_matches(name, installed, n=1)
@@ -109,9 +105,9 @@ def load_type(name: str) -> TierType:
 
 
 def read_tiers(value: object) -> tuple[TierSettings, ...]:
-    """The entries of TIERS: a list of objects, or JSON text of one. Raises ValueError with all that is wrong."""
+    """Parse TIERS, a list of objects or JSON text of one. Raises `ValueError` with all problems."""
     rule = 'must be a JSON list of objects such as [{"type": "fs", "path": "/var/kvferry", "max_bytes": "100GiB"}]'
-    items = values.json_list(value, rule) if isinstance(value, str) else value
+    items = parsers.json_list(value, rule) if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, (dict, TierSettings)) for item in items):
         raise ValueError(rule)
     if len(items) > MAX_TIERS:
@@ -145,18 +141,20 @@ def _read_entry(item: Mapping[str, Any]) -> TierSettings:
     try:
         return kind.Settings.model_validate({"name": item["type"], **item})
     except ValidationError as error:
-        lines = [_told(kind.Settings, problem) for problem in error.errors(include_url=False, include_context=False)]
+        lines = [
+            _problem_text(kind.Settings, problem) for problem in error.errors(include_url=False, include_context=False)
+        ]
         raise ValueError("; ".join(lines)) from error
 
 
 def _title(item: object) -> str:
-    """An entry's name for a message, if it has one."""
+    """Return an entry's name for a message, empty if it has none."""
     name = item.get("name", item.get("type")) if isinstance(item, Mapping) else None
     return f" ({show(name)})" if isinstance(name, str) else ""
 
 
-def _told(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
-    """One thing that is wrong with an entry. The value of an unknown field may be a misspelled secret."""
+def _problem_text(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
+    """Return the text of one problem of an entry. The value of an unknown field may be a misspelled secret."""
     known = settings.model_fields
     field = ".".join(str(part) for part in problem["loc"]) or "entry"
     name = str(problem["loc"][0]) if problem["loc"] else ""
@@ -167,6 +165,6 @@ def _told(settings: type[TierSettings], problem: Mapping[str, Any]) -> str:
         )
     if problem["type"] == "missing":
         return f"{field} is missing; it is the {known[name].description}"
-    secret = name not in known or "SecretStr" in str(known[name].annotation)
+    secret = name not in known or is_secret_field(known[name])
     given = MASK if secret else show(problem["input"])
     return f"{field}={given} {problem['msg'].removeprefix('Value error, ')}"

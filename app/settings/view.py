@@ -1,4 +1,4 @@
-"""A setting as an operator sees it: value (masked), source, description, and whether it may change while running."""
+"""Presentation of settings to operators: values as JSON, with secrets masked, and where they were set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from kvferry.app.settings.origin import PREFIX, Place, Source
-from kvferry.app.settings.problems import MASK, mask_url
+from kvferry.app.settings.errors import MASK, mask_url
+from kvferry.app.settings.parsers import format_size
+from kvferry.app.settings.sources import DEFAULT, PREFIX, RUNTIME, RawValue, Source
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.app.settings.values import format_size
 from kvferry.core.policy import CAP_FIELDS, UNLIMITED
 
 Plain = str | int | float | bool | None | list[Any]
@@ -20,7 +20,7 @@ Plain = str | int | float | bool | None | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class SettingView:
-    """One setting, safe to show. `value` and `default` are plain JSON; `place` says in words where it was given."""
+    """One setting with secrets masked. `value` and `default` are JSON; `place` describes where the value was set."""
 
     name: str
     value: Plain
@@ -33,12 +33,12 @@ class SettingView:
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The environment variable of the setting."""
         return PREFIX + self.name.upper()
 
 
 def plain(name: str, value: object) -> Plain:
-    """A value as JSON, masked where it is secret."""
+    """Return a value as JSON, masked if it is secret."""
     if isinstance(value, SecretStr):
         return mask_url(value.get_secret_value()) if name == "database_url" else MASK
     if name in CAP_FIELDS and value is None:
@@ -55,7 +55,7 @@ def plain(name: str, value: object) -> Plain:
 
 
 def written(name: str, value: Plain) -> str:
-    """A plain value the way it would be written in an environment variable."""
+    """Return a plain value as it would be written in an environment variable."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -67,6 +67,8 @@ def written(name: str, value: Plain) -> str:
     return str(value)
 
 
-def place_words(place: Place, spelled: str) -> str:
-    """Where a value was given, in words."""
-    return place.label if place.source in (Source.DEFAULT, Source.RUNTIME) else f"{spelled} ({place.label})"
+def origin_text(raw: RawValue | None) -> str:
+    """Describe where a value was set; None for a default."""
+    if raw is None or raw.origin is RUNTIME:
+        return (DEFAULT if raw is None else RUNTIME).label
+    return f"{raw.spelled} ({raw.origin.label})"

@@ -13,8 +13,10 @@ from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from kvferry.core.errors import StartError
 
-class StoreError(Exception):
+
+class StoreError(StartError):
     """The store cannot be opened or migrated, so that the service refuses to start. The message names the remedy."""
 
 

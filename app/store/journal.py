@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.app.seldom import SeldomLogger
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import Diagnosis, FailureKind, diagnose
 from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, Regrets
@@ -91,7 +91,7 @@ class Journal(NullSink):
         self._rival: str | None = None
         self._beat_s = 0.0
         self._failing: dict[str, _OngoingFailure] = {}
-        self._seldom = SeldomLogger(_log, interval_s=LOG_INTERVAL_S)
+        self._seldom = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
         self._logged: set[str] = set()
         self.failures = 0
 

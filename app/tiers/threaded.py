@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.seldom import SeldomLogger
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
 from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Work
@@ -71,7 +71,7 @@ class ThreadedTier:
         self._counts = dict.fromkeys(Outcome, 0)
         self._bytes = dict.fromkeys(Outcome, 0)
         self._reset_asked = threading.Event()
-        self._seldom = SeldomLogger(_log)
+        self._seldom = RateLimitedLogger(_log)
         self._starting = threading.Lock()
         self._workers = [_Worker() for _ in range(settings.threads)]
         self._housekeeper = _Worker()

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.counters import counter, gauge
+from kvferry.core.errors import StartError
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.transfers import Slots
@@ -43,7 +44,7 @@ class SlotBytes(Protocol):
         """
 
 
-class TierRefused(ValueError):
+class TierRefused(StartError):
     """A tier cannot be used with its settings. The message names the tier, the problem and what to do."""
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.segments import Int64s
 
 Resolve = Callable[[str, int], int]
@@ -75,7 +76,7 @@ _CAPTURE_MODE_RELAXED = 2
 _NOTHING_RUNS = frozenset({3, 4, 201, 214, 220, 226, 400, 700, 702, 709, 710, *range(714, 720), 721, 810, 911, 999})
 
 
-class CudaUnavailable(ValueError):
+class CudaUnavailable(StartError):
     """The CUDA driver or device is missing. The message says which, and what to do."""
 
 

@@ -10,8 +10,10 @@ import fcntl
 import os
 from pathlib import Path
 
+from kvferry.core.errors import StartError
 
-class PoolRefused(ValueError):
+
+class PoolRefused(StartError):
     """A pool that this process may not use. The message says why, and what to do."""
 
 

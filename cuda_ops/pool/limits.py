@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from kvferry.core.errors import StartError
+
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 represents "no limit" by a number near 2**63."""
 
@@ -21,7 +23,7 @@ class MemoryLimit:
     available_bytes: int
 
 
-class NotEnoughMemory(ValueError):
+class NotEnoughMemory(StartError):
     """An allocation that exceeds a limit, refused before anything was allocated. The message has both numbers."""
 
 

@@ -19,7 +19,7 @@ from kvferry.app.api.app import create_app
 from kvferry.app.api.auth import Tokens
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.event_feed import EventFeed
-from kvferry.app.offload_guard import ErrorLog, OffloadGuard
+from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings

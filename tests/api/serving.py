@@ -13,8 +13,8 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvferry.app.http_protocol import ConnectionLimits, RetryAfter, never_busy
-from kvferry.app.server_config import server_config
+from kvferry.app.service.connections import ConnectionLimits, RetryAfter, never_busy
+from kvferry.app.service.server import server_config
 from tests import waiting
 
 DEADLINE_S = 20.0

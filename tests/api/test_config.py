@@ -203,7 +203,7 @@ def test_what_could_not_be_had_is_told_beside_the_value_in_force() -> None:
     live.change({"pool_bytes": 8 << 20})
     live.fall_short("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
     assert live.current.pool_bytes == 4 << 20
-    assert live.shortfalls == {"pool_bytes": "pool_bytes=8388608 could not be had: somebody else has the memory"}
+    assert live.shortfalls == {"pool_bytes": "pool_bytes=8388608 is not in force: somebody else has the memory"}
     live.change({"log_level": "debug"})
     assert live.current.pool_bytes == 4 << 20
     assert "pool_bytes" in live.shortfalls

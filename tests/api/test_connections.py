@@ -14,8 +14,8 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.middleware import Bodies
-from kvferry.app.http_protocol import REQUESTS_PER_ITERATION, ConnectionLimits
-from kvferry.app.server_config import MAX_CONNECTIONS, connection_limits, raise_file_limit
+from kvferry.app.service.connections import REQUESTS_PER_ITERATION, ConnectionLimits
+from kvferry.app.service.server import MAX_CONNECTIONS, connection_limits, raise_file_limit
 
 from .serving import DEADLINE_S, ClosingFlag, Running, serve, wait_until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from kvferry.app.offload_guard import MAX_ERRORS
+from kvferry.app.guard import MAX_ERRORS
 
 from .service import Service
 from .test_health import samples

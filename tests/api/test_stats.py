@@ -13,7 +13,7 @@ from httpx_sse import connect_sse
 
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.stats import take_stats
-from kvferry.app.warm_start import WarmStart
+from kvferry.app.pool.recovery import WarmStart
 from kvferry.core.stats import MissCause
 
 from .loop_engine import BLOCK_BYTES, LoopRequest

@@ -15,10 +15,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from kvferry.app.logs import QUEUE_RECORDS, LogPipe, start_logging
-from kvferry.app.seldom import SeldomLogger
+from kvferry.app.logs import QUEUE_RECORDS, LogPipe, RateLimitedLogger, start_logging
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import LogLevel
+from kvferry.app.settings.fields import LogLevel
 from tests.api.serving import wait_until
 
 
@@ -152,7 +151,7 @@ def test_a_stuck_stream_stalls_nobody_and_losses_are_told() -> None:
         pipe.close()
         pipe.close()
     messages = [item["message"] for item in logged(stream)]
-    assert messages.count("dropped 25 log records, which came faster than they could be written") == 1
+    assert messages.count("dropped 25 log records that arrived faster than they could be written") == 1
     assert len(messages) == QUEUE_RECORDS + 2
 
 
@@ -206,7 +205,7 @@ def test_notices_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    seldom = SeldomLogger(logging.getLogger("kvferry.app.seldom"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
+    seldom = RateLimitedLogger(logging.getLogger("kvferry.app.logs"), interval_s=60, max_keys=2, clock=lambda: now_s[0])
 
     def log(key: str) -> bool:
         return seldom.log(logging.WARNING, key, "bad %s", key)

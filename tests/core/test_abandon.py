@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.app.offload_guard import ErrorLog, OffloadGuard
+from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy

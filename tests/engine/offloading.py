@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvferry.app.engines.embedded import EmbeddedEngine
-from kvferry.app.offload_guard import ErrorLog, GuardedCopies, OffloadGuard
+from kvferry.app.guard import ErrorLog, GuardedCopies, OffloadGuard
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec

@@ -13,9 +13,9 @@ import torch
 
 from kvferry.app.engines.cuda import CudaSide
 from kvferry.app.logs import LogPipe
+from kvferry.app.process import Process
 from kvferry.app.settings import Settings
-from kvferry.app.starting import StartRefused
-from kvferry.app.wiring import Process
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -130,7 +130,7 @@ def test_a_machine_without_a_device_is_refused_with_what_to_do(device: str, tmp_
     settings = Settings(device=device, state_dir=tmp_path)
     with (
         LogPipe(settings) as logs,
-        pytest.raises(StartRefused, match=f"DEVICE={device}: torch sees 0 CUDA devices here; use cpu or auto"),
+        pytest.raises(StartError, match=f"DEVICE={device}: torch sees 0 CUDA devices here; use cpu or auto"),
     ):
         Process(settings, logs)
 
@@ -142,5 +142,5 @@ def test_a_process_starts_on_a_device(tmp_path: Path) -> None:
     with LogPipe(settings) as logs:
         process = Process(settings, logs)
         process.start()
-        assert process.ferry.readiness() == []
+        assert process.service.readiness() == []
         process.close()

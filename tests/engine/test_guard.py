@@ -11,7 +11,7 @@ from kvferry.app.engines.embedded import FinishReason
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Request
-from kvferry.app.offload_guard import MAX_ERRORS
+from kvferry.app.guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine

@@ -1,4 +1,4 @@
-"""The small process that is killed: a ferry, a kept pool and the CPU copy engine, around a toy engine.
+"""The small process that is killed: an OffloadService, a kept pool and the CPU copy engine, around a toy engine.
 
 It says what happens to it in a few numbers of shared memory, which outlive it, and checks every byte that comes back.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.app.api.context import EngineInfo
-from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.service.service import EngineBinding, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -125,7 +125,7 @@ class Small:
         self._pool = pool
         self._headers = SlotHeaders(self._file, pool)
         self._device = Device(DEVICE_BLOCKS)
-        engine = EngineSide(
+        engine = EngineBinding(
             name=ENGINE_NAME,
             info=EngineInfo("toy", "toy", "cpu", BLOCK_TOKENS, groups=1, workers=1),
             layout=GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)]),
@@ -142,17 +142,17 @@ class Small:
             pool_bytes=shape.num_slots * BLOCK_BYTES,
             load_decision="always",
         )
-        side = PoolSide(shape.plan, pool, pool, kept)
-        self._ferry = Ferry(settings, engine, side, lambda level: None, threading.Event())
-        self._scheduler, self._manager = self._ferry.scheduler, self._ferry.manager
+        side = PoolBinding(shape.plan, pool, pool, kept)
+        self._service = OffloadService(settings, engine, side, lambda level: None, threading.Event())
+        self._scheduler, self._manager = self._service.scheduler, self._service.manager
         layout, before = DeviceLayout.of_arrays([self._device.blocks]), self._headers.before_copy
         copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=2, before=before)
         self._copies = kept.fillings = KeptCopies(copies, self._headers, lambda: None)
         self._running: list[ToyRequest] = []
         self._storing: dict[int, set[int]] = {}
         self._number = 0
-        self._ferry.start()
-        started = self._ferry.warm_start
+        self._service.start()
+        started = self._service.warm_start
         if started is None:
             raise RuntimeError("a kept pool was not recovered")
         self.notes[Note.RECOVERED] = started.recovered
@@ -198,7 +198,7 @@ class Small:
             self._reset(now_s)
         if self._random.random() < self._resize_chance:
             num_extents = self._random.randint(1, MAX_SLOTS // EXTENT_SLOTS)
-            self._ferry.settings.change({"pool_bytes": num_extents * EXTENT_SLOTS * BLOCK_BYTES})
+            self._service.settings.change({"pool_bytes": num_extents * EXTENT_SLOTS * BLOCK_BYTES})
             self.notes[Note.RESIZES] += 1
         snapshot = self._scheduler.snapshot()
         self.notes[Note.SLOTS] = self._manager.num_slots

@@ -10,7 +10,7 @@ from tests.service.process import ROOT
 
 SCRIPT = """
 import os, signal
-from kvferry.app.crash_report import enable_crash_report
+from kvferry.app.service.startup import enable_crash_report
 enable_crash_report()
 os.kill(os.getpid(), signal.SIGBUS)
 """

@@ -33,7 +33,7 @@ def locked(served: Served, database: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_full(served: Served, database: Path) -> Iterator[None]:
-    """By a file of somebody else's."""
+    """Fill the disk with another file."""
     ballast = database.with_name("ballast")
     free = os.statvfs(database.parent)
     ballast.write_bytes(b"x" * (free.f_bavail * free.f_frsize))

@@ -22,10 +22,10 @@ import pytest
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.logs import LogPipe
-from kvferry.app.serving import listen, make_server, url_of
+from kvferry.app.process import Process
+from kvferry.app.service.server import listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.app.store.database import CommitDecision, WriteTurns
-from kvferry.app.wiring import Process
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState
@@ -68,7 +68,7 @@ PATCHED = {
         "copy.cpu_copy", "copy.segments", "persistent.headers", "persistent.pool_file", "persistent.record",
         "persistent.sealing", "pool.host_pool",
     ),
-    "kvferry.app": ("event_feed", "pool_size", "pool_watch", "upkeep"),
+    "kvferry.app": ("event_feed", "pool.resizer", "pool.watch", "service.supervisor"),
 }  # fmt: skip
 """Every method of the classes of these modules raises.
 
@@ -134,7 +134,7 @@ class Service:
         left |= {name: requests[name] for name in ("running", "waiting_for_load")}
         left |= {f"{name} in flight": stats[name]["in_flight"] for name in ("store", "load")}
         left |= {f"open jobs of {name}": tier["open_jobs"] for name, tier in stats["tiers"].items()}
-        left |= {"open jobs": self.process.ferry.scheduler.live().open_jobs, "held": engine.pool.num_held}
+        left |= {"open jobs": self.process.service.scheduler.live().open_jobs, "held": engine.pool.num_held}
         left["device blocks"] = engine.config.device_blocks - engine.pool.num_free
         left["slots"] = pool["slots"] - pool["free"] - pool["ready"] - pool["storing"]
         return {name: value for name, value in left.items() if value}

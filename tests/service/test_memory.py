@@ -9,7 +9,7 @@ import pytest
 
 HOLD_AND_FREE = """
 import sys
-from kvferry.app.memory import return_large_allocations
+from kvferry.app.service.startup import return_large_allocations
 
 def resident_bytes():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10

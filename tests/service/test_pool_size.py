@@ -1,4 +1,4 @@
-"""The thread that owns the extents: it adds memory before it is used, and frees none that somebody still looks at."""
+"""PoolResizer: memory is added before it is used, and freed once it is not accessed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvferry.app.pool_size import PoolSize, ResizeEnd
+from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
 from kvferry.app.settings import BadSettings
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
@@ -30,7 +30,7 @@ class FullPool(HostPool):
 
     def add_slots(self, num_slots: int) -> None:
         if self.num_slots >= self.full_at:
-            raise NotEnoughMemory("somebody else has taken it")
+            raise NotEnoughMemory("another process has taken it")
         super().add_slots(num_slots)
 
 
@@ -38,7 +38,7 @@ class FullPool(HostPool):
 class Rig:
     pool: FullPool
     manager: OffloadManager
-    size: PoolSize
+    size: PoolResizer
     settled: threading.Event
     asked: threading.Event
     told: list[ResizeEnd] = field(default_factory=list)
@@ -65,7 +65,7 @@ def rig() -> Iterator[Rig]:
         return settled.wait(timeout_s / 100)
 
     resize = PoolResize(manager, plan.extent_slots)
-    size = PoolSize(resize, pool, plan, settle=settle, wake=lambda: None, tell=told.append)
+    size = PoolResizer(resize, pool, plan, settle=settle, wake=lambda: None, on_end=told.append)
     size.start()
     yield Rig(pool, manager, size, settled, asked, told)
     size.close()
@@ -79,7 +79,7 @@ def test_the_pool_comes_to_each_size_and_says_so(rig: Rig) -> None:
     assert rig.told[-1] == ResizeEnd(128, 128 * SLOT_BYTES, 128 * SLOT_BYTES + 100, None)
 
 
-def test_memory_is_freed_only_once_nobody_looks_at_it_any_more(rig: Rig) -> None:
+def test_shrink_when_slots_are_accessed_frees_memory_later(rig: Rig) -> None:
     """Checksums of what was stored may still be made when its blocks have left the pool."""
     rig.settled.clear()
     rig.to(8 * SLOT_BYTES)
@@ -89,25 +89,21 @@ def test_memory_is_freed_only_once_nobody_looks_at_it_any_more(rig: Rig) -> None
     wait_until(lambda: rig.has(8), "the size")
 
 
-def test_memory_that_is_gone_when_it_is_taken_leaves_the_pool_as_it_is(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_growth_when_memory_is_gone_leaves_the_pool_unchanged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.pool.full_at = 64
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
-    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "somebody else has taken it")
+    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "another process has taken it")
     assert rig.has(64)
     assert rig.manager.counts().wanted_slots == 64
-    assert "the pool stays at 64 slots: somebody else has taken it" in caplog.text
+    assert "pool resize: failed, the pool keeps 64 slots: another process has taken it" in caplog.text
     rig.pool.full_at = 1 << 40
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.has(640), "the size")
 
 
-def test_memory_that_is_gone_in_the_middle_of_a_growth_goes_back_as_far_as_it_was_taken(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvferry.app.pool_size.STEP_BYTES", 16 * SLOT_BYTES)
+def test_growth_when_memory_runs_out_midway_returns_what_it_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.app.pool.resizer.STEP_BYTES", 16 * SLOT_BYTES)
     taken: list[int] = []
 
     def take(num_slots: int) -> None:
@@ -118,7 +114,7 @@ def test_memory_that_is_gone_in_the_middle_of_a_growth_goes_back_as_far_as_it_wa
     rig.pool.full_at = 96
     rig.to(640 * SLOT_BYTES)
     wait_until(lambda: rig.told, "the event")
-    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "somebody else has taken it")
+    assert rig.told[-1] == ResizeEnd(64, 64 * SLOT_BYTES, 640 * SLOT_BYTES, "another process has taken it")
     assert rig.has(64)
     assert taken == [16, 16, 16], "never more than a step at a time"
     rig.pool.full_at = 1 << 40
@@ -127,11 +123,9 @@ def test_memory_that_is_gone_in_the_middle_of_a_growth_goes_back_as_far_as_it_wa
     assert taken[3:] == [16, 16, 8]
 
 
-def test_a_growth_that_is_not_wanted_any_more_stops_and_gives_back_what_it_has(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory of a large pool takes minutes, and who asked for too much should not have to wait for it."""
-    monkeypatch.setattr("kvferry.app.pool_size.STEP_BYTES", 8 * SLOT_BYTES)
+def test_growth_when_a_smaller_size_is_requested_returns_its_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a large pool takes minutes, so a growth can be stopped."""
+    monkeypatch.setattr("kvferry.app.pool.resizer.STEP_BYTES", 8 * SLOT_BYTES)
     taking, go_on, taken = threading.Event(), threading.Event(), list[int]()
 
     def take(num_slots: int) -> None:
@@ -154,7 +148,7 @@ def test_a_growth_that_is_not_wanted_any_more_stops_and_gives_back_what_it_has(
 def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
     with pytest.raises(BadSettings, match="holds no extent of this pool, which takes 32,768 bytes"):
         rig.size.check(SLOT_BYTES)
-    with pytest.raises(BadSettings, match="more than this process can come to have, which is 16,777,216 bytes"):
+    with pytest.raises(BadSettings, match="more than this process can have, which is 16,777,216 bytes"):
         rig.size.check(1 << 40)
     rig.size.begin()
     assert rig.manager.counts().wanted_slots == 64
@@ -183,9 +177,7 @@ def test_a_size_whose_memory_is_being_taken_may_be_asked_for_again(rig: Rig, mon
     wait_until(lambda: rig.has(640), "the size")
 
 
-def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_when_memory_fails_with_any_error_ends_the_resize(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(num_slots: int) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -196,31 +188,30 @@ def test_memory_that_cannot_be_had_for_whatever_reason_ends_the_resize(
     assert rig.manager.counts().wanted_slots == 64
 
 
-def test_slots_that_stay_in_use_are_told_of_once(
+def test_shrink_when_slots_stay_in_use_logs_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.app.pool_size.LONG_WAIT_STEPS", 2)
+    monkeypatch.setattr("kvferry.app.pool.resizer.LONG_WAIT_STEPS", 2)
     remove, told_by_then = rig.pool.remove_extents, []
 
     def note_and_remove(count: int) -> None:
         remove(count)
-        told_by_then.extend(rig.size.reasons())
+        told_by_then.extend(rig.size.degraded())
 
     monkeypatch.setattr(rig.pool, "remove_extents", note_and_remove)
     keys = [bytes([number]) * 33 for number in range(64)]
     slots = rig.manager.prepare_store(keys, RequestIdentity("r"), np.arange(64), 1, 1.0).slots
     rig.to(8 * SLOT_BYTES)
-    assert rig.size.reasons() == []
-    wait_until(lambda: "some that are to go are in use" in caplog.text, "the line in the log")
-    assert rig.size.reasons() == [
-        "pool_bytes: the pool is to have 8 slots, and still has memory for 64: of those that are to go these are in "
-        "use: 56 being stored, or brought by a tier"
+    assert rig.size.degraded() == []
+    wait_until(lambda: "pool resize: waiting for slots in use" in caplog.text, "the line in the log")
+    assert rig.size.degraded() == [
+        "pool_bytes: the resize from 64 to 8 slots waits for slots in use: 56 being stored, or brought by a tier"
     ]
     rig.manager.abort_store(slots)
     wait_until(lambda: rig.has(8), "the size")
-    assert caplog.text.count("some that are to go are in use") == 1
-    # Also as soon as anybody could see the new size.
-    assert told_by_then == rig.size.reasons() == []
+    assert caplog.text.count("waiting for slots in use") == 1
+    # Also as soon as the new size can be seen.
+    assert told_by_then == rig.size.degraded() == []
 
 
 @pytest.mark.parametrize(
@@ -234,7 +225,7 @@ def test_slots_that_stay_in_use_are_told_of_once(
         (1 << 40, 1 << 20, 1 << 30, (1 << 20, 1024, 1 << 20)),
     ],
 )
-def test_a_pool_is_divided_into_at_least_eight_extents_of_at_most_a_gibibyte(
+def test_pool_has_at_least_eight_extents_of_at_most_a_gibibyte(
     pool_bytes: int, row_bytes: int, largest: int, expected: tuple[int, int, int]
 ) -> None:
     plan = plan_pool(pool_bytes, row_bytes, largest)

@@ -72,7 +72,7 @@ def test_fifty_clients_a_pool_of_few_slots_and_a_tiny_device(tmp_path: Path) -> 
         assert "WARNING" not in served.log().replace("POOL_BYTES", "", 1).split("serving on")[1]
 
 
-def test_whoever_waits_when_the_service_stops_gets_an_end(tmp_path: Path) -> None:
+def test_waiting_clients_when_the_service_stops_get_an_end(tmp_path: Path) -> None:
     with serving(tmp_path, device_blocks=64) as served:
         with ThreadPoolExecutor(8) as threads:
             running = [

@@ -34,14 +34,14 @@ def resize(served: Served, num_bytes: int) -> httpx.Response:
     return served.http.patch(CONFIG, json={"pool_bytes": num_bytes})
 
 
-def test_a_growth_that_could_not_be_had_shows_until_another_size_is_asked_for(tmp_path: Path) -> None:
+def test_failed_growth_when_not_replaced_shows_as_shortfall(tmp_path: Path) -> None:
     with serving(tmp_path, **SETTINGS, pool_kind="file", pool_path=tmp_path / "pool") as served:
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
         assert resize(served, 32 * MIB).status_code == 200
         wait_until(lambda: served.get(CONFIG)["pool_bytes"]["shortfall"] is not None, "the growth has failed")
         ready = served.get("/readyz")
         assert ready["degraded"] == [served.get(CONFIG)["pool_bytes"]["shortfall"]]
-        assert f"pool_bytes={32 * MIB} could not be had" in ready["degraded"][0]
+        assert f"pool_bytes={32 * MIB} is not in force" in ready["degraded"][0]
         assert served.tokens(PROMPTS[0], max_tokens=8)
         resized(served, 6 * MIB)
         assert served.get("/readyz")["degraded"] == []
@@ -55,7 +55,7 @@ def resized(served: Served, num_bytes: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["pinned", "file"])
-def test_answers_stay_the_same_while_the_pool_grows_and_shrinks_under_traffic(tmp_path: Path, kind: str) -> None:
+def test_answers_when_the_pool_is_resized_under_traffic_are_equal(tmp_path: Path, kind: str) -> None:
     where = {"pool_kind": "file", "pool_path": tmp_path / "pool"} if kind == "file" else {}
     with serving(tmp_path, **SETTINGS | where) as served:
         expected = [served.tokens(prompt, max_tokens=8) for prompt in PROMPTS]
@@ -119,14 +119,14 @@ def test_a_kept_pool_keeps_what_fits_through_resizes_and_restarts(tmp_path: Path
         assert served.stats()["load"]["corrupt"] == 0
 
 
-def test_what_cannot_be_is_refused_with_both_numbers_and_changes_nothing(tmp_path: Path) -> None:
+def test_resize_when_size_is_impossible_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     with serving(tmp_path, **SETTINGS | {"pool_kind": "file", "pool_path": folder}) as served:
         before = served.stats()["pool"]
         size = next(folder.glob("*.pool")).stat().st_size
         for num_bytes, words in (
             (100 * 1024, "holds no extent of this pool, which takes 524,288 bytes"),
-            (1 << 50, "is more than this process can come to have, which is 268,435,456 bytes"),
+            (1 << 50, "is more than this process can have, which is 268,435,456 bytes"),
         ):
             answer = resize(served, num_bytes)
             assert answer.status_code == 409

@@ -178,7 +178,7 @@ def missed(served: Served, name: str) -> Any:
 
 
 def hashes(served: Served, request: str) -> set[str]:
-    """The blocks that requests with this beginning stored; those of nobody begin with nothing."""
+    """Return the blocks of requests whose id starts with this; an unknown request has an empty id."""
     blocks = served.get("/admin/v1/blocks?limit=1000")["items"]
     return {block["hash"] for block in blocks if block["request"].startswith(request)}
 
@@ -214,7 +214,7 @@ def prompt_of(number: int) -> list[int]:
     return [(11 * number + 3 * i) % 250 + 1 for i in range(161)]
 
 
-def test_what_was_evicted_before_a_reset_by_match_stays_away_after_a_kill(tmp_path: Path) -> None:
+def test_kill_after_reset_by_match_does_not_restore_evicted_blocks(tmp_path: Path) -> None:
     with kept(tmp_path, **SMALL) as served:
         doomed: set[str] = set()
         for number in range(12):
@@ -232,7 +232,7 @@ def test_what_was_evicted_before_a_reset_by_match_stays_away_after_a_kill(tmp_pa
         assert not hashes(served, "") & doomed
 
 
-def test_a_deleted_block_that_was_evicted_before_stays_away_after_a_kill(tmp_path: Path) -> None:
+def test_kill_after_deletion_does_not_restore_an_evicted_block(tmp_path: Path) -> None:
     with kept(tmp_path, **SMALL) as served:
         for number in (0, *range(1, 12), 0):
             served.complete(prompt_of(number), f"r-{number}", max_tokens=1)
@@ -279,7 +279,7 @@ def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) ->
         assert re.search(r"kept pool dropped, starting empty: \S+: block_bytes was", served.log())
 
 
-def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_it(tmp_path: Path) -> None:
+def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         warm_up(served)
         ready = served.stats()["pool"]["ready"]
@@ -300,7 +300,7 @@ def test_what_was_dropped_for_its_dtype_is_said_in_stats_and_by_those_who_miss_i
         assert served.stats()["missed_tokens"]["causes"]["other_fingerprint"] == BLOCKS * 16
 
 
-def test_without_the_database_the_pool_is_recovered_and_without_the_pool_the_rows_go(tmp_path: Path) -> None:
+def test_restart_when_database_or_pool_is_lost_keeps_the_other(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         expected = warm_up(served)
         ready = served.stats()["pool"]["ready"]

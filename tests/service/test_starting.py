@@ -18,10 +18,11 @@ import httpx
 import pytest
 
 from kvferry.app.logs import start_logging
+from kvferry.app.process import Process
+from kvferry.app.service.startup import StartProgress
 from kvferry.app.settings import Settings
-from kvferry.app.starting import StartProgress, StartRefused
 from kvferry.app.store import upgrade
-from kvferry.app.wiring import Process
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -65,13 +66,13 @@ def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) 
         first, second = Process(settings, logs), Process(settings, logs)
         first.start()
         assert second.name == f"{first.name}-2"
-        with pytest.raises(StartRefused, match=rf"^KVFERRY_ENGINE_NAME={first.name}: another process .*another name$"):
+        with pytest.raises(StartError, match=rf"^KVFERRY_ENGINE_NAME={first.name}: another process .*another name$"):
             Process(Settings(_env_file=None, pool_path=tmp_path / "pool", engine_name=first.name, **shared), logs)
         first.close()
         again = Process(settings, logs)
         assert again.name == first.name
         again.start()
-        assert again.ferry.warm_start is not None, "its pool is found again"
+        assert again.service.warm_start is not None, "its pool is found again"
         again.close()
         second.close()
 
@@ -125,7 +126,7 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(tmp_path: Pa
         assert "device blocks" not in said
 
 
-def test_who_asks_too_early_is_told_how_far_the_start_is(tmp_path: Path) -> None:
+def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
     """vllm#42632, vllm#54792: what takes long before the engine is up shows in readiness, and no probe hangs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -174,7 +175,7 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
         progress.note_pool(told)
         reasons.append(progress.reason)
 
-    with caplog.at_level("INFO", logger="kvferry.app.starting"):
+    with caplog.at_level("INFO", logger="kvferry.app.service.startup"):
         HostPool(8, 4096, 4096, preparation=Preparation(touch=True, num_threads=1, progress=tell)).close()
     shown = [f"mapping the pool: {4096 * done:,} of 32,768 bytes taken" for done in range(1, 9)]
     assert reasons == [f"starting: {stage}" for stage in shown]
@@ -199,9 +200,7 @@ def test_a_start_that_is_stopped_while_it_still_imports_ends_cleanly(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["shm", "file"])
-def test_a_start_that_is_stopped_in_the_middle_leaves_no_pool_behind_that_it_has_made(
-    tmp_path: Path, kind: str
-) -> None:
+def test_start_when_stopped_midway_removes_its_new_pool(tmp_path: Path, kind: str) -> None:
     database, name = tmp_path / "kvferry.db", f"interrupted-{os.getpid()}"
     upgrade(f"sqlite:///{database}")
     pool = SHARED_MEMORY / f"kvferry-{name}.pool" if kind == "shm" else tmp_path / "pool" / f"{name}.pool"

@@ -136,7 +136,7 @@ def test_a_pin_ends_by_itself_while_the_engine_idles(served: Served) -> None:
     assert served.http.delete(f"{path}/pin").status_code == 404
 
 
-def test_events_tell_what_a_request_left_behind(served: Served) -> None:
+def test_events_report_the_blocks_of_a_request(served: Served) -> None:
     with connect_sse(served.http, "GET", "/admin/v1/events", params={"type": ["stored", "finished"]}) as source:
         events = (json.loads(event.data) for event in source.iter_sse())
         assert next(events)["type"] == "open"
@@ -162,6 +162,6 @@ def test_rules_outlive_the_process_and_its_database(tmp_path_factory: pytest.Tem
         first.process.wait()
     with serving(folder) as second:
         assert second.get("/admin/v1/rules")["items"] == [rule]
-        assert "1 overrides and 1 rules of an earlier process hold" in second.log()
+        assert "policies: restored 1 overrides and 1 rules" in second.log()
         second.complete(prompt(1), "any", max_tokens=2)
         assert second.get("/admin/v1/requests/any")["policy"]["load"] == {"value": False, "source": "rule:kept"}

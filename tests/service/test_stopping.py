@@ -1,4 +1,4 @@
-"""A service that is told to stop: answers under way end like any other, and whoever keeps it waiting is told."""
+"""Stop of a service: responses under way end normally, and slow clients get an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_streamed_answer_under_way_comes_to_its_end(tmp_path: Path, max_tokens
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/v1/reset"])
-def test_a_body_that_does_not_arrive_keeps_nobody_from_stopping(tmp_path: Path, path: str) -> None:
+def test_stop_when_a_body_does_not_arrive_ends_in_time(tmp_path: Path, path: str) -> None:
     with serving(tmp_path) as served:
         url = httpx.URL(served.url)
         lines = [f"POST {path} HTTP/1.1", f"Host: {url.host}", "Content-Type: application/json", "Content-Length: 9"]

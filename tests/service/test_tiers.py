@@ -47,7 +47,7 @@ def disk(served: Served) -> Any:
 
 
 def settle(served: Served) -> None:
-    """Wait until the tier has come to the end of what it was given, too."""
+    """Wait until the tier has ended all jobs."""
     served.settle()
     wait_until(lambda: disk(served)["open_jobs"] == 0, "the tier is idle")
 
@@ -92,7 +92,7 @@ def test_a_block_says_which_tiers_hold_it(served: Served) -> None:
     assert served.http.post("/admin/v1/reset", json={"tiers": ["disk"]}).status_code == 200
     assert served.get(f"/admin/v1/blocks/{items[3]['hash']}")["tiers"] == ["host"]
     assert [item["tiers"] for item in served.get("/admin/v1/blocks")["items"]] == [["host"]] * 15
-    assert disk(served)["looked_up"] == before, "who only looks does not count"
+    assert disk(served)["looked_up"] == before, "a listing is not counted as a lookup"
 
 
 def test_what_left_the_pool_comes_back_from_the_tier(served: Served) -> None:
@@ -132,7 +132,7 @@ def test_a_request_that_may_not_use_the_tier_computes(served: Served) -> None:
     assert served.get("/admin/v1/requests/apart")["prompt_tokens"]["recomputed"] == len(prompt)
 
 
-def test_a_tier_that_goes_away_in_mid_flight_costs_hits_and_is_told_of(served: Served, folder: Path) -> None:
+def test_tier_when_gone_under_load_costs_hits_and_is_degraded(served: Served, folder: Path) -> None:
     asked = prompts(11, 16)
     answers = ask_all(served, asked)
     away = folder.with_name("away")
@@ -151,7 +151,7 @@ def test_a_tier_that_goes_away_in_mid_flight_costs_hits_and_is_told_of(served: S
     store_in_tier(served, prompt_of(2))
 
 
-def test_a_whole_reset_empties_the_tier_and_nothing_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+def test_whole_reset_when_restarted_leaves_the_tier_empty(tmp_path: Path) -> None:
     kept, dropped = prompt_of(3), prompt_of(4)
     files = tmp_path / "files"
     with serving(tmp_path, **settings(files)) as first:
@@ -171,7 +171,7 @@ def test_a_whole_reset_empties_the_tier_and_nothing_comes_back_also_after_a_rest
         assert second.get("/admin/v1/requests/dropped")["prompt_tokens"]["recomputed"] == len(dropped)
 
 
-def test_what_came_back_from_the_tier_is_in_the_kept_pool_of_the_next_process(tmp_path: Path) -> None:
+def test_restart_when_a_tier_brought_blocks_recovers_them(tmp_path: Path) -> None:
     prompt, kept = prompt_of(6), {"pool_kind": "file", "pool_path": tmp_path / "pool", "engine_name": "promoted"}
     with serving(tmp_path, **settings(tmp_path / "files", **kept)) as first:
         answer = store_in_tier(first, prompt)

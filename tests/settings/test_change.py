@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings, Source
-from kvferry.app.settings.kinds import LogLevel
+from kvferry.app.settings.fields import LogLevel
 
 MUTABLE = {
     "log_level",
@@ -61,7 +61,7 @@ def test_others_need_a_restart_and_are_named() -> None:
         {"LOG_LEVEL": "debug"},
     ],
 )
-def test_bad_changes(patch: dict[str, Any]) -> None:
+def test_change_when_invalid_is_refused(patch: dict[str, Any]) -> None:
     with pytest.raises(BadSettings) as caught:
         Settings().change(patch)
     (problem,) = caught.value.problems

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvferry.app.settings import Settings
-from kvferry.app.settings.reference import default_words, settings_markdown
+from kvferry.app.settings.docs import default_words, settings_markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

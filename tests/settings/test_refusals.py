@@ -26,7 +26,7 @@ def refused(**given: Any) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_all_problems_are_told_at_once(setenv: Setenv, clean_world: Path) -> None:
+def test_all_problems_are_reported_at_once(setenv: Setenv, clean_world: Path) -> None:
     setenv("POL_BYTES", "8GiB")
     setenv("BLOCK_SIZE", "0")
     setenv("HOST", "0.0.0.0")
@@ -208,7 +208,7 @@ def test_only_secrets_are_read_from_files(setenv: Setenv) -> None:
         ("port = '1'\nPORT = 2", "did you mean port?"),
     ],
 )
-def test_toml_files_that_will_not_do(content: str | None, advice: str, setenv: Setenv, clean_world: Path) -> None:
+def test_toml_file_when_invalid_is_refused(content: str | None, advice: str, setenv: Setenv, clean_world: Path) -> None:
     if content is not None:
         (clean_world / "c.toml").write_text(content)
     setenv("CONFIG", "c.toml")
@@ -242,7 +242,7 @@ def test_secrets_never_show(setenv: Setenv) -> None:
     assert "pass-word" in settings.resolved_database_url()
 
 
-def test_a_database_url_that_will_not_do_shows_no_password(setenv: Setenv) -> None:
+def test_database_url_when_invalid_shows_no_password(setenv: Setenv) -> None:
     setenv("DATABASE_URL", "mysql://kv:pass-word@db/kv")
     (problem,) = refused()
     assert problem.startswith("KVFERRY_DATABASE_URL=mysql://kv:***@db/kv (environment variable): must be a URL")

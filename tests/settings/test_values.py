@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.settings import Settings, values
+from kvferry.app.settings import Settings
+from kvferry.app.settings import parsers as values
 
 UNITS = {"": 1, "B": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4} | {
     f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.app.pool.recovery import BootVerification, warm_start
 from kvferry.app.store import MetadataStore
-from kvferry.app.warm_start import BootVerification, warm_start
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.inventory import Inventory
@@ -154,7 +154,7 @@ def test_what_is_being_recovered_is_told_while_it_is(tmp_path: Path) -> None:
     warm_start(second.file, second.store, manager, told.append)
     assert told == [
         f"recovering the pool: reading {NUM_SLOTS} headers and their rows",
-        "recovering the pool: taking over 3 slots, 3 of them with their history",
+        "recovering the pool: adding 3 slots, 3 of them with history",
     ]
     second.die()
 
@@ -202,7 +202,7 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
     second.store.database.close()
     manager = OffloadManager(NUM_SLOTS, SHAPE.slot_bytes, record=KeptRecord(second.file))
     assert warm_start(second.file, second.store, manager).recovered == 3
-    assert "recovered without its history" in caplog.text
+    assert "recovered without history" in caplog.text
     second.file.close()
 
 
@@ -238,9 +238,9 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     stopping = threading.Event()
     second = Engine(tmp_path)
     verification = BootVerification(second.file, [second.headers], second.manager)
-    assert verification.reason() == "verifying the pool after the machine was started anew: 0 of 4 slots"
+    assert verification.reasons() == ["verifying the pool after a reboot: 0 of 4 slots"]
     verification.run(stopping)
-    assert verification.reason() is None
+    assert verification.reasons() == []
     assert second.present() == {1, 2, 4}
     assert second.manager.counts().unverified == 0
     assert second.manager.evictions.by_reason == {"failed_verification": 1}
@@ -248,5 +248,5 @@ def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
     assert shell(tmp_path / "e.db", "SELECT reason FROM evictions") == [("failed_verification",)]
     second.die()
     third = Engine(tmp_path)
-    assert BootVerification(third.file, [third.headers], third.manager).reason() is None
+    assert BootVerification(third.file, [third.headers], third.manager).reasons() == []
     third.die()

@@ -13,7 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from kvferry.app.settings import BadSettings, Settings
-from kvferry.app.settings.reference import settings_markdown
+from kvferry.app.settings.docs import settings_markdown
 from kvferry.app.settings.tiers import BUILT_IN, GROUP, MAX_TIERS, ThreadedSettings, TierSettings, load_type, read_tiers
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
@@ -70,7 +70,7 @@ def test_what_is_no_list_of_objects_is_told_an_example(value: object) -> None:
         ({"timeout_s": True}, "timeout_s=true must be"),
         ({"timeout_s": 10**400}, "timeout_s=1000"),
         ({"level": "all"}, "level=all must be block or request"),
-        ({"name": "host"}, "tier 1 (host): name=host must not be host, which is what the pool is called"),
+        ({"name": "host"}, "tier 1 (host): name=host must not be host, the name of the pool"),
         ({"name": "../up"}, "name=../up must be 1 to 64 letters"),
         ({"name": 5}, "name=5 must be 1 to 64 letters"),
         ({"pth": "/x"}, "pth is no field of it; did you mean path?"),
@@ -83,10 +83,10 @@ def test_a_bad_field_is_named_with_its_value_and_what_would_be_right(change: dic
     assert words in refused(GOOD | change)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     told = refused({"type": "fs"}, GOOD | {"name": "a"}, {}, GOOD | {"name": "a", "path": "/other"})
     assert told == (
-        "tier 1 (fs): max_bytes is missing; it is the most bytes that it may hold; path is missing; it is the folder "
+        "tier 1 (fs): max_bytes is missing; it is the limit of its size in bytes; path is missing; it is the folder "
         "of its files, which no other process uses; `{engine}` in it is the engine's name; tier 3: type is missing: "
         "it names the type of tier, such as fs; "
         "2 tiers are called a: give each a name of its own"
@@ -109,7 +109,7 @@ _MODULE = """
 from typing import Annotated
 from pydantic import BeforeValidator, SecretStr
 from kvferry.app.settings.tiers import TierSettings
-from kvferry.app.settings.values import secret_token
+from kvferry.app.settings.parsers import secret_token
 from kvferry.core.tiers.base import TierRefused
 from tests.tiers.reference import ReferenceTier
 

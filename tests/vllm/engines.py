@@ -74,7 +74,7 @@ class InProcess:
     def core(self) -> OffloadScheduler:
         host = self.connector._host
         assert host is not None
-        return host.ferry.scheduler
+        return host.service.scheduler
 
     @property
     def copies(self) -> Copies:

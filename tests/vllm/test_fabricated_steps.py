@@ -39,8 +39,8 @@ from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
 from kvferry.app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
-from kvferry.app.offload_guard import ErrorLog, OffloadGuard
-from kvferry.app.serving import listen
+from kvferry.app.guard import ErrorLog, OffloadGuard
+from kvferry.app.service.server import listen
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import group_of, hash_of

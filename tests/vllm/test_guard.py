@@ -13,7 +13,7 @@ from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.worker import ConnectorWorker
-from kvferry.app.offload_guard import MAX_ERRORS
+from kvferry.app.guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.stores import StoreJobs

@@ -175,12 +175,12 @@ def test_a_rank_that_cannot_map_more_takes_all_back_to_where_they_were(
             worker.rlimit(what, before)
     assert told["bytes"] == 64 * MIB
     assert f"rank {rank}: " in told["error"]
-    stays = f"the pool stays at {told['slots']:,} slots: rank {rank}: "
+    stays = f"pool resize: failed, the pool keeps {told['slots']:,} slots: rank {rank}: "
     wait_until(lambda: stays in server.log.read_text(), "its line in the log", 60.0)
     assert server.resized(64 * MIB)["slots"] == told["slots"]
     shown = server.admin.get("/admin/v1/config").json()["pool_bytes"]
     assert shown["value"] == 64 * MIB
-    assert f"could not be had: rank {rank}: " in shown["shortfall"]
+    assert f"is not in force: rank {rank}: " in shown["shortfall"]
     assert has_memory(server, 64 * MIB)
     server.resize(128 * MIB)
     server.resized(128 * MIB)

@@ -249,7 +249,7 @@ def test_weights_that_nobody_knows_are_refused_where_blocks_outlive_the_engine(
     trained = copy.copy(with_pool(base, **extra(tmp_path)))
     trained.weight_transfer_config = WeightTransferConfig()
     for config in (streamed, trained):
-        with pytest.raises(ConnectorRefused, match=r"nothing says which weights the model .*local folder"):
+        with pytest.raises(ConnectorRefused, match=r"the revision of the model .* is unknown.*local folder"):
             start(config, *BOTH)
     start(with_pool(base, **extra(tmp_path)), *BOTH)
     assert not [path for path in SHARED_MEMORY.glob("kvferry-*") if start_digest(base) in path.name]

@@ -170,7 +170,7 @@ def test_a_size_that_cannot_be_is_refused_with_both_numbers(server: VllmServer) 
     before = server.stats()["pool"]
     for size, words in (
         (100_000, "holds no extent of this pool, which takes 3,145,728 bytes"),
-        (1 << 50, f"is more than this process can come to have, which is {64 * 24 * MIB:,} bytes"),
+        (1 << 50, f"is more than this process can have, which is {64 * 24 * MIB:,} bytes"),
     ):
         answer = server.admin.patch("/admin/v1/config", json={"pool_bytes": size})
         assert answer.status_code == 409

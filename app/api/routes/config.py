@@ -16,10 +16,10 @@ from kvferry.app.api.errors import Problem, invalid_fields
 from kvferry.app.event_feed import EventType
 from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import whole
-from kvferry.app.pool_size import PinnedBlocks, SizeNotPossible
+from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
 from kvferry.app.settings import BadSettings, NeedsRestart, Settings
+from kvferry.app.settings.fields import OFFERED
 from kvferry.app.settings.live import LiveSettings
-from kvferry.app.settings.offered import OFFERED
 
 SIZE_PATTERN = r"[1-9][0-9]{0,5}(\.[0-9]{1,3})? ?[KMGT]i?B"
 

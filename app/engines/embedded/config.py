@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.app.settings.fields import MAX_BLOCK_SIZE_TOKENS
+from kvferry.core.errors import StartError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
-class EngineStartError(ValueError):
+class EngineStartError(StartError):
     """A setting, or the model it names, that this engine cannot serve; the message says which and what to do."""
 
 

@@ -9,9 +9,9 @@ import threading
 from kvferry.app.discovery import Announcement, announce_service
 from kvferry.app.engines.vllm.host import EngineCoreHost
 from kvferry.app.engines.vllm.options import ConnectorRefused
-from kvferry.app.serving import PortTaken, Server, listen, make_server, url_of
+from kvferry.app.service.server import PortTaken, Server, listen, make_server, url_of
 from kvferry.app.settings import Settings
-from kvferry.app.starting import StartRefused
+from kvferry.core.errors import StartError
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class AdminServer:
         for an address that cannot be listened on."""
         try:
             self._listener = _listen(settings, host.data_parallel_rank)
-        except StartRefused as error:
+        except StartError as error:
             raise ConnectorRefused(settings.as_written(str(error))) from error
         self.url = url_of(self._listener)
         self._host = host
@@ -35,7 +35,7 @@ class AdminServer:
         self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
         self._announcement: Announcement | None = None
         self._state_dir = settings.state_dir
-        self._name = host.ferry.name
+        self._name = host.service.name
         self._engine_name = host.engine_name
 
     def start(self) -> None:

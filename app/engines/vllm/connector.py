@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.app.crash_report import enable_crash_report
 from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.admin import AdminServer
@@ -46,6 +45,7 @@ from kvferry.app.engines.vllm.pool import EnginePool, PoolSize, announce, map_fo
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source, hash_block_size
 from kvferry.app.engines.vllm.worker import ConnectorWorker, orders_of
+from kvferry.app.service.startup import enable_crash_report
 from kvferry.app.settings import Settings
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 
@@ -295,7 +295,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Split the tokens of a load by where their blocks were: host memory, or a tier that brought them for it."""
         if self._host is None or not num_external_tokens:
             return {}
-        by_tier = self._host.ferry.scheduler.tier_hit(request.request_id, num_external_tokens)
+        by_tier = self._host.service.scheduler.tier_hit(request.request_id, num_external_tokens)
         return hits_by_source(num_external_tokens, by_tier, self._host.tier_types)
 
     @_guarded(StepOrders)
@@ -403,10 +403,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._host.start()
         if self._events is not None:
             self._host.report_recovered(self._events.recovered)
-        core = self._host.ferry.scheduler
+        core = self._host.service.scheduler
         waits_for = woken if settings.tiers else None
         self._scheduler = ConnectorScheduler(
-            self._host.ferry.guard,
+            self._host.service.guard,
             device,
             layout,
             adapters,

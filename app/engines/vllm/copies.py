@@ -17,8 +17,8 @@ from kvferry.app.engines.vllm.extents import RankExtents
 from kvferry.app.engines.vllm.layout import Stretch, VllmLayout
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
+from kvferry.app.service.startup import StartProgress
 from kvferry.app.settings import Settings
-from kvferry.app.starting import StartProgress
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine

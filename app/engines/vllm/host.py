@@ -1,4 +1,4 @@
-"""kvferry in vLLM's engine-core process: its side of the pool and a ferry, started with the engine and stopped with it.
+"""kvferry in vLLM's engine-core process: its mapping of the pool and an OffloadService, stopped with the engine.
 
 Nothing here is needed for an answer: what fails beside the engine's thread is logged, and the engine goes on.
 """
@@ -19,12 +19,12 @@ from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import RankFacts
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import EngineFillings, EnginePool, MappedPool, map_for_scheduler
-from kvferry.app.ferry import EngineSide, Ferry, PoolSide
 from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import LogLevel
-from kvferry.app.starting import StartRefused
+from kvferry.app.settings.fields import LogLevel
 from kvferry.app.store import StoreError, claim_name
+from kvferry.core.errors import StartError
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.inventory import Inventory
@@ -81,7 +81,7 @@ class EngineCoreHost:
         step: Callable[[], None],
         listen: Callable[[EventSink], EventSink],
     ) -> None:
-        """Map the pool where it is needed here, and make the ferry. Raises `ConnectorRefused`.
+        """Map the pool where it is needed here, and make the service. Raises `ConnectorRefused`.
 
         `wake` is called on a tier's thread when there is something that a request waits for. `step` has an idle engine
         take one, in which vLLM hears what has become of the pool. `listen` may put itself before the sink of what the
@@ -98,7 +98,7 @@ class EngineCoreHost:
                 "kept now will be found after a restart; set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
             )
         stopping = threading.Event()
-        engine = EngineSide(
+        engine = EngineBinding(
             name=wanted.name,
             info=EngineInfo(
                 "vllm",
@@ -113,10 +113,7 @@ class EngineCoreHost:
             device=device,
             watermark_blocks=_watermark_blocks(config, layout),
             null_block=NULL_BLOCK,
-            wake=wake,
-            step=step,
-            listen=listen,
-            reasons=lambda: self.reasons(),
+            hooks=EngineHooks(wake, step, listen, reasons=lambda: self.reasons()),
         )
         with ExitStack() as undo:
             try:
@@ -124,7 +121,7 @@ class EngineCoreHost:
                 is_default = settings.engine_name is None
                 claim = claim_name(settings.resolved_database_url(), wanted.name, is_default=is_default)
                 undo.callback(claim.close)
-                engine = replace(engine, name=claim.name, claim=claim)
+                engine = replace(engine, name=claim.name)
                 self.engine_name = wanted.shared_name(claim.name)
                 mapped = map_for_scheduler(wanted)
                 if mapped is not None:
@@ -136,42 +133,42 @@ class EngineCoreHost:
                     plan, size.slots.slot_bytes, size.num_ranks, pool, step=step, stopping=stopping
                 )
                 # Each rank waits besides until nobody looks at what it unmaps.
-                side = PoolSide(plan, self.extents, pool, kept)
-                self.ferry = Ferry(wanted.settings, engine, side, logs.set_level, stopping)
+                side = PoolBinding(plan, self.extents, pool, kept)
+                self.service = OffloadService(wanted.settings, engine, side, logs.set_level, stopping, claim=claim)
             except (ValueError, StoreError) as error:
                 raise ConnectorRefused(wanted.settings.as_written(str(error))) from error
-            undo.callback(self.ferry.close)
+            undo.callback(self.service.close)
             self._undo = undo.pop_all()
 
     def start(self) -> None:
-        """See `Ferry.start`. Raises `ConnectorRefused`."""
+        """See `OffloadService.start`. Raises `ConnectorRefused`."""
         try:
-            self.ferry.start()
-        except StartRefused as error:
+            self.service.start()
+        except StartError as error:
             raise ConnectorRefused(str(error)) from error
 
     def note_dropped(self, facts: RankFacts) -> None:
         """What the first rank has dropped of a kept pool, or all of it, before this process could see it."""
-        started = self.ferry.warm_start
+        started = self.service.warm_start
         if started is None:
             return
-        self.ferry.manager.history.record_foreign(facts.foreign_keys)
+        self.service.manager.history.record_foreign(facts.foreign_keys)
         counts = {DropReason.TRUNCATED: facts.num_cut_off}
         if facts.dropped is not None:
             counts[DropReason.FOREIGN] = len(facts.foreign_keys)
             started = replace(started, foreign=facts.dropped)
         dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
-        self.ferry.warm_start = replace(started, dropped={**started.dropped, **dropped})
+        self.service.warm_start = replace(started, dropped={**started.dropped, **dropped})
 
     def report_recovered(self, report: Callable[[Sequence[Key]], None]) -> None:
         """Pass the keys of all blocks of an earlier process to `report`, with the manager lock held."""
-        manager = self.ferry.manager
+        manager = self.service.manager
         with manager.lock:
             report(Inventory(manager).list_blocks(0, manager.counts().slots).keys)
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """What the admin API gets to see; `closing` turns true once the server is to stop."""
-        return self.ferry.context(closing)
+        return self.service.context(closing)
 
     def abort_requests(self) -> None:
         """Clients are vLLM's, and so is what becomes of their requests."""

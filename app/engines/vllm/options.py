@@ -15,10 +15,12 @@ from vllm.platforms import current_platform
 
 from kvferry.app.engines.vllm.versions import installed_version, is_tested
 from kvferry.app.settings import BadSettings, Settings, Source
-from kvferry.app.settings.layers import Layer, read_layers
+from kvferry.app.settings.fields import NAMES
+from kvferry.app.settings.sources import Layer, read_layers
+from kvferry.core.errors import StartError
 
 
-class ConnectorRefused(ValueError):
+class ConnectorRefused(StartError):
     """What was asked for cannot be served inside this vLLM; the message says which setting, and what would be right."""
 
 
@@ -60,14 +62,14 @@ def _layers(extra: Mapping[str, Any]) -> list[Layer]:
     """The layers of settings, with vLLM's own name for the size of host memory taken as `pool_bytes`."""
     given = dict(extra)
     if VLLMS_SIZE not in given:
-        return read_layers(Settings.names(), given, [])
+        return read_layers(NAMES, given, [])
     if "pool_bytes" in given:
         raise ConnectorRefused(
             f"{VLLMS_SIZE} (--kv-offloading-size) and pool_bytes both set the size of the pool; leave one of them out"
         )
     size = given.pop(VLLMS_SIZE)
     # vLLM makes it of a number of GiB, which need not be whole.
-    layers = read_layers(Settings.names(), {**given, "pool_bytes": int(size) if isinstance(size, float) else size}, [])
+    layers = read_layers(NAMES, {**given, "pool_bytes": int(size) if isinstance(size, float) else size}, [])
     layers[0]["pool_bytes"] = replace(layers[0]["pool_bytes"], spelled=VLLMS_SIZE)
     return layers
 

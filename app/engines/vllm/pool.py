@@ -19,9 +19,9 @@ from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import PoolKind
-from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
+from kvferry.app.settings.fields import PoolKind
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupLayout
 from kvferry.core.transfers import SlotLabels

@@ -18,7 +18,7 @@ from kvferry.app.engines.vllm.extents import EngineExtents
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
 from kvferry.app.engines.vllm.requests import VllmRequest
-from kvferry.app.offload_guard import OffloadGuard
+from kvferry.app.guard import OffloadGuard
 from kvferry.core.engine_api import BlockTables, StepProgress
 from kvferry.core.groups import GroupKind
 from kvferry.core.scheduler.scheduler import Hit, Later

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.app.engines.vllm.copies import Copies
 from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, SizeOrder, SizeReport, StepOrders, StepReports
-from kvferry.app.offload_guard import ErrorLog, GuardedCopies
+from kvferry.app.guard import ErrorLog, GuardedCopies
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 
 _log = logging.getLogger(__name__)

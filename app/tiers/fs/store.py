@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.app.seldom import SeldomLogger
+from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
 from kvferry.app.tiers.fs.folder import (
     NAMESPACE_BYTES,
@@ -61,7 +61,7 @@ class FileStore:
         # Could not be deleted: tried again now and then. Until then their blocks cannot be stored.
         self._stuck: deque[Name] = deque()
         self._has_trash = True
-        self._seldom = SeldomLogger(_log)
+        self._seldom = RateLimitedLogger(_log)
         num_orphans = folder.sweep(self._skip)
         if num_orphans:
             _log.info("tier %s: %d half-written files of an earlier process were deleted", name, num_orphans)

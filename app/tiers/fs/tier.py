@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from kvferry.app.folders import check_writable
+from kvferry.app.settings.parsers import folder
 from kvferry.app.settings.tiers import ThreadedSettings
-from kvferry.app.settings.values import folder
 from kvferry.app.tiers.fs.folder import NAMESPACE_BYTES, Folder, FolderInUse
 from kvferry.app.tiers.fs.store import FileStore
 from kvferry.app.tiers.threaded import ThreadedTier

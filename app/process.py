@@ -1,30 +1,34 @@
-"""Wiring: a process of our own, from settings to engine, pool, copy engine and ferry, closed in reverse.
+"""The process of `kvferry serve`: from settings to engine, pool, copy engine and service, closed in reverse order.
 
-What cannot start raises `StartRefused` before anything serves.
+A failure before requests are served raises `StartError`.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.discovery import Announcement, announce_service
 from kvferry.app.engines.naming import name_of_engine
 from kvferry.app.engines.revision import name_in_fingerprint
-from kvferry.app.ferry import EngineSide, Ferry, PoolSide
-from kvferry.app.logs import LogPipe
-from kvferry.app.offload_guard import GuardedCopies
+from kvferry.app.guard import GuardedCopies
+from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
+from kvferry.app.preflight import start_problems
+from kvferry.app.service.server import answering, listen, make_server, url_of
+from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
+from kvferry.app.service.startup import StartProgress, enable_crash_report, return_large_allocations
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import Engine
-from kvferry.app.starting import StartProgress, StartRefused
-from kvferry.app.store import StoreError, claim_name
-from kvferry.app.warm_start import largest_pool_bytes, open_kept_file
+from kvferry.app.settings.fields import Engine
+from kvferry.app.store import NameClaim, claim_name
 from kvferry.core.engine_api import DeviceView
+from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.copy.engine import CopyEngine
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
@@ -43,92 +47,127 @@ _log = logging.getLogger(__name__)
 
 CLOSE_ENGINE_S = 10.0
 BARE_BLOCK_BYTES = 64 << 10
-"""Size of a block where there is no engine that would give it."""
+"""Size of a block without an engine."""
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGINT or SIGTERM, and return the exit code. Raises `StartError`."""
+    enable_crash_report()
+    return_large_allocations()
+    with start_logging(settings) as logs:
+        with listen(settings.host, settings.port) as listener:
+            problems = start_problems(settings)
+            if problems:
+                raise StartError("\n".join(problems))
+            progress = StartProgress()
+            process: Process | None = None
+            announcement: Announcement | None = None
+            try:
+                with answering(listener, progress):
+                    process = Process(settings, logs, progress)
+                    process.start()
+                    server = make_server(process)
+                announcement = announce_service(settings.state_dir, process.name, url_of(listener))
+                _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
+                # Otherwise each full collection scans every object of PyTorch: hundreds of milliseconds.
+                gc.collect()
+                gc.freeze()
+                server.run(sockets=[listener])
+            finally:
+                if announcement is not None:
+                    announcement.withdraw()
+                if process is not None:
+                    process.close()
+        _log.info("stopped")
+    return 0
 
 
 class NoDevice:
-    """The device blocks of a process without an engine: there are none to hold."""
+    """The device blocks of a process without an engine: none."""
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Nothing to hold."""
+        """See `DeviceView`."""
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """Nothing to release."""
+        """See `DeviceView`."""
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
-        """None are free."""
+        """See `DeviceView`."""
         return None
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[bytes | None]:
-        """Nothing is held."""
+        """See `DeviceView`."""
         return [None] * len(block_ids)
 
     def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Nothing is held."""
+        """See `DeviceView`."""
         return [False] * len(keys)
 
     def take_given_out(self, among: Container[int]) -> Mapping[int, bytes | None]:
-        """Nothing is given out."""
+        """See `DeviceView`."""
         return {}
 
 
 class Process:
-    """One kvferry in one process. Made, then started; `close` may follow at any time and undoes what was done."""
+    """One kvferry in one process. Made, then started; `close` may follow at any time."""
 
     def __init__(self, settings: Settings, logs: LogPipe, progress: StartProgress | None = None) -> None:
-        """Load the model, map the pool, open the store. Raises `StartRefused`. `progress` is told how far that is."""
+        """Load the model, map the pool, open the store. Raises `StartError`. `progress` gets the stages."""
         self._settings = settings
         self._progress = StartProgress() if progress is None else progress
         self._stopping = threading.Event()
-        self._started_s = time.time()
         self.engine: EmbeddedEngine | None = None
         self.copies: CopyEngine | None = None
         self._cuda: CudaSide | None = None
+        self._kept: KeptRecord | None = None
         with ExitStack() as undo:
             try:
-                self._build(logs, undo)
-            except (ValueError, StoreError) as error:
-                raise StartRefused(str(error)) from error
+                self.service = self._build(logs, undo)
+            except ValueError as error:
+                raise StartError(str(error)) from error
             self._undo = undo.pop_all()
-        self.name = self.ferry.name
+        self.name = self.service.name
 
     def start(self) -> None:
-        """Read what is kept, then start the threads: history, then the engine. Raises `StartRefused`."""
-        self.ferry.start()
+        """Recover blocks and policies, then start the threads of the service and of the engine. Raises `StartError`."""
+        self.service.start()
         if self.engine is not None:
             self.engine.start()
         if self._kept is not None:
             self._kept.file.goes_if_new = False
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
-        """What the admin API gets to see; `closing` turns true once the server is to stop."""
+        """Return the parts that the admin API uses; `closing` returns true once the server stops."""
         if self.engine is None:
-            return self.ferry.context(closing)
+            return self.service.context(closing)
         from kvferry.app.engines.embedded.completions import completions_router
 
-        context = self.ferry.context(closing, completions_router(self.engine))
+        context = self.service.context(closing, completions_router(self.engine))
         return replace(context, retry_after_s=self.engine.retry_after_s)
 
     def abort_requests(self) -> None:
-        """End what the engine works on; clients are told."""
+        """End all requests of the engine; their clients get an error."""
         if self.engine is not None:
             self.engine.abort_all()
 
     def close(self) -> None:
-        """Stop everything, the last thing started first; each within its time."""
+        """Stop everything in reverse order, each part within its time limit."""
         self._undo.close()
 
-    def _build(self, logs: LogPipe, undo: ExitStack) -> None:
+    # --- construction ---------------------------------------------------------------------------------------------
+
+    def _build(self, logs: LogPipe, undo: ExitStack) -> OffloadService:
         settings = self._settings
         if settings.engine is Engine.EMBEDDED:
             self._load_engine(undo)
-        side, device_bytes = self._describe(undo)
-        pool = self._map_pool(side, device_bytes, undo)
-        self.ferry = Ferry(settings, side, pool, logs.set_level, self._stopping, self._progress.note)
-        undo.callback(self.ferry.close)
+        engine, device_bytes, claim = self._bind_engine(undo)
+        pool = self._map_pool(engine, device_bytes, undo)
+        service = OffloadService(settings, engine, pool, logs.set_level, self._stopping, self._progress, claim)
+        undo.callback(service.close)
         if self.engine is not None and pool.mapped is not None:
-            self._attach(self.engine, side.layout, pool.mapped, undo)
-        undo.callback(self.ferry.stop)
+            self._attach(self.engine, service, engine.layout, pool.mapped, undo)
+        undo.callback(service.stop)
+        return service
 
     def _load_engine(self, undo: ExitStack) -> None:
         from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
@@ -155,8 +194,8 @@ class Process:
             self._cuda = CudaSide(engine.model.device)
             undo.callback(self._cuda.close)
 
-    def _describe(self, undo: ExitStack) -> tuple[EngineSide, int]:
-        """The engine as the ferry sees it, and the size of its own KV cache in bytes."""
+    def _bind_engine(self, undo: ExitStack) -> tuple[EngineBinding, int, NameClaim]:
+        """Return the engine as the service sees it, the bytes of its own KV cache, and the claim of its name."""
         engine, settings = self.engine, self._settings
         device: DeviceView
         fingerprint: dict[str, object]
@@ -185,46 +224,42 @@ class Process:
         # Before the pool, whose file has the same name.
         claim = claim_name(settings.resolved_database_url(), name, is_default=settings.engine_name is None)
         undo.callback(claim.close)
-        side = EngineSide(
+        binding = EngineBinding(
             name=claim.name,
             info=info,
             layout=GroupLayout([group], settings.blocks_per_slot),
             fingerprint=fingerprint,
             device=device,
             watermark_blocks=_watermark_blocks(settings),
-            started_s=self._started_s,
-            wake=self._wake,
-            step=self._wake,
-            reasons=self._reasons,
-            claim=claim,
+            hooks=EngineHooks(wake=self._wake, step=self._wake, reasons=self._reasons),
         )
-        return side, device_bytes
+        return binding, device_bytes, claim
 
-    def _map_pool(self, engine: EngineSide, device_bytes: int, undo: ExitStack) -> PoolSide:
+    def _map_pool(self, engine: EngineBinding, device_bytes: int, undo: ExitStack) -> PoolBinding:
         settings, slot_bytes = self._settings, engine.layout.slot_bytes
         plan = plan_pool(settings.pool_bytes, slot_bytes, largest_pool_bytes(settings))
         if not plan.num_slots:
             raise NotEnoughMemory(
-                f"KVFERRY_POOL_BYTES={settings.pool_bytes} holds no slot: one takes {slot_bytes:,} bytes; make it "
+                f"KVFERRY_POOL_BYTES={settings.pool_bytes}: holds no slot, which takes {slot_bytes:,} bytes; make it "
                 "larger"
             )
         preparation = Preparation() if self._cuda is None else self._cuda.preparation()
         preparation = replace(preparation, progress=self._progress.note_pool)
         file = open_kept_file(settings, engine.name, engine.fingerprint, plan, slot_bytes)
         if file is not None:
-            # Until it has served once, it holds nothing that anybody would miss.
+            # Removed if the start fails: a new file holds nothing yet.
             file.goes_if_new = True
             plan = file.shape.plan
-        self._announce_pool(plan, slot_bytes, device_bytes)
+            self._kept = KeptRecord(file)
+        self._log_pool_size(plan, slot_bytes, device_bytes)
         pool = HostPool(
             plan.num_slots, slot_bytes, plan.extent_slots * slot_bytes, backing=file, preparation=preparation
         )
         undo.callback(pool.close)
-        self._kept = None if file is None else KeptRecord(file)
-        return PoolSide(plan, pool, pool, self._kept)
+        return PoolBinding(plan, pool, pool, self._kept)
 
-    def _announce_pool(self, plan: PoolPlan, slot_bytes: int, device_bytes: int) -> None:
-        """Say how many slots the pool gets, before anything is allocated."""
+    def _log_pool_size(self, plan: PoolPlan, slot_bytes: int, device_bytes: int) -> None:
+        """Log the size of the pool before it is allocated."""
         pool_bytes = plan.num_slots * slot_bytes
         share = f", {pool_bytes / device_bytes:.1f} times the device's KV cache" if device_bytes else ""
         _log.info(
@@ -237,14 +272,15 @@ class Process:
         if pool_bytes < device_bytes:
             _log.warning(
                 "KVFERRY_POOL_BYTES=%d is less than the device's KV cache of %d bytes: in eager mode such a pool "
-                "mostly holds "
-                "what the device still has, and brings little",
+                "mostly holds blocks that the device still has; make it larger, or set KVFERRY_STORE_MODE=lazy",
                 self._settings.pool_bytes,
                 device_bytes,
             )
 
-    def _attach(self, engine: EmbeddedEngine, layout: GroupLayout, pool: HostPool, undo: ExitStack) -> None:
-        """Give the engine its copy engine. On stop, copies end before the memory that they touch goes."""
+    def _attach(
+        self, engine: EmbeddedEngine, service: OffloadService, layout: GroupLayout, pool: HostPool, undo: ExitStack
+    ) -> None:
+        """Give the engine a copy engine. On stop, copies end before their memory is unmapped."""
         from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
         from kvferry.cuda_ops.copy.layout import DeviceLayout
 
@@ -268,8 +304,10 @@ class Process:
             copies = self._kept.fillings = KeptCopies(copies, headers, engine.wake)
         self.copies = copies
         undo.callback(copies.close)
-        engine.attach(self.ferry.guard, GuardedCopies(copies, self.ferry.guard.record_error))
+        engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error))
         undo.callback(engine.close, CLOSE_ENGINE_S)
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Have an idle engine take a step."""
@@ -277,7 +315,7 @@ class Process:
             self.engine.wake()
 
     def _reasons(self) -> list[str]:
-        """Why the engine should get no traffic."""
+        """Return why the engine should get no traffic."""
         reasons = [] if self.engine is None else self.engine.reasons()
         if self.copies is not None and not self.copies.is_alive():
             reasons.append("the copy engine does not run; its log says why")
@@ -285,6 +323,6 @@ class Process:
 
 
 def _watermark_blocks(settings: Settings) -> int:
-    """What one step may take from the device's free queue, but no more of the device than a quarter."""
+    """Return the blocks that one step may take from the device's free queue, at most a quarter of the device."""
     step_blocks = -(-settings.max_batched_tokens // settings.block_size) + settings.max_running
     return max(min(step_blocks, settings.device_blocks // 4), 1)

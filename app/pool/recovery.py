@@ -1,6 +1,6 @@
-"""A warm start: the headers of a kept pool say which blocks there are, the database how recent they are and whose.
+"""Recovery of a kept pool after a restart: headers define its blocks, the database adds their history.
 
-Everything is done in bulk, before anything is served. With the database lost the pool is recovered all the same.
+All blocks are recovered in bulk before requests are served. Without the database they are recovered without history.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.app.settings import Settings
-from kvferry.app.settings.kinds import PoolKind
+from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.store.slot_rows import SlotColumns
 from kvferry.core.keys import RequestIdentity
@@ -38,18 +38,18 @@ from kvferry.cuda_ops.pool.limits import largest_file_bytes, largest_memory_byte
 
 _log = logging.getLogger(__name__)
 
-_NOBODY = RequestIdentity("")
+_UNKNOWN = RequestIdentity("")
 
 
-def nobody_is_told(stage: str) -> None:
-    """Nobody asks how far a start is."""
+def no_progress(stage: str) -> None:
+    """Ignore the stage of a start."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """What a restart began with. `known` of the `recovered` slots had a row; the others enter coldest.
+    """Result of a recovery. `known` of the `recovered` slots had a row; the others are the first to be evicted.
 
-    `foreign` says in which field a pool that was dropped as a whole was not the one wanted, and None if it was.
+    `foreign` is the field of the fingerprint because of which the whole pool was dropped, or None.
     """
 
     recovered: int
@@ -67,7 +67,7 @@ class WarmStart:
 
 
 def largest_pool_bytes(settings: Settings) -> int:
-    """What the memory, or the disk, that a pool of this kind lives in could hold at most."""
+    """Return the size of the memory or disk that a pool of this kind is in."""
     path = pool_file(settings, "any")
     if path is None:
         return largest_memory_bytes()
@@ -85,21 +85,24 @@ def open_kept_file(
     *,
     join: bool = False,
 ) -> KeptFile | None:
-    """The file of the pool that outlives this process, None for one that does not. Raises `ValueError`.
+    """Open the file of a kept pool; None for a pool that does not outlive this process.
 
-    `slot_bytes` is one rank's part of a slot. To `join` is for processes of an engine but the first: see `KeptFile`.
-    Then raises `FileNotFoundError`, too.
+    Args:
+        slot_bytes: One rank's part of a slot.
+        join: For all processes of an engine but the first: see `KeptFile`.
+
+    Raises:
+        StartError: The pool cannot be used.
+        FileNotFoundError: There is no file to `join`.
     """
     path = pool_file(settings, name)
     if path is None:
         return None
     if fingerprint.get("revision", "none needed") is None:
         raise PoolRefused(
-            f"KVFERRY_POOL_KIND={settings.pool_kind.value}: nothing says which weights the model "
-            f"{fingerprint.get('model')} "
-            "has, so a kept pool could serve another revision's blocks; set KVFERRY_POOL_KIND=pinned, or the model "
-            "to a local "
-            "folder"
+            f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the revision of the model {fingerprint.get('model')} is "
+            "unknown, so a kept pool could serve blocks of another revision; set KVFERRY_POOL_KIND=pinned, or the "
+            "model to a local folder"
         )
     shape = PoolShape(plan.num_slots, slot_bytes, num_ranks, plan.extent_slots, plan.max_slots)
     try:
@@ -109,13 +112,12 @@ def open_kept_file(
             raise
         raise PoolRefused(
             f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
-            f"{error.strerror or error}; make "
-            "its folder writable, or set KVFERRY_POOL_PATH to another"
+            f"{error.strerror or error}; make its folder writable, or set KVFERRY_POOL_PATH to another"
         ) from error
 
 
 def pool_file(settings: Settings, name: str) -> Path | None:
-    """Where the pool of an engine is kept."""
+    """Return the path of an engine's kept pool; None for a pool that is not kept."""
     if settings.pool_kind is PoolKind.SHM:
         return SHARED_MEMORY / f"kvferry-{name}.pool"
     if settings.pool_kind is PoolKind.FILE and settings.pool_path is not None:
@@ -131,9 +133,9 @@ def begin_warm(
     stopping: threading.Event,
     note: Callable[[str], object],
 ) -> tuple[WarmStart, BootVerification]:
-    """A warm start as an engine begins; after another boot, what came back is verified beside it, until `stopping`.
+    """Recover a kept pool; after a reboot, verify its blocks on a thread until `stopping` is set.
 
-    `note` is told what is being done.
+    `note` gets the stage.
     """
     started = warm_start(file, store, manager, note)
     _log.info("%s: %s", file.path, started)
@@ -145,21 +147,21 @@ def begin_warm(
 
 
 def warm_start(
-    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = nobody_is_told
+    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = no_progress
 ) -> WarmStart:
-    """Give an empty manager what an earlier process left. What holds no more is dropped, counted, and emptied.
+    """Recover the blocks of an earlier process into an empty manager. Invalid slots are dropped and counted.
 
-    `note` is told what is being done.
+    `note` gets the stage.
     """
     started_s = time.monotonic()
     note(f"recovering the pool: reading {file.shape.num_slots:,} headers and their rows")
     with ThreadPoolExecutor(1, "kvferry-rows") as threads:
-        # The database works while the headers are looked at, and a little longer.
+        # In parallel with the headers.
         reading = threads.submit(_read_rows, file, store)
         kept = recover_slots(file)
         rows = reading.result()
     blocks, stale, num_known = _join(kept, rows, file.shape.num_slots, time.time())
-    note(f"recovering the pool: taking over {len(kept.slots):,} slots, {num_known:,} of them with their history")
+    note(f"recovering the pool: adding {len(kept.slots):,} slots, {num_known:,} of them with history")
     import_blocks(manager, blocks, stale)
     dropped = {reason.value: count for reason, count in kept.dropped.items()}
     foreign_keys = file.take_foreign_keys()
@@ -170,17 +172,20 @@ def warm_start(
 
 
 def _read_rows(file: KeptFile, store: MetadataStore) -> SlotColumns:
-    """What history has of the pool's slots: nothing if it cannot be read, which is logged."""
+    """Read the rows of the pool's slots; none if they cannot be read, which is logged."""
     try:
         return store.read_slots() if file.found.is_kept else SlotColumns.none()
     except (StoreUnavailable, ValueError) as error:
-        _log.warning("the pool is recovered without its history, which cannot be read: %s", error)
+        _log.warning("pool: recovered without history, which cannot be read: %s", error)
         return SlotColumns.none()
 
 
 def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> tuple[KeptBlocks, Slots, int]:
-    """Blocks with what their rows add, the latest used first; the slots whose row is to be written or deleted; and how
-    many had a row: one of the same slot, key and generation."""
+    """Join blocks with their rows of the same slot, key and generation.
+
+    Returns:
+        The blocks, most recently used first; the slots whose row is to be written or deleted; the number of rows used.
+    """
     count = len(kept.slots)
     place = np.full(num_slots, -1)
     place[kept.slots] = np.arange(count)
@@ -197,7 +202,7 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
     stored_s, hit_s = np.zeros(count), np.zeros(count)
     positions[at], hits[at] = rows.positions[fits], rows.hits[fits]
     stored_s[at], hit_s[at] = rows.stored_s[fits], rows.hit_s[fits]
-    origins = np.fromiter([_NOBODY, *rows.origins], dtype=object)
+    origins = np.fromiter([_UNKNOWN, *rows.origins], dtype=object)
     origin_numbers = np.zeros(count, dtype=np.int64)
     origin_numbers[at] = rows.origin_numbers[fits] + 1
     classes = np.full(count, PRIORITY_CLASS[Priority.NORMAL], dtype=np.uint8)
@@ -207,9 +212,9 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
     is_stale = np.zeros(num_slots, dtype=np.bool_)
     is_stale[rows.slots[inside & ~fits]] = True
     is_stale[kept.slots[~is_known]] = True
-    # Of blocks that were used together the first of a prefix counts as the latest, so that its end goes first.
+    # Of blocks used at the same time the first of a prefix sorts first, so that the end of a prefix is evicted first.
     order = np.lexsort((kept.slots, -kept.generations, positions, -np.maximum(stored_s, hit_s)))
-    # What nobody knows the age of is at least as old as this process, and that is what history will say.
+    # A block of unknown age is at least as old as this process.
     stored_s[stored_s <= 0] = now_s
     blocks = KeptBlocks(
         slots=kept.slots[order],
@@ -227,25 +232,25 @@ def _join(kept: KeptSlots, rows: SlotColumns, num_slots: int, now_s: float) -> t
 
 
 class BootVerification:
-    """After another boot, a look at every recovered slot, beside the engine; `reason` says how far it is."""
+    """Verification of every recovered slot after a reboot, on a thread of its own."""
 
     def __init__(self, file: KeptFile, headers: Sequence[SlotHeaders], manager: OffloadManager) -> None:
-        """`headers` are those of each rank."""
+        """`headers` has one entry per rank."""
         self._file = file
         self._headers = headers
         self._manager = manager
         self._total = manager.counts().unverified
         self._done = not file.found.other_boot
 
-    def reason(self) -> str | None:
-        """Why this process is not ready yet, as far as it is this."""
+    def reasons(self) -> list[str]:
+        """Return why the process is not ready while slots are verified; empty afterwards."""
         if self._done:
-            return None
-        left = self._manager.counts().unverified
-        return f"verifying the pool after the machine was started anew: {self._total - left:,} of {self._total:,} slots"
+            return []
+        verified = self._total - self._manager.counts().unverified
+        return [f"verifying the pool after a reboot: {verified:,} of {self._total:,} slots"]
 
     def run(self, stopping: threading.Event) -> None:
-        """Verify until there is nothing left, or `stopping`. On a thread of its own."""
+        """Verify all slots, until `stopping` is set. Thread: own."""
         start = 0
         num_bad = 0
         while not self._done and not stopping.is_set():
@@ -253,12 +258,14 @@ class BootVerification:
             if not len(pin):
                 self._file.note_boot()
                 self._done = True
-                _log.info("all %s slots are verified; %s were bad and are dropped", f"{self._total:,}", f"{num_bad:,}")
+                _log.info(
+                    "pool: verified %s slots, dropped %s with a wrong checksum", f"{self._total:,}", f"{num_bad:,}"
+                )
                 return
             try:
                 bad = np.unique(np.concatenate([headers.verify(pin.slots) for headers in self._headers]))
-            except Exception:  # noqa: BLE001 - what cannot be looked at goes, and the rest is looked at
-                _log.exception("%d slots cannot be verified, and are dropped", len(pin))
+            except Exception:  # noqa: BLE001 - these slots are dropped, and the rest is verified
+                _log.exception("pool: dropped %d slots that cannot be verified", len(pin))
                 bad = pin.slots
             end_verification(self._manager, pin, bad, time.time())
             num_bad += len(bad)

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, Problem
 from kvferry.app.api.middleware import complete_headers, is_request_id
-from kvferry.app.seldom import SeldomLogger
+from kvferry.app.logs import RateLimitedLogger
 
 _log = logging.getLogger(__name__)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -29,14 +29,14 @@ _COMPLETION = b"POST %s " % _COMPLETION_PATH.encode()
 _LENGTH = re.compile(rb"\n(?:content-length:[ \t]*([0-9]{1,8})[ \t]*(?=\r?\n)|transfer-encoding:)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"\nx-request-id:[ \t]*([^\r\n]*?)[ \t]*(?=\r?\n)", re.IGNORECASE)
 REQUESTS_PER_ITERATION = 8
-"""Requests that may start in one iteration of the event loop; each takes the loop about a millisecond."""
+"""Requests that start in one iteration of the event loop at most; each takes the loop about a millisecond."""
 REFUSALS_PER_ITERATION = 64
 ACCEPTS_PER_REQUEST = 8
-"""Iterations that accept a connection for each request that starts meanwhile: uvloop accepts one in an iteration, and
-a health check may be behind thousands."""
+"""Iterations with an accepted connection per request that starts: uvloop accepts one connection per iteration, and a
+health check may be behind thousands."""
 RetryAfter = Callable[[str], int | None]
 SHORT_WAIT_S = 1.0
-"""A connection that has waited no longer for its client may have a request that has not been read yet."""
+"""A connection that has waited for less may have received a request that is not read yet."""
 
 
 def never_busy(client: str) -> None:
@@ -65,17 +65,17 @@ class _Phase(Enum):
     BODY = auto()
     ANSWER = auto()
     REST = auto()
-    """The response is complete, the request body is not: it is read and discarded."""
+    """The response is complete, but not the request body, which is read and discarded."""
     STALLED = auto()
     IDLE = auto()
     CLOSING = auto()
 
 
 class Connections:
-    """The connections of one server: those that wait for their client, and those whose next request waits to start.
+    """The connections of one server: those that wait for their client, and those whose next request is queued.
 
-    Both are in the order in which they began to wait. Only a few requests start in each iteration of the event loop,
-    so that thousands that arrive at once cannot delay health checks and answers under way.
+    Both are in order of arrival. Only a few requests start in each iteration of the event loop, so that thousands that
+    arrive at once do not delay health checks and responses under way.
     """
 
     def __init__(self, limits: ConnectionLimits, retry_after_s: RetryAfter = never_busy) -> None:
@@ -87,7 +87,7 @@ class Connections:
         self._accepting_iterations = 0
         self._quota = REQUESTS_PER_ITERATION
         self._is_scheduled = False
-        self._seldom = SeldomLogger(_log)
+        self._seldom = RateLimitedLogger(_log)
 
     def set_waiting(self, connection: HttpConnection, waiting: bool) -> None:
         """Record that a connection waits for its client from now on, or that it does not."""
@@ -98,8 +98,8 @@ class Connections:
     def make_room(self, newest: HttpConnection, num_open: int) -> None:
         """Count a new connection, and close one if there are too many.
 
-        That is the one which has waited longest for its client, unless that is a short time and requests are queued:
-        then the connection of the request that was queued last.
+        It is the connection that has waited longest for its client, or, if that is a short time and requests are
+        queued, the connection of the request queued last.
         """
         self._num_accepted += 1
         if num_open <= self.limits.max_connections:
@@ -178,22 +178,22 @@ class _Parser(h11.Connection):
         return self._held_head()[1] is not None
 
     def is_health_check(self) -> bool:
-        """Return whether what has not been parsed yet begins with a health check."""
+        """Return whether the input that is not parsed yet starts with a health check."""
         return self.trailing_data[0].startswith(_HEALTH_CHECK)
 
     def held_completion(self) -> bytes | None:
-        """Return the head of the next request if that is a completion whose body has been received too."""
+        """Return the head of the next request if it is a completion whose body has been received."""
         held, blank_line = self._held_head()
         if blank_line is None or not held.startswith(_COMPLETION):
             return None
         head = held[: blank_line.end()]
         lengths = _LENGTH.findall(head)
-        # What is not received yet would reset the connection that is closed after the response.
+        # Unread input would reset the connection when it is closed after the response.
         is_whole = len(lengths) == 1 and lengths[0] and len(head) + int(lengths[0]) <= len(held)
         return head if is_whole else None
 
     def _held_head(self) -> tuple[bytes, re.Match[bytes] | None]:
-        """Return what has not been parsed yet, and the end of the complete head in it, if there is one."""
+        """Return the input that is not parsed yet, and the match of the end of a complete head in it."""
         if not self._may_hold_head or self.their_state is not h11.IDLE:
             return b"", None
         held, _ = self.trailing_data
@@ -204,7 +204,7 @@ class _Parser(h11.Connection):
         return held, blank_line
 
     def receive_data(self, data: bytes) -> None:
-        """Note whether a head may be complete now, so that each byte is searched once."""
+        """Record whether a head may be complete now; each byte is searched once."""
         if not self._may_hold_head:
             searched = self._tail + data
             self._may_hold_head = _BLANK_LINE.search(searched) is not None
@@ -212,7 +212,7 @@ class _Parser(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """Raises `h11.RemoteProtocolError` for what is malformed or beyond the limits."""
+        """Return the next event. Raises `h11.RemoteProtocolError` for input that is malformed or beyond the limits."""
         held, blank_line = self._held_head()
         if blank_line is not None and (
             blank_line.end() > self._limits.head_bytes
@@ -244,7 +244,7 @@ class HttpConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection, and make room for it."""
+        """Count the connection, and close another one if there are too many."""
         super().connection_made(transport)
         self._update()
         self._kept.make_room(self, len(self.connections))
@@ -258,7 +258,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """Close at once, whatever is unsent."""
+        """Close at once; unsent output is discarded."""
         self.connections.discard(self)
         self._kept.set_waiting(self, False)
         self._kept.discard_queued(self)
@@ -271,9 +271,9 @@ class HttpConnection(H11Protocol):
         self._update()
 
     def handle_events(self) -> None:
-        """Parse and dispatch what was received; a request may be queued first, but not a health check."""
+        """Parse and dispatch received requests; any but a health check may be queued first."""
         if self._is_queued:
-            # Bounds the memory of what is received before the request starts. Until then a client that goes is noticed.
+            # Bounds the memory of input; until then a connection that the client closes is noticed.
             self.flow.pause_reading()
             return
         if self.conn.has_next_request() and not self.conn.is_health_check():
@@ -281,7 +281,6 @@ class HttpConnection(H11Protocol):
                 return
             if not self._kept.may_start(self):
                 self._is_queued = True
-                self._unset_keepalive_if_required()
                 return
         super().handle_events()
 
@@ -297,20 +296,20 @@ class HttpConnection(H11Protocol):
         return True
 
     def _refuse_completion(self) -> bool:
-        """Answer a completion with 429 while the engine takes none, before anything is spent on parsing it."""
+        """Answer a completion with 429 while the engine accepts none, before it is parsed."""
         client = "" if self.client is None else self.client[0]
         retry_after_s = self._kept.retry_after_s(client)
         head = None if retry_after_s is None else self.conn.held_completion()
         if head is None:
             return False
-        self._kept.log("the engine takes no completions")
+        self._kept.log("the engine accepts no completions")
         ids = [one.decode("latin-1") for one in _REQUEST_ID.findall(head)]
         request_id = ids[0] if len(ids) == 1 and is_request_id(ids[0]) else None
         self.refuse(429, BUSY, {"Retry-After": str(retry_after_s)}, path=_COMPLETION_PATH, request_id=request_id)
         return True
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, if it has been received already."""
+        """Start the next request, if it has been received."""
         super().on_response_complete()
         self._update()
 
@@ -325,7 +324,7 @@ class HttpConnection(H11Protocol):
         self._update()
 
     def shutdown(self) -> None:
-        """Close when idle. A request that waits for its body sees that the server is closing."""
+        """Close when idle; a request that waits for its body is notified."""
         super().shutdown()
         if self._phase is _Phase.BODY:
             self.cycle.message_event.set()
@@ -365,14 +364,12 @@ class HttpConnection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; output that the client has left unread is discarded."""
+        if self._is_queued:
+            return
         if self.transport.get_write_buffer_size():
             self.abort()
         else:
             super().timeout_keep_alive_handler()
-
-    def _should_upgrade(self) -> bool:
-        """No other protocol is spoken here; uvicorn logs each request for one."""
-        return False
 
     def _phase_now(self) -> _Phase:
         if self.transport.is_closing():

@@ -1,15 +1,17 @@
-"""What can be wrong with settings, in words that name the setting, its value, its origin and the remedy."""
+"""Errors of settings: each message names the setting, its value, its origin and what to do. Masking of secrets."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
-from kvferry.app.settings.origin import PREFIX, Given
+from pydantic.fields import FieldInfo
+
+from kvferry.app.settings.sources import PREFIX, RawValue
 
 MASK = "***"
 MAX_SHOWN_CHARS = 80
@@ -18,7 +20,7 @@ _SECRET_WORDS = re.compile(r"TOK|SECRET|PASS|PWD|KEY|CRED|URL|AUTH", re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One bad setting. `name` is the setting (lower case) or the unknown name; `advice` says what would be right."""
+    """An invalid setting. `name` is a setting (lower case) or an unknown name; `advice` omits the value."""
 
     name: str
     text: str
@@ -28,8 +30,9 @@ class Problem:
         return self.text
 
 
+# Not a `StartError`: pydantic turns a `ValueError` that is raised in a validation into its own error.
 class BadSettings(Exception):
-    """Settings that kvferry refuses to start with: every one of them, not the first only."""
+    """Invalid settings, with which kvferry does not start; `problems` has all of them."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -37,7 +40,7 @@ class BadSettings(Exception):
 
 
 class NeedsRestart(Exception):
-    """Settings that cannot change while kvferry runs."""
+    """A change of settings that are fixed while kvferry runs."""
 
     def __init__(self, names: Iterable[str], mutable: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -47,26 +50,28 @@ class NeedsRestart(Exception):
         )
 
 
-def value_problem(name: str, given: Given, advice: str, *, secret: bool) -> Problem:
-    """A known setting whose value will not do."""
-    value = "" if given.value is None else f"={_shown(name, given.value, secret)}"
-    return Problem(name, f"{given.spelled}{value} ({given.place.label}): {advice}", advice)
+def is_secret_field(field: FieldInfo) -> bool:
+    """Return whether a pydantic field holds a secret."""
+    return "SecretStr" in str(field.annotation)
 
 
-def unknown_problem(given: Given, known: Iterable[str], secrets: Iterable[str]) -> Problem:
-    """A name that is no setting, with the nearest that is. A value that may be a misspelled secret is not shown."""
-    plain = given.spelled.upper().removeprefix(PREFIX)
+def value_problem(name: str, raw: RawValue, advice: str, *, secret: bool) -> Problem:
+    """Return the problem of a known setting whose value is invalid."""
+    value = "" if raw.value is None else f"={_shown(name, raw.value, secret)}"
+    return Problem(name, f"{raw.spelled}{value} ({raw.origin.label}): {advice}", advice)
+
+
+def unknown_problem(raw: RawValue, known: Iterable[str], secrets: Collection[str]) -> Problem:
+    """Return the problem of an unknown name, with the nearest known one. A possible secret value is masked."""
+    plain = raw.spelled.upper().removeprefix(PREFIX)
     near = difflib.get_close_matches(plain, [name.upper() for name in known], n=1, cutoff=0.5)
-    secret = _SECRET_WORDS.search(plain) or (near and near[0].lower() in set(secrets))
-    spelled = given.spelled if given.spelled.isprintable() else show(given.spelled)
+    secret = _SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
+    spelled = raw.spelled if raw.spelled.isprintable() else show(raw.spelled)
     advice = "no such setting"
     if near:
-        advice += f"; did you mean {given.place.spell(near[0].lower())}?"
-    return Problem(
-        given.spelled,
-        f"{spelled}={MASK if secret else show(given.value)} ({given.place.label}): {advice}",
-        advice,
-    )
+        advice += f"; did you mean {raw.origin.spell(near[0].lower())}?"
+    value = MASK if secret else show(raw.value)
+    return Problem(raw.spelled, f"{spelled}={value} ({raw.origin.label}): {advice}", advice)
 
 
 def _shown(name: str, value: object, secret: bool) -> str:
@@ -78,7 +83,7 @@ def _shown(name: str, value: object, secret: bool) -> str:
 
 
 def show(value: object) -> str:
-    """A value on one short line."""
+    """Return a value as one short line."""
     if isinstance(value, str):
         text = value if value.isprintable() and value.strip() == value and value else json.dumps(value)
     else:
@@ -90,7 +95,7 @@ def show(value: object) -> str:
 
 
 def mask_url(url: str) -> str:
-    """A database URL without its password, wherever the password stands in it."""
+    """Return a database URL with passwords masked, in its user part and in its query."""
     try:
         parts = urlsplit(url)
         netloc = parts.netloc
@@ -114,7 +119,7 @@ def mask_url(url: str) -> str:
 
 
 def url_passwords(url: str) -> list[str]:
-    """The passwords that stand in a database URL, as written and decoded."""
+    """Return the passwords in a database URL, as written and decoded."""
     try:
         parts = urlsplit(url)
         found = [value for key, value in parse_qsl(parts.query) if _SECRET_WORDS.search(key)]

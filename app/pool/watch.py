@@ -1,4 +1,4 @@
-"""Supervision of a pool that outlives its process: its file, and the thread that writes its record."""
+"""Supervision of a kept pool: its file, and the thread that writes its record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class PoolWatch:
-    """Thread: `check` on the supervisor's, the rest on any."""
+    """Checks of the file of a kept pool. Thread: `check` on the supervisor's, the rest on any."""
 
     def __init__(self, record: KeptRecord, mapped: HostPool, on_cut: Callable[[str], None]) -> None:
         """`on_cut` is called once, with the reason, when no byte of the pool may be accessed any more."""
@@ -43,12 +43,13 @@ class PoolWatch:
         self._moved = moved
         self._record.start()
 
-    def reason(self) -> str | None:
-        """Why the process is not ready, as far as the record goes."""
-        return self._record.problem()
+    def reasons(self) -> list[str]:
+        """Return why the process is not ready because of the record; empty if it is."""
+        problem = self._record.problem()
+        return [] if problem is None else [problem]
 
     def degraded(self) -> list[str]:
-        """What is wrong with the file, and what to do."""
+        """Return what is wrong with the file, and what to do."""
         if self._cut is not None:
             return [self._cut]
         if self._moved is not None:

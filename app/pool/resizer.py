@@ -1,7 +1,6 @@
-"""The pool's size while it runs: another one is checked when it is asked for, and comes about on a thread of its own.
+"""Resizing of the pool while it is used: a size is checked when requested, and applied by a thread.
 
-That thread owns the extents: it adds memory and makes it ready, or frees some, away from the engine's thread, and takes
-the steps of the resize in between.
+The thread owns the extents: it adds memory and prepares it, or frees memory, and takes the steps of the resize between.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kvferry.app.settings.problems import BadSettings, Problem
+from kvferry.app.settings.errors import BadSettings, Problem
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan, whole_extents
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
@@ -23,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 SETTING = "pool_bytes"
 BETWEEN_STEPS_S = 0.0001
-"""Whoever waits for the manager's lock gets it: a thread that only lets go of it would have it again before them."""
+"""Pause between steps, so that other threads can acquire the manager lock."""
 IN_USE_S = 0.05
 LONG_WAIT_STEPS = 600
-"""So many looks at slots in use, half a minute of them, are worth a line in the log."""
+"""Waits of `IN_USE_S` for slots in use after which a line is logged: half a minute."""
 STEP_BYTES = 1 << 30
-"""Memory is taken so much at a time, or an extent if that is more: in between, another size may be asked for."""
+"""Memory added per step, or an extent if that is more; between steps another size can be requested."""
 SETTLE_S = 1.0
 TROUBLE_S = 1.0
 CLOSE_S = 10.0
@@ -36,13 +34,13 @@ SHOWN_PINS = 10
 
 
 class PinnedBlocks(Exception):
-    """A pool of the size that was asked for would lose blocks that operators keep from eviction."""
+    """A smaller pool would lose blocks that operators pinned."""
 
     def __init__(self, keys: list[bytes]) -> None:
         self.shown = [key.hex() for key in keys[:SHOWN_PINS]]
         self.count = len(keys)
         super().__init__(
-            f"{self.count} pinned blocks lie in the part of the pool that would go: take their pins away "
+            f"{self.count} pinned blocks are in the part of the pool that would be removed: unpin them "
             "(DELETE /admin/v1/blocks/{hash}/pin), or make pool_bytes larger"
         )
 
@@ -53,7 +51,7 @@ class SizeNotPossible(BadSettings):
 
 @dataclass(frozen=True, slots=True)
 class ResizeEnd:
-    """How a resize ended: with so many slots, `bytes` in all. `error` says why `asked_bytes` could not be had."""
+    """End of a resize: the pool has `slots`, `bytes` in total. `error` is why it does not have `asked_bytes`."""
 
     slots: int
     bytes: int
@@ -61,15 +59,8 @@ class ResizeEnd:
     error: str | None
 
 
-class _Size(NamedTuple):
-    """A size that was asked for, and the whole slots in it."""
-
-    num_bytes: int
-    num_slots: int
-
-
-class PoolSize:
-    """Any thread may ask; `start` starts the thread that does it, and starts it again if it died."""
+class PoolResizer:
+    """Resizing of one pool. Thread: any, except that the memory is changed on the resizer's own."""
 
     def __init__(
         self,
@@ -79,33 +70,39 @@ class PoolSize:
         *,
         settle: Callable[[float], bool],
         wake: Callable[[], None],
-        tell: Callable[[ResizeEnd], None],
+        on_end: Callable[[ResizeEnd], None],
         guarding: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        """`settle` waits, within seconds, until nobody looks at slots that have left the pool; whether that is so.
+        """Make a resizer of `pool`.
 
-        `tell` is told how a resize ended, on the thread that does it. `guarding` is the context in which the pool's
-        slots are changed.
+        Args:
+            settle: Waits for this many seconds until removed slots are not accessed; returns whether that is so.
+            wake: Has an idle engine take a step.
+            on_end: Called on the resizer's thread at the end of a resize.
+            guarding: The context in which the pool's slots are changed.
         """
         self._resize = resize
         self._pool = pool
         self._plan = plan
         self._settle = settle
         self._wake = wake
-        self._tell = tell
+        self._on_end = on_end
         self._guarding = guarding
         self._error: str | None = None
-        self._checked: _Size | None = None
-        self._wanted = _Size(pool.num_bytes, pool.num_slots)
+        self._checked: tuple[int, int] | None = None
+        """Bytes and slots of the size that was checked last, until `begin`."""
+        self._wanted_bytes, self._wanted_slots = pool.num_bytes, pool.num_slots
         self._asked = threading.Event()
         self._closing = False
         self._num_waits = 0
         self._thread: threading.Thread | None = None
 
     def check(self, pool_bytes: int) -> None:
-        """Raise `SizeNotPossible` for a size that cannot be, `PinnedBlocks` for one that would lose what is pinned.
+        """Check a size, which `begin` may apply then.
 
-        What is good may be begun.
+        Raises:
+            SizeNotPossible: This process cannot have a pool of that size.
+            PinnedBlocks: The pool would lose blocks that operators pinned.
         """
         num_slots, plan, row_bytes = self._slots_for(pool_bytes), self._plan, self._pool.row_bytes
         extent_bytes = plan.extent_slots * row_bytes
@@ -114,11 +111,11 @@ class PoolSize:
             advice = f"holds no extent of this pool, which takes {extent_bytes:,} bytes; make it larger"
         elif num_slots > plan.max_slots:
             advice = (
-                f"is more than this process can come to have, which is {plan.max_slots * row_bytes:,} bytes; start it "
+                f"is more than this process can have, which is {plan.max_slots * row_bytes:,} bytes; restart it "
                 "with the new size"
             )
         elif num_slots > self._resize.memory_slots:
-            # What is being taken already counts as taken, and is not asked for twice.
+            # Memory that is being added is counted already.
             try:
                 self._pool.check_room(num_slots)
             except NotEnoughMemory as error:
@@ -128,42 +125,42 @@ class PoolSize:
         pinned = self._resize.pinned_by_operators(num_slots)
         if pinned:
             raise PinnedBlocks(pinned)
-        self._checked = _Size(pool_bytes, num_slots)
+        self._checked = (pool_bytes, num_slots)
 
     def begin(self) -> None:
-        """Have the pool come to the size that was checked last, if there is a new one, whatever was wanted before."""
+        """Start a resize to the size that was checked last, if there is one; it replaces a resize under way."""
         size, self._checked = self._checked, None
         if size is not None:
-            self._wanted = size
-            self._resize.request(size.num_slots)
+            self._wanted_bytes, self._wanted_slots = size
+            self._resize.request(self._wanted_slots)
             self._asked.set()
 
-    def reasons(self) -> list[str]:
-        """Why a resize does not come to its end, if it has been waiting for long. Any thread."""
+    def degraded(self) -> list[str]:
+        """Return which slots a resize has been waiting for, if it has waited for long."""
         if self._num_waits < LONG_WAIT_STEPS:
             return []
         return [
-            f"{SETTING}: the pool is to have {self._wanted.num_slots:,} slots, and still has memory for "
-            f"{self._pool.num_slots:,}: of those that are to go these are in use: {self._resize.in_use()}"
+            f"{SETTING}: the resize from {self._pool.num_slots:,} to {self._wanted_slots:,} slots waits for slots "
+            f"in use: {self._resize.in_use()}"
         ]
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread, also if it died."""
         if self._thread is not None:
             if self._thread.is_alive():
                 return
-            _log.error("the thread that changes the pool's size died and is started again")
+            _log.error("pool resize: its thread died and is started again")
         self._thread = threading.Thread(target=self._run, name="kvferry-resize", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, wherever a resize is: a kept pool is as large as it came to be."""
+        """Stop the thread; a kept pool keeps the size that a resize has reached."""
         self._closing = True
         self._asked.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    # --- on its thread ------------------------------------------------------------------------------------------
+    # --- thread: resizer ------------------------------------------------------------------------------------------
 
     def _slots_for(self, pool_bytes: int) -> int:
         return whole_extents(pool_bytes // self._pool.row_bytes, self._plan.extent_slots)
@@ -172,8 +169,8 @@ class PoolSize:
         while not self._closing:
             try:
                 self._step()
-            except Exception:  # noqa: BLE001 - the pool serves as it is, and the next step may do better
-                _log.exception("a step of a resize of the pool failed")
+            except Exception:  # noqa: BLE001 - the pool is used as it is, and the step is retried
+                _log.exception("pool resize: a step failed")
                 self._rest(TROUBLE_S)
 
     def _step(self) -> None:
@@ -182,13 +179,13 @@ class PoolSize:
         if todo is Todo.AGAIN:
             time.sleep(BETWEEN_STEPS_S)
         elif todo is Todo.MEMORY:
-            # Nothing is waited for any more, and nobody shall read so once the new size can be seen.
+            # Cleared first, so that `/readyz` does not report a stale wait.
             self._num_waits = 0
             self._change_memory(self._resize.memory_slots)
         elif todo is Todo.LATER:
-            # Leases and pins run out in steps, which an idle engine takes when it is woken.
+            # Leases and pins end in steps, which an idle engine takes when it is woken.
             self._wake()
-            self._note_wait()
+            self._count_wait()
             self._rest(IN_USE_S)
         else:
             self._rest(None)
@@ -200,17 +197,17 @@ class PoolSize:
         self._asked.wait(seconds)
         self._asked.clear()
 
-    def _note_wait(self) -> None:
+    def _count_wait(self) -> None:
         self._num_waits += 1
         if self._num_waits == LONG_WAIT_STEPS:
             _log.warning(
-                "the pool still has memory for %s slots: some that are to go are in use, and are waited for: %s",
-                f"{self._pool.num_slots:,}",
+                "pool resize: waiting for slots in use: %s; the pool still has %s slots",
                 self._resize.in_use(),
+                f"{self._pool.num_slots:,}",
             )
 
     def _change_memory(self, num_slots: int) -> None:
-        """Have memory for so many slots, which nobody uses yet, or any more."""
+        """Add or free memory, so that there is memory for `num_slots`; slots that change are not in use."""
         pool = self._pool
         if num_slots > pool.num_slots:
             if not self._add_memory(num_slots):
@@ -222,9 +219,9 @@ class PoolSize:
         self._resize.acknowledge(num_slots)
 
     def _add_memory(self, num_slots: int) -> bool:
-        """Take memory a few extents at a time, so that a large growth can be stopped; whether it is there.
+        """Add memory a few extents at a time, so that a large growth can be stopped; return whether all was added.
 
-        Where it cannot be had, or is not wanted any more, what was taken goes back.
+        If memory is not available, or a smaller size is requested meanwhile, the resize fails and memory is returned.
         """
         pool, extent_slots = self._pool, self._plan.extent_slots
         had_slots = pool.num_slots
@@ -232,14 +229,14 @@ class PoolSize:
         while pool.num_slots < num_slots:
             if self._closing:
                 return False
-            if self._wanted.num_slots < num_slots:
+            if self._wanted_slots < num_slots:
                 self._resize.fail()
                 return False
             try:
                 pool.add_slots(min(step_slots, num_slots - pool.num_slots))
-            except Exception as error:  # noqa: BLE001 - whatever it was, the pool stays as it is, and that is told
+            except Exception as error:  # noqa: BLE001 - the pool keeps its size, and the error is reported
                 self._error = str(error) or type(error).__name__
-                _log.error("the pool stays at %s slots: %s", f"{had_slots:,}", self._error)
+                _log.error("pool resize: failed, the pool keeps %s slots: %s", f"{had_slots:,}", self._error)
                 self._resize.fail()
                 return False
         return True
@@ -248,6 +245,6 @@ class PoolSize:
         error, self._error = self._error, None
         self._num_waits = 0
         num_slots, num_bytes = self._pool.num_slots, self._pool.num_bytes
-        _log.info("the host pool has %s slots now, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
+        _log.info("pool resize: the pool has %s slots, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
         self._wake()
-        self._tell(ResizeEnd(num_slots, num_bytes, self._wanted.num_bytes, error))
+        self._on_end(ResizeEnd(num_slots, num_bytes, self._wanted_bytes, error))

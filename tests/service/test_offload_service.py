@@ -1,4 +1,4 @@
-"""A ferry ends as it began: what it opened is closed, however far it came, and nothing is started again."""
+"""OffloadService closes all that it opened, however far its start came, and restarts nothing after that."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.api.context import EngineInfo
-from kvferry.app.ferry import EngineSide, Ferry, PoolSide
+from kvferry.app.process import NoDevice
+from kvferry.app.service.service import EngineBinding, OffloadService, PoolBinding
+from kvferry.app.service.supervisor import Supervisor
 from kvferry.app.settings import Settings
-from kvferry.app.upkeep import Upkeep
-from kvferry.app.wiring import NoDevice
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -25,8 +25,7 @@ SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4
 
 
 class LateRound(threading.Event):
-    """Lets one more round begin at the very moment at which everything is to stop, and go on once `closed` is set, or
-    whoever stops has come to wait for it."""
+    """Lets one more round of the supervisor begin during the stop; it ends once `closed` is set, or after a while."""
 
     def __init__(self, closed: threading.Event) -> None:
         super().__init__()
@@ -46,8 +45,8 @@ def file_tier(folder: Path) -> dict[str, str]:
     return {"type": "fs", "name": folder.name, "path": str(folder), "max_bytes": "1MiB"}
 
 
-def make_ferry(folder: Path, pool: HostPool, stopping: threading.Event, **settings: object) -> Ferry:
-    engine = EngineSide(
+def make_service(folder: Path, pool: HostPool, stopping: threading.Event, **settings: object) -> OffloadService:
+    engine = EngineBinding(
         name="test",
         info=EngineInfo("toy", "toy", "cpu", 16, groups=1, workers=1),
         layout=GroupLayout([GroupSpec(16, SLOT_BYTES)]),
@@ -55,9 +54,9 @@ def make_ferry(folder: Path, pool: HostPool, stopping: threading.Event, **settin
         device=NoDevice(),
         watermark_blocks=1,
     )
-    side = PoolSide(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
+    side = PoolBinding(PoolPlan(SLOTS, EXTENT_SLOTS, SLOTS), pool, pool)
     given = Settings(_env_file=None, state_dir=folder / "state", **settings)
-    return Ferry(given, engine, side, lambda level: None, stopping)
+    return OffloadService(given, engine, side, lambda level: None, stopping)
 
 
 @pytest.fixture
@@ -88,85 +87,85 @@ def new_threads() -> NewThreads:
     return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
 
 
-def test_a_ferry_that_cannot_be_made_leaves_nothing_behind(
+def test_a_service_that_cannot_be_made_leaves_nothing_behind(
     tmp_path: Path, pool: HostPool, new_threads: NewThreads
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     tiers = json.dumps([file_tier(tmp_path / "good"), file_tier(tmp_path / "file")])
     with pytest.raises(ValueError, match="tier file"):
-        make_ferry(tmp_path, pool, threading.Event(), tiers=tiers)
+        make_service(tmp_path, pool, threading.Event(), tiers=tiers)
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_ferry_closes_all_that_it_opened(
+def test_a_service_closes_all_that_it_opened(
     tmp_path: Path, pool: HostPool, new_threads: NewThreads, started: bool
 ) -> None:
-    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
+    service = make_service(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
     if started:
-        ferry.start()
-        assert ferry.readiness() == []
+        service.start()
+        assert service.readiness() == []
         assert open_below(tmp_path)
-    ferry.stop()
-    assert ferry.readiness()[0] == "stopping"
-    ferry.close()
-    ferry.close()
+    service.stop()
+    assert service.readiness()[0] == "stopping"
+    service.close()
+    service.close()
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
 
 
 def test_readiness_when_the_database_is_gone_is_degraded_only(tmp_path: Path, pool: HostPool) -> None:
-    ferry = make_ferry(tmp_path, pool, threading.Event())
-    ferry.start()
-    degraded = ferry.context(lambda: False).degraded
+    service = make_service(tmp_path, pool, threading.Event())
+    service.start()
+    degraded = service.context(lambda: False).degraded
     database = tmp_path / "state" / "kvferry.db"
     away = database.rename(database.with_name("away.db"))
     wait_until(lambda: degraded() != [], "the loss shows", 10.0)
     assert "kvferry.db" in degraded()[0]
-    assert ferry.readiness() == []
+    assert service.readiness() == []
     away.rename(database)
     wait_until(lambda: degraded() == [], "its return shows", 10.0)
-    ferry.close()
+    service.close()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_tiers_and_history_end_though_what_is_beside_them_does_not(
+def test_close_when_supervision_raises_ends_tiers_and_history(
     tmp_path: Path,
     pool: HostPool,
     new_threads: NewThreads,
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
 ) -> None:
-    stop, calls = Upkeep.close, []
+    stop, calls = Supervisor.close, []
 
-    def interrupted(upkeep: Upkeep) -> None:
-        calls.append(upkeep)
-        stop(upkeep)
+    def interrupted(supervisor: Supervisor) -> None:
+        calls.append(supervisor)
+        stop(supervisor)
         raise error
 
-    monkeypatch.setattr(Upkeep, "close", interrupted)
-    ferry = make_ferry(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
-    ferry.start()
+    monkeypatch.setattr(Supervisor, "close", interrupted)
+    service = make_service(tmp_path, pool, threading.Event(), tiers=json.dumps([file_tier(tmp_path / "good")]))
+    service.start()
     with pytest.raises(error):
-        ferry.close()
+        service.close()
     assert not open_below(tmp_path)
     wait_until(lambda: not new_threads(), "its threads are gone", 10.0)
-    ferry.stop()
-    ferry.close()
-    assert len(calls) == 1, "nobody waits for the same thread twice"
+    service.stop()
+    service.close()
+    assert len(calls) == 1, "the thread is joined once"
 
 
 def test_a_round_that_has_begun_as_all_stops_starts_nothing_again(
     tmp_path: Path, pool: HostPool, new_threads: NewThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = threading.Event()
-    ferry = make_ferry(tmp_path, pool, LateRound(closed))
-    ferry.start()
+    service = make_service(tmp_path, pool, LateRound(closed))
+    service.start()
     caplog.set_level(logging.INFO)
-    ferry.close()
+    service.close()
     closed.set()
     wait_until(lambda: "kvferry-supervisor" not in new_threads(), "it is over", 10.0)
-    assert not ferry.store.journal.is_alive()
+    assert not service.store.journal.is_alive()
     assert "died" not in caplog.text
     assert "kvferry-resize" not in new_threads()

@@ -1,0 +1,281 @@
+"""Guard of the engine's hooks of `OffloadScheduler`: after an exception they answer "miss" instead of raising."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvferry.app.guard.errors import ErrorLog, OffloadStatus, OffloadSwitch
+from kvferry.app.guard.loads import LoadWaits
+from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
+from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+
+DISCARD_EVERY_S = 1.0
+"""Interval of retries to discard a state that could not be discarded."""
+
+
+class OffloadGuard:
+    """The engine's hooks of an `OffloadScheduler`, none of which raises.
+
+    After an exception the hook answers "miss" or an empty plan, and `OffloadScheduler.abandon_all` discards the state
+    of all requests: jobs that the workers have keep their blocks until they end and publish nothing, and requests that
+    wait for another load recompute. Blocks in the pool stay, unless the exception interrupted a change of the pool.
+    After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
+
+    Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded`, `shut` and `resume`, which
+    any thread may call.
+    """
+
+    def __init__(
+        self,
+        scheduler: OffloadScheduler,
+        num_workers: int,
+        errors: ErrorLog,
+        clock: Callable[[], float] = time.time,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wake` has an idle engine take a step."""
+        self._wake = wake
+        self._scheduler = scheduler
+        self._num_workers = num_workers
+        self._errors = errors
+        self._clock = clock
+        self._switch = OffloadSwitch(errors)
+        self._waits = LoadWaits(num_workers)
+        self._planned: list[int] = []
+        self._last_sent = 0
+        self._unread: list[TransferResult] = []
+        self._announced: set[str] = set()
+        self._finished: list[str] = []
+        self._must_discard = False
+        self._must_check_loads = False
+        self._is_unusable = False
+        self._discarded_s = 0.0
+
+    # --- the engine's hooks; see `OffloadScheduler` -------------------------------------------------------------
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        """After an error the request is served without offloading."""
+        if self._is_on(now_s):
+            self._announced.add(request.request_id)
+            with self._hook("on_new_request", now_s):
+                self._scheduler.on_new_request(request, now_s)
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> MatchResult:
+        """After an error the answer is a miss."""
+        if self._is_on(now_s):
+            with self._hook("match", now_s):
+                return self._scheduler.match(request_id, num_computed_tokens, now_s)
+        return Miss()
+
+    def boundary(self, request_id: str, now_s: float) -> int:
+        """After an error nothing is stored for this boundary."""
+        if self._is_on(now_s):
+            with self._hook("boundary", now_s):
+                return self._scheduler.boundary(request_id)
+        return 0
+
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
+        """A request with tokens to load gets an outcome in every case."""
+        if num_loaded_tokens > 0:
+            self._waits.begin(request_id)
+        is_loading = False
+        if self._is_on(now_s):
+            with self._hook("commit", now_s):
+                self._scheduler.commit(request_id, block_ids, num_loaded_tokens, now_s)
+                is_loading = self._scheduler.is_loading(request_id)
+        if num_loaded_tokens > 0 and not is_loading:
+            self._waits.fail([request_id])
+
+    def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+        """After an error the plan is empty."""
+        plan = StepPlan()
+        if self._is_on(now_s):
+            with self._hook("plan_step", now_s):
+                plan = self._scheduler.plan_step(progress, now_s)
+        self._planned = [job.job_id for job in plan.jobs]
+        self._last_sent = max(self._planned, default=self._last_sent)
+        self._waits.submit(plan.loads)
+        return plan
+
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
+        """After an error the decisions for these requests are discarded with all others."""
+        if self._is_on(now_s):
+            with self._hook("on_step_failed", now_s):
+                self._scheduler.on_step_failed(request_ids, now_s)
+
+    def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
+        """Called every step; jobs end here also while offloading is off."""
+        self._is_on(now_s)
+        ended = self._waits.report(results)
+        self._unread += results
+        outcomes: list[LoadOutcome] = []
+        # Repeated once after an error: results that were read before it are ignored as duplicates.
+        for _ in range(2):
+            if self._is_unusable:
+                break
+            with self._hook("on_transfers_finished", now_s):
+                outcomes += self._scheduler.on_transfers_finished(self._unread, now_s)
+                self._unread = []
+                break
+        if self._unread:
+            self._waits.fail(ended)
+        if self._must_check_loads:
+            self._check_loads()
+        return self._waits.outcomes(outcomes)
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        """After an error nothing of this request is stored from its old blocks."""
+        self._waits.cancel(request_id)
+        if self._is_on(now_s):
+            with self._hook("on_preempted", now_s):
+                self._scheduler.on_preempted(request_id, now_s)
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        """Called also while offloading is off, so that the scheduler forgets the request."""
+        self._waits.cancel(request_id)
+        if request_id not in self._announced:
+            return
+        self._announced.discard(request_id)
+        self._is_on(now_s)
+        if self._is_unusable:
+            self._finished.append(request_id)
+            return
+        try:
+            self._scheduler.on_request_finished(request_id, now_s)
+        except Exception as error:  # noqa: BLE001 - its last blocks are not stored
+            self._finished.append(request_id)
+            self.fail("on_request_finished", error, now_s)
+
+    def has_open_work(self) -> bool:
+        """After an error the engine sleeps until the next request."""
+        if self._waits.has_failed:
+            return True
+        try:
+            return not self._is_unusable and self._scheduler.has_open_work()
+        except Exception as error:  # noqa: BLE001 - see above
+            self.record_error("has_open_work", error)
+            return False
+
+    # --- reports of the engine's adapter ------------------------------------------------------------------------
+
+    def fail(self, where: str, error: Exception, now_s: float) -> None:
+        """Record an error after which the scheduler may have a wrong view of its requests or blocks."""
+        self._count(self._errors.record(where, error), now_s)
+        self._discard(now_s)
+
+    def lose_plan(self, now_s: float) -> None:
+        """End the jobs of the latest plan as failed: the adapter could not send it to the workers."""
+        lost = [
+            TransferResult(job_id, rank, "not submitted")
+            for job_id in self._planned
+            for rank in range(self._num_workers)
+        ]
+        for outcome in self.on_transfers_finished(lost, now_s):
+            self._waits.begin(outcome.request_id)
+            self._waits.fail([outcome.request_id])
+
+    def reset(self, now_s: float) -> None:
+        """Drop all blocks and switch offloading on again: the engine's own call for it. See also `resume`."""
+        self._is_on(now_s)
+        if not self._is_unusable:
+            with self._hook("reset", now_s):
+                self._scheduler.resets.reset(now_s)
+        self.resume()
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def guarding(self, where: str) -> Iterator[None]:
+        """Discard the scheduler's state in the engine's next hook if the body raises; the exception is not suppressed.
+
+        For calls that change the scheduler beside the engine's hooks, after which its state may be half-changed.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._must_discard = True
+            self.record_error(where, error)
+            self._wake()
+            raise
+
+    def record_error(self, where: str, error: Exception) -> None:
+        """Count an unexpected error beside the scheduler: in the engine's adapter or a copy engine."""
+        self._count(self._errors.record(where, error), self._clock())
+
+    def count_error(self, text: str) -> None:
+        """Count an unexpected error that another process has logged."""
+        self._errors.count_logged(text)
+        self._count(text, self._clock())
+
+    @property
+    def status(self) -> OffloadStatus:
+        """Whether offloading is on, and the errors so far."""
+        return self._switch.status
+
+    def degraded(self) -> list[str]:
+        """Return why offloading is off, for `/readyz`; empty while it is on."""
+        return self._switch.degraded()
+
+    def shut(self, reason: str) -> None:
+        """Switch offloading off for the rest of the process."""
+        self._must_discard = True
+        self._switch.shut(reason)
+
+    def resume(self) -> None:
+        """Switch offloading on again, unless it was shut."""
+        # Set first: every hook reads it before the switch.
+        if self._is_unusable:
+            self._must_discard = True
+        self._switch.resume()
+
+    # --- discarding ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hook(self, where: str, now_s: float) -> Iterator[None]:
+        """Suppress an exception of the body, and discard the scheduler's state."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the engine must not fail
+            self.fail(where, error, now_s)
+
+    def _is_on(self, now_s: float) -> bool:
+        """Return whether the scheduler may be called. Discards its state first if that is due."""
+        if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
+            self._discard(now_s)
+        return self._switch.is_on
+
+    def _count(self, text: str, now_s: float) -> None:
+        # Discarded when switched off: requests go on without calls, and what is known of their blocks becomes stale.
+        if self._switch.count(text, now_s):
+            self._must_discard = True
+
+    def _discard(self, now_s: float) -> None:
+        self._must_discard = False
+        self._must_check_loads = True
+        self._discarded_s = now_s
+        try:
+            for error in self._scheduler.abandon_all(now_s, self._last_sent):
+                self._errors.record("abandon_all", error)
+            self._is_unusable = False
+            while self._finished:
+                # The scheduler still knows the request if the call failed, and ignores it otherwise.
+                self._scheduler.on_request_finished(self._finished[-1], now_s)
+                self._finished.pop()
+        except Exception as error:  # noqa: BLE001 - the scheduler is not called until its state can be discarded
+            self._is_unusable = True
+            # Retried after `DISCARD_EVERY_S`, not at every hook: device blocks may be held until it succeeds.
+            self._switch.switch_off(f"its state could not be discarded: {self._errors.record('abandon_all', error)}")
+            self._waits.fail_without_job()
+
+    def _check_loads(self) -> None:
+        """Fail the waits for loads that the scheduler does not know: an exception may have lost their outcomes."""
+        if self._is_unusable:
+            return
+        try:
+            self._waits.fail([one for one in self._waits.request_ids if not self._scheduler.is_loading(one)])
+            self._must_check_loads = False
+        except Exception as error:  # noqa: BLE001 - checked again at the next call
+            self.record_error("is_loading", error)

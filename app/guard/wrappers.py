@@ -1,0 +1,121 @@
+"""Wrappers that do not raise, around the event sink and the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvferry.app.guard.errors import ErrorLog
+from kvferry.core.keys import Key
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.transfers import TransferJob, TransferResult
+from kvferry.cuda_ops.copy.engine import CopyEngine
+
+
+class GuardedSink:
+    """An `EventSink` that does not raise: an event that cannot be emitted is missing."""
+
+    def __init__(self, inner: EventSink, errors: ErrorLog) -> None:
+        self._inner = inner
+        self._errors = errors
+
+    def stored(self, batch: StoreBatch) -> None:
+        """See `EventSink`."""
+        self._emit("stored", lambda: self._inner.stored(batch))
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        """See `EventSink`."""
+        self._emit("evicted", lambda: self._inner.evicted(batch))
+
+    def was_reset(self, event: ResetEvent) -> None:
+        """See `EventSink`."""
+        self._emit("was_reset", lambda: self._inner.was_reset(event))
+
+    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
+        """See `EventSink`."""
+        self._emit("regretted", lambda: self._inner.regretted(keys, time_s))
+
+    def request_ended(self, end: RequestEnd) -> None:
+        """See `EventSink`."""
+        self._emit("request_ended", lambda: self._inner.request_ended(end))
+
+    def _emit(self, name: str, emit: Callable[[], None]) -> None:
+        try:
+            emit()
+        except Exception as error:  # noqa: BLE001 - one event is missing
+            self._errors.record(f"event {name}", error)
+
+
+class GuardedCopies:
+    """A `CopyEngine` whose `submit` and `poll` do not raise, and that ends every job once.
+
+    A job that `submit` refused has failed. If `poll` raises, jobs that have ended and are not in the results of the
+    next call have failed. Thread: engine.
+    """
+
+    def __init__(self, inner: CopyEngine, record_error: Callable[[str, Exception], object], worker: int = 0) -> None:
+        self._inner = inner
+        self._record_error = record_error
+        self._worker = worker
+        self._open: set[int] = set()
+        self._doubtful: set[int] = set()
+        self._refused: list[TransferResult] = []
+
+    def submit(self, job: TransferJob) -> None:
+        """See `CopyEngine`."""
+        self._submit(job, self._inner.submit)
+
+    def submit_ahead(self, job: TransferJob) -> None:
+        """See `CopyEngine`."""
+        self._submit(job, self._inner.submit_ahead)
+
+    def poll(self) -> list[TransferResult]:
+        """See `CopyEngine`."""
+        refused, self._refused = self._refused, []
+        # Checked before `poll`: a job that ends after this is in the next call's results.
+        ended = {job_id for job_id in self._doubtful if self._has_ended(job_id)}
+        polled: list[TransferResult] = []
+        try:
+            polled = self._inner.poll()
+        except Exception as error:  # noqa: BLE001 - its results are looked for at the next call
+            self._record_error("poll of the copy engine", error)
+            self._doubtful = set(self._open)
+        else:
+            self._doubtful -= ended
+        results = [one for one in (*refused, *polled) if one.job_id in self._open]
+        lost = ended - {one.job_id for one in results}
+        results += [self._failed(job_id, "its result is lost") for job_id in sorted(lost)]
+        for one in results:
+            self._open.discard(one.job_id)
+        self._doubtful &= self._open
+        return results
+
+    def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
+        """See `CopyEngine`."""
+        return self._inner.wait(job_ids, timeout_s)
+
+    def is_alive(self) -> bool:
+        """See `CopyEngine`."""
+        return self._inner.is_alive()
+
+    def close(self) -> None:
+        """See `CopyEngine`."""
+        self._inner.close()
+
+    def _submit(self, job: TransferJob, submit: Callable[[TransferJob], None]) -> None:
+        self._open.add(job.job_id)
+        try:
+            submit(job)
+        except Exception as error:  # noqa: BLE001 - reported as the job's result
+            self._record_error("submit of the copy engine", error)
+            if self._has_ended(job.job_id):
+                self._refused.append(self._failed(job.job_id, f"not submitted: {error}"))
+
+    def _has_ended(self, job_id: int) -> bool:
+        try:
+            return self._inner.wait((job_id,), 0.0)
+        except Exception as error:  # noqa: BLE001 - checked again at the next call
+            self._record_error("wait of the copy engine", error)
+            return False
+
+    def _failed(self, job_id: int, error: str) -> TransferResult:
+        return TransferResult(job_id, self._worker, error=error)

@@ -1,0 +1,1 @@
+"""The service around an engine: offloading, its supervision, and the HTTP server."""

@@ -1,0 +1,371 @@
+"""Offloading beside an engine, whichever engine it is: core, history, tiers and their supervision.
+
+The caller has an engine and a pool, and closes them after the service.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+from fastapi import APIRouter
+
+from kvferry.app.api.auth import Tokens
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.event_feed import EventFeed, EventType
+from kvferry.app.guard import ErrorLog, GuardedSink, OffloadGuard
+from kvferry.app.policy_store import PolicyStore
+from kvferry.app.pool.recovery import BootVerification, WarmStart, begin_warm
+from kvferry.app.pool.resizer import PoolResizer, ResizeEnd
+from kvferry.app.pool.watch import PoolWatch
+from kvferry.app.service.startup import StartProgress
+from kvferry.app.service.supervisor import Supervisor
+from kvferry.app.settings import Settings
+from kvferry.app.settings.fields import LogLevel
+from kvferry.app.settings.live import LiveSettings
+from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
+from kvferry.app.tiers.opening import PoolSlots, TierNews, close_tiers, open_tiers
+from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.engine_api import DeviceView
+from kvferry.core.errors import StartError
+from kvferry.core.groups import GroupLayout
+from kvferry.core.policy import PolicyResolver
+from kvferry.core.pool.events import EventSink
+from kvferry.core.pool.inventory import Inventory
+from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.resize import PoolResize
+from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
+from kvferry.core.tiers.base import HOST, Tier
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.pool.extents import PoolMemory, PoolPlan
+from kvferry.cuda_ops.pool.host_pool import HostPool
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""Rows that are not in the database by then are lost: container engines and vLLM kill a process that stops slowly."""
+OVERDUE_S = 60.0
+"""Age from which an open job is reported; it keeps its blocks, since a copy never times out."""
+
+
+def _noop() -> None:
+    return
+
+
+def _no_reasons() -> list[str]:
+    return []
+
+
+def _same_sink(sink: EventSink) -> EventSink:
+    return sink
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHooks:
+    """Calls from the service to the engine. Each returns at once; the first two are called on any thread.
+
+    Attributes:
+        wake: Called when a tier has a result that a request may wait for.
+        step: Has an idle engine take a step.
+        listen: Returns the sink of cache events; an engine may wrap the given one.
+        reasons: Returns why the engine should get no traffic.
+    """
+
+    wake: Callable[[], None] = _noop
+    step: Callable[[], None] = _noop
+    listen: Callable[[EventSink], EventSink] = _same_sink
+    reasons: Callable[[], list[str]] = _no_reasons
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBinding:
+    """An engine as the service sees it.
+
+    `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
+    before they leave the device.
+    """
+
+    name: str
+    info: EngineInfo
+    layout: GroupLayout
+    fingerprint: Mapping[str, object]
+    device: DeviceView
+    watermark_blocks: int
+    null_block: int = -1
+    hooks: EngineHooks = field(default_factory=EngineHooks)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBinding:
+    """The host pool: its `memory` on all ranks, this process's own mapping of it, and the record of a kept pool."""
+
+    plan: PoolPlan
+    memory: PoolMemory
+    mapped: HostPool | None
+    kept: KeptRecord | None = None
+
+
+class OffloadService:
+    """Offloading for one engine: made, then started. `stop` and `close` may follow at any time."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineBinding,
+        pool: PoolBinding,
+        set_log_level: Callable[[LogLevel], None],
+        stopping: threading.Event,
+        progress: StartProgress | None = None,
+        claim: NameClaim | None = None,
+    ) -> None:
+        """Open the store and the tiers, and make core.
+
+        Args:
+            stopping: Set by `stop`, or before.
+            claim: The claim of the engine's name, if the caller made it.
+
+        Raises:
+            ValueError: The service cannot start; everything opened so far is closed.
+        """
+        self.name = engine.name
+        self.warm_start: WarmStart | None = None
+        """What was recovered of a kept pool; set by `start`."""
+        self._engine = engine
+        self._pool = pool
+        self._set_log_level = set_log_level
+        self._stopping = stopping
+        self._progress = StartProgress() if progress is None else progress
+        self._verification: BootVerification | None = None
+        self._news = TierNews()
+        kept, plan = pool.kept, pool.plan
+        with ExitStack() as undo:
+            if kept is not None:
+                undo.callback(kept.close)
+            self.store = self._open_store(settings, claim, undo)
+            tiers = self._open_tiers(settings)
+            undo.callback(close_tiers, tiers)
+            self.feed = EventFeed(self.store.journal)
+            errors = ErrorLog()
+            self.manager = OffloadManager(
+                plan.num_slots,
+                engine.layout.slot_bytes,
+                settings.eviction_policy,
+                sink=GuardedSink(engine.hooks.listen(self.feed), errors),
+                store_threshold=settings.store_threshold,
+                record=kept,
+                epoch=0 if kept is None else kept.file.min_epoch,
+                max_slots=plan.max_slots,
+            )
+            self.scheduler = self._make_scheduler(settings, tiers)
+            self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
+            undo.callback(lambda: self.scheduler.tiers.close(time.time()))
+            self.policies = PolicyStore(self.store, self.scheduler.policies, self.feed)
+            self._resizer = PoolResizer(
+                PoolResize(self.manager, plan.extent_slots),
+                pool.memory,
+                plan,
+                settle=lambda timeout_s: kept is None or kept.settle(timeout_s),
+                wake=engine.hooks.step,
+                on_end=self._on_resized,
+                guarding=self.guard.guarding,
+            )
+            self._pool_watch = (
+                None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_cut)
+            )
+            self.settings = LiveSettings(settings, self._apply, check=self._check)
+            self._supervisor = Supervisor(stopping, self._checks())
+            self._undo = undo.pop_all()
+        self._helpers = ExitStack()
+        self._helpers.callback(self._resizer.close)
+        self._helpers.callback(self._supervisor.close)
+
+    def start(self) -> None:
+        """Recover blocks and what operators had set, then start history and supervision. Raises `StartError`."""
+        self._progress.note("reading overrides and rules")
+        # Before the journal starts, which would overwrite the rows of another database with what memory has.
+        try:
+            kept = self.policies.load(time.time())
+        except StoreUnavailable as error:
+            raise StartError(
+                f"KVFERRY_DATABASE_URL: overrides and rules of an earlier process cannot be read: {error}"
+            ) from error
+        if kept.num_overrides or kept.num_rules:
+            _log.info("policies: restored %d overrides and %d rules", kept.num_overrides, kept.num_rules)
+        pool = self._pool
+        if pool.kept is not None:
+            pool.kept.start()
+        if pool.kept is not None and pool.mapped is not None:
+            self.warm_start, self._verification = begin_warm(
+                pool.kept.file, pool.mapped, self.store, self.manager, self._stopping, self._progress.note
+            )
+        self.store.start(Inventory(self.manager))
+        self._resizer.start()
+        self._supervisor.start()
+
+    def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
+        """Return the parts that the admin API uses; `closing` returns true once the server stops."""
+        settings = self.settings.current
+        admin, read = settings.admin_token, settings.read_token
+        return AdminContext(
+            scheduler=self.scheduler,
+            manager=self.manager,
+            store=self.store,
+            policies=self.policies,
+            feed=self.feed,
+            settings=self.settings,
+            engine_info=self._engine.info,
+            pool_kind=settings.pool_kind.value,
+            tokens=Tokens(
+                admin=None if admin is None else admin.get_secret_value(),
+                read=None if read is None else read.get_secret_value(),
+            ),
+            readiness=self.readiness,
+            degraded=self.degraded,
+            guard=self.guard,
+            tier_news=self._news,
+            wake=self._engine.hooks.step,
+            started_s=self._progress.started_s,
+            closing=closing,
+            warm_start=self.warm_start,
+            engine_router=engine_router,
+        )
+
+    def readiness(self) -> list[str]:
+        """Return why this process should get no traffic; empty if it is ready."""
+        overdue = self.scheduler.overdue_jobs(time.time(), OVERDUE_S)
+        return [
+            *(["stopping"] if self._stopping.is_set() else []),
+            *self._engine.hooks.reasons(),
+            *([] if self._verification is None else self._verification.reasons()),
+            *([] if self._pool_watch is None else self._pool_watch.reasons()),
+            *([f"{overdue} transfers have been open for more than {OVERDUE_S:.0f} s"] if overdue else []),
+        ]
+
+    def degraded(self) -> list[str]:
+        """Return what does less than it should, while requests are served."""
+        return [
+            *self.guard.degraded(),
+            *self.scheduler.tiers.health(),
+            *self._resizer.degraded(),
+            *self.store.health(),
+            *([] if self._pool_watch is None else self._pool_watch.degraded()),
+            *self.store.degraded(),
+            *self.settings.shortfalls.values(),
+        ]
+
+    def stop(self) -> None:
+        """Stop supervision and resizing; the caller stops the engine next, then its copies. May be called again."""
+        self._stopping.set()
+        self._helpers.close()
+
+    def close(self) -> None:
+        """Close tiers and history; the pool is not used after this. May be called again."""
+        with self._undo:
+            # If stopping is interrupted, the rest is closed all the same.
+            self.stop()
+
+    # --- construction ---------------------------------------------------------------------------------------------
+
+    def _open_store(self, settings: Settings, claim: NameClaim | None, undo: ExitStack) -> MetadataStore:
+        self._progress.note("opening the database")
+        url, kept = settings.resolved_database_url(), self._pool.kept
+        if claim is None:
+            claim = claim_name(url, self._engine.name)
+            undo.callback(claim.close)
+        store = MetadataStore(
+            url,
+            self._engine.name,
+            settings.pool_kind.value,
+            _history_limits(settings),
+            num_recovered_slots=self._pool.plan.num_slots if kept is not None and kept.file.found.is_kept else 0,
+            claim=claim,
+        )
+        undo.callback(store.close, CLOSE_S)
+        return store
+
+    def _open_tiers(self, settings: Settings) -> dict[str, Tier]:
+        """Open the tiers of the settings, in the process that maps the pool."""
+        engine, mapped, kept = self._engine, self._pool.mapped, self._pool.kept
+        if mapped is None:
+            return {}
+        return open_tiers(
+            settings.tiers,
+            engine.fingerprint,
+            engine.layout.slot_bytes,
+            PoolSlots(mapped, None if kept is None else kept.before_tier_write),
+            self._news.telling(engine.hooks.wake),
+            engine=engine.name,
+        )
+
+    def _make_scheduler(self, settings: Settings, tiers: dict[str, Tier]) -> OffloadScheduler:
+        engine = self._engine
+        return OffloadScheduler(
+            self.manager,
+            PolicyResolver(settings.request_policy(), settings.request_policy_sources(), self.manager.lock),
+            engine.device,
+            engine.layout,
+            SchedulerOptions(
+                request_fields=settings.request_fields,
+                num_workers=engine.info.workers,
+                null_block=engine.null_block,
+                store_mode=settings.store_mode,
+                watermark_blocks=engine.watermark_blocks,
+            ),
+            choice=LoadOrCompute(settings.load_decision),
+            tiers=tiers,
+        )
+
+    # --- changes while running ------------------------------------------------------------------------------------
+
+    def _check(self, settings: Settings, names: Collection[str]) -> None:
+        """Raise `BadSettings` or `PinnedBlocks` for a valid change that is not possible now."""
+        if "pool_bytes" in names:
+            self._resizer.check(settings.pool_bytes)
+
+    def _apply(self, settings: Settings) -> None:
+        """Apply settings that can change while running."""
+        self._set_log_level(settings.log_level)
+        with self.guard.guarding("settings"):
+            self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
+            self.scheduler.choice.decision = settings.load_decision
+            self.scheduler.set_store_mode(settings.store_mode)
+            self.manager.admission.threshold = settings.store_threshold
+            while self.manager.switch_policy(settings.eviction_policy):
+                # In batches, between which the engine can acquire the lock.
+                continue
+        self.store.set_limits(_history_limits(settings))
+        self._resizer.begin()
+
+    def _on_resized(self, end: ResizeEnd) -> None:
+        """Record the end of a resize, and the size in force if it failed."""
+        if end.error is not None:
+            self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
+        self.feed.changed(EventType.RESIZED, asdict(end), time.time())
+
+    def _on_pool_cut(self, reason: str) -> None:
+        """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
+        self.scheduler.resets.reset(time.time(), places=[HOST])
+        self.guard.shut(reason)
+
+    # --- supervision ----------------------------------------------------------------------------------------------
+
+    def _checks(self) -> list[Callable[[], None]]:
+        watch = [] if self._pool_watch is None else [self._pool_watch.check]
+        return [self._restart_journal, self._resizer.start, *watch, self._expire]
+
+    def _restart_journal(self) -> None:
+        if not self.store.journal.is_alive():
+            _log.error("journal: its thread died and is started again")
+            self.store.start(Inventory(self.manager))
+
+    def _expire(self) -> None:
+        with self.guard.guarding("expire"):
+            self.scheduler.expire(time.time())
+
+
+def _history_limits(settings: Settings) -> HistoryLimits:
+    return HistoryLimits(settings.eviction_history_rows, float(settings.eviction_history_days))

@@ -1,0 +1,74 @@
+"""Start of a process: progress for probes, and settings of the process itself."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import logging
+import time
+from collections.abc import Callable
+
+from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress
+
+_log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
+LARGE_BYTES = 1 << 20
+_PHASES = {PoolPhase.TOUCH: "taken", PoolPhase.REGISTER: "pinned"}
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+class StartProgress:
+    """The stage of a start. `started_s` is Unix time. Thread: any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.started_s = time.time()
+        self._stage = "settings are read"
+        self._clock = clock
+        self._logged_s = clock()
+
+    def note(self, stage: str) -> None:
+        """Set the stage."""
+        self._stage = stage
+
+    def note_pool(self, progress: PoolProgress) -> None:
+        """Set the stage to the progress of the pool's memory, and log it now and then: a large pool takes minutes."""
+        done, total = progress.done_bytes, progress.total_bytes
+        self.note(f"mapping the pool: {done:,} of {total:,} bytes {_PHASES[progress.phase]}")
+        now_s = self._clock()
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.info("%s", self._stage)
+
+    @property
+    def reason(self) -> str:
+        """Why the service is not ready."""
+        return f"starting: {self._stage}"
+
+
+def enable_crash_report() -> None:
+    """Print every thread's stack to stderr on a fatal signal such as SIGBUS, unless the process does so already."""
+    if faulthandler.is_enabled():
+        return
+    try:
+        faulthandler.enable()
+    except (AttributeError, RuntimeError, ValueError, io.UnsupportedOperation):
+        # The process has no stderr, or one without a file behind it.
+        return
+
+
+def return_large_allocations() -> None:
+    """Have glibc return memory of large allocations to the system once they are freed.
+
+    By default glibc raises the threshold for this to the largest allocation freed, so that the memory of request bodies
+    stays with the process.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        # Another C library.
+        return
+    if not (mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) and mallopt(_M_TRIM_THRESHOLD, 8 * LARGE_BYTES)):
+        _log.debug("mallopt refused a threshold of %d bytes", LARGE_BYTES)
