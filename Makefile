@@ -1,4 +1,4 @@
-# make serve | test | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
+# make serve | test | test-long | test-vllm | test-vllm-all | check-vllm | soak | kill-test | walks | lint | format | clean. Needs Python 3.11 to 3.13 and make; the rest is installed into .venv.
 
 VENV ?= .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -20,7 +20,7 @@ SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
 
-.PHONY: help serve test test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
+.PHONY: help serve test test-long test-vllm test-vllm-interface test-vllm-all check-vllm soak kill-test walks lint format clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -29,6 +29,10 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
+
+# What takes long: kill rounds, fault storms, simulated worlds, PostgreSQL, benchmarks, all examples of property tests.
+test-long: $(STAMP)
+	TEST_LONG=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.keeping import save_llama
 from bench.report import spread
-from tests.service.process import Served, serving
+from tests.harness.service_process import Served, serving
 
 HIDDEN = 512
 PROMPTS = 16

@@ -176,8 +176,8 @@ def gpu() -> Machine:
 
 
 def no_gpu() -> Machine:
-    from tests.cuda_ops.fake_cuda import FakeCuda
     from tests.cuda_ops.test_kernel import Launches
+    from tests.harness.fake_cuda import FakeCuda
 
     cuda = FakeCuda()
     return Machine(

@@ -44,7 +44,7 @@ from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.waiting import wait_until
+from tests.harness.waiting import wait_until
 
 GOAL = 1.01
 BLOCK_TOKENS = 16

@@ -19,7 +19,7 @@ from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupSpec
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.stats import Snapshot
-from tests.core.toy_engine import Habits, ToyEngine, ToyRequest
+from tests.harness.toy_engine import Habits, ToyEngine, ToyRequest
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 128 * 1024

@@ -36,7 +36,7 @@ from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import Hit, Miss, OffloadScheduler
 from kvferry.core.transfers import StepPlan, TransferResult
-from tests.api.service import start_service
+from tests.harness.loop_service import start_service
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "app", "cuda_ops", "migrations")

@@ -160,6 +160,7 @@ class OffloadService:
                 epoch=0 if kept is None else kept.file.min_epoch,
                 max_slots=plan.max_slots,
             )
+            self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
             self.scheduler = self._make_scheduler(settings, tiers)
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))

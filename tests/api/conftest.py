@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .service import ADMIN, READ, Service, start_service
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 
 
 @pytest.fixture(scope="module")

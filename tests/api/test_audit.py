@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from kvferry.app.api.audit import describe_body
-
-from .loop_engine import LoopRequest
-from .service import ADMIN, READ, Service, start_service
-from .test_blocks import fill
-from .test_requests import pages
+from tests.api.test_blocks import fill
+from tests.api.test_requests import pages
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 
 AUDIT = "/admin/v1/audit"
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .service import ADMIN, READ, Service
+from tests.harness.effort import examples
+from tests.harness.loop_service import ADMIN, READ, Service
 
 PATHS = {
     "/healthz",
@@ -64,7 +65,10 @@ def expected_refusal(method: str, path: str, who: str) -> int | None:
 
 
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
 )
 @given(
     method=st.sampled_from(METHODS),
@@ -158,20 +162,20 @@ FOREIGN_HOSTS = [
 
 @pytest.mark.parametrize("host", LOCAL_HOSTS)
 def test_without_tokens_loopback_names_are_served(service: Service, host: str) -> None:
-    answer = httpx.get(service.url + "/admin/v1/stats", headers={"Host": host}, trust_env=False)
+    answer = httpx.get(service.url + "/admin/v1/stats", headers={"Host": host}, trust_env=False, verify=False)
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
 def test_without_tokens_a_foreign_host_is_refused(service: Service, host: str) -> None:
     for path in ("/admin/v1/stats", "/metrics", "/v1/models", "/ui/"):
-        answer = httpx.get(service.url + path, headers={"Host": host}, trust_env=False)
+        answer = httpx.get(service.url + path, headers={"Host": host}, trust_env=False, verify=False)
         assert answer.status_code == 403
         if path == "/v1/models":
             assert answer.json()["error"]["type"] == "invalid_request_error"
         else:
             assert answer.headers["Content-Type"] == "application/problem+json"
-    assert httpx.get(service.url + "/healthz", headers={"Host": host}, trust_env=False).status_code == 200
+    assert httpx.get(service.url + "/healthz", headers={"Host": host}, trust_env=False, verify=False).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_with_tokens_host_and_origin_do_not_matter(guarded: Service) -> None:
 
 
 def test_only_a_read_token_set_leaves_nobody_who_may_change_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from .service import start_service
+    from tests.harness.loop_service import start_service
 
     with (
         start_service(tmp_path_factory.mktemp("read-only"), read_token=READ) as running,

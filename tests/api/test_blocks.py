@@ -8,11 +8,10 @@ import pytest
 
 from kvferry.core.keys import make_keys
 from kvferry.core.pool.resize import PoolResize, Todo
-
-from .loop_engine import BLOCK_BYTES, LoopRequest
-from .service import Service
-from .serving import wait_until
-from .test_requests import pages
+from tests.api.test_requests import pages
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
+from tests.harness.loop_service import Service
 
 BLOCKS = "/admin/v1/blocks"
 

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.app.api.middleware import Bodies
 from kvferry.app.service.connections import REQUESTS_PER_ITERATION, ConnectionLimits
 from kvferry.app.service.server import MAX_CONNECTIONS, connection_limits, raise_file_limit
-
-from .serving import DEADLINE_S, ClosingFlag, Running, serve, wait_until
+from tests.harness.http_server import DEADLINE_S, ClosingFlag, Running, serve, wait_until
 
 SOON_S = 0.2
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"

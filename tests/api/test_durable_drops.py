@@ -14,10 +14,9 @@ from kvferry.core.keys import make_keys
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord
-
-from .loop_engine import BLOCK_BYTES, LoopRequest
-from .service import Service, start_service
-from .serving import wait_until
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
+from tests.harness.loop_service import Service, start_service
 
 NUM_SLOTS = 256
 RESET = "/admin/v1/reset"

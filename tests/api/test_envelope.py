@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from kvferry.app.api.middleware import MAX_LARGE_BODY_BYTES
-
-from .service import ADMIN, Service
+from tests.harness.loop_service import ADMIN, Service
 
 
 def problem_of(answer: httpx.Response, status: int) -> dict[str, object]:

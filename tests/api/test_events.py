@@ -15,11 +15,10 @@ from kvferry.app import event_feed
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.core.keys import make_keys
 from kvferry.core.pool.events import NullSink
-
-from .loop_engine import LoopRequest
-from .service import Service
-from .serving import wait_until
-from .test_policies import errors_of
+from tests.api.test_policies import errors_of
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service
 
 EVENTS = "/admin/v1/events"
 

@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from .loop_engine import LoopRequest
-from .service import Service
-from .test_blocks import fill
-from .test_requests import pages
+from tests.api.test_blocks import fill
+from tests.api.test_requests import pages
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service
 
 EVICTIONS = "/admin/v1/evictions"
 

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .service import Service
+from tests.harness.effort import examples
+from tests.harness.loop_service import Service
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 FIELDS = [
@@ -79,7 +80,7 @@ def check(answer: Any) -> None:
             assert len(fields) == len(set(fields))
 
 
-@settings(max_examples=250, **QUIET)
+@settings(max_examples=examples(250), **QUIET)
 @given(call=st.sampled_from(MUTATIONS), body=bodies)
 def test_any_body(service: Service, call: tuple[str, str], body: Any) -> None:
     if isinstance(body, dict) and call[1].endswith("reset"):
@@ -88,13 +89,13 @@ def test_any_body(service: Service, call: tuple[str, str], body: Any) -> None:
     check(service.shared_client.request(*call, content=json.dumps(body), headers=headers))
 
 
-@settings(max_examples=100, **QUIET)
+@settings(max_examples=examples(100), **QUIET)
 @given(call=st.sampled_from(MUTATIONS), body=st.binary(max_size=60))
 def test_any_bytes(service: Service, call: tuple[str, str], body: bytes) -> None:
     check(service.shared_client.request(*call, content=body, headers={"Content-Type": "application/json"}))
 
 
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=examples(150), **QUIET)
 @given(
     path=st.sampled_from(LISTS),
     query=st.dictionaries(
@@ -111,7 +112,7 @@ def test_any_query(service: Service, path: str, query: dict[str, str]) -> None:
     check(service.shared_client.get(f"/admin/v1/{path}", params=query))
 
 
-@settings(max_examples=150, **QUIET)
+@settings(max_examples=examples(150), **QUIET)
 @given(
     method=st.sampled_from(["GET", "PUT", "DELETE"]),
     template=st.sampled_from(

@@ -12,9 +12,8 @@ from pydantic import TypeAdapter
 from kvferry.app.api.metrics import declared
 from kvferry.app.api.routes import health
 from kvferry.core.counters import copy_counts, counter
-
-from .loop_engine import LoopRequest
-from .service import ADMIN, Service
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import ADMIN, Service
 
 READY = {"ready": True, "reasons": [], "degraded": []}
 

@@ -11,9 +11,8 @@ import pytest
 from kvferry.core.cost_model import MIN_SAMPLES
 from kvferry.core.keys import make_keys
 from kvferry.core.transfers import Direction
-
-from .loop_engine import BLOCK_TOKENS, LoopRequest
-from .service import Service, start_service
+from tests.harness.loop_engine import BLOCK_TOKENS, LoopRequest
+from tests.harness.loop_service import Service, start_service
 
 BLOCKS = 10
 TOKENS = BLOCKS * BLOCK_TOKENS + 1

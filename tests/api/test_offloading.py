@@ -5,9 +5,8 @@ from __future__ import annotations
 import httpx
 
 from kvferry.app.guard import MAX_ERRORS
-
-from .service import Service
-from .test_health import samples
+from tests.api.test_health import samples
+from tests.harness.loop_service import Service
 
 
 def offloading(client: httpx.Client) -> dict[str, object]:

@@ -16,10 +16,9 @@ from kvferry.app.api.errors import Problem
 from kvferry.app.store import AuditEntry, StoreUnavailable
 from kvferry.core.policy import Override
 from kvferry.core.rules import Rule, RuleMatch
-
-from .service import Service
-from .serving import DEADLINE_S
-from .test_store_gone import locked
+from tests.api.test_store_gone import locked
+from tests.harness.http_server import DEADLINE_S
+from tests.harness.loop_service import Service
 
 SOON_S = 0.1
 

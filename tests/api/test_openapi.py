@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openapi_spec_validator import validate
 
-from .service import ADMIN, READ, Service
+from tests.harness.loop_service import ADMIN, READ, Service
 
 CONTRACT = {
     ("GET", "/healthz"),

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.policy import POLICY_FIELDS
-
-from .loop_engine import LoopRequest
-from .service import Service, start_service
-from .serving import wait_until
+from tests.harness.effort import examples
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service, start_service
 
 DEFAULTS = {
     "offload_prompt_only": {"value": True, "source": "env"},
@@ -294,7 +294,12 @@ def test_ids_that_nobody_can_have_are_refused(api: httpx.Client, raw: str) -> No
     assert errors_of(api.put(f"/admin/v1/requests/{raw}/policy", json={})) == ["id"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(
     body=st.fixed_dictionaries(
         {},

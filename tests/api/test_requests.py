@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
-from .loop_engine import LoopRequest
-from .service import Service
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service
 
 LIST = "/admin/v1/requests"
 

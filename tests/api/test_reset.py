@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from kvferry.core.keys import tenant_digest
-
-from .loop_engine import BLOCK_BYTES, LoopRequest
-from .service import Service, start_service
-from .serving import wait_until
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
+from tests.harness.loop_service import Service, start_service
 
 RED = "c0ffee0123456789"
 RESET = "/admin/v1/reset"

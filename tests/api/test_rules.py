@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvferry.core.keys import tenant_digest
 from kvferry.core.rules import MAX_RULES
-
-from .loop_engine import LoopRequest
-from .service import Service, start_service
-from .serving import wait_until
-from .test_policies import BAD_FIELDS, errors_of
-from .test_requests import pages
+from tests.api.test_policies import BAD_FIELDS, errors_of
+from tests.api.test_requests import pages
+from tests.harness.effort import examples
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service, start_service
 
 RULES = "/admin/v1/rules"
 ALL = {"request": None, "lora": None, "tenant": None, "priority": None, "prompt_tokens": None}
@@ -214,7 +214,12 @@ SPANS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(
     order=st.integers(-(2**31) + 1, 2**31 - 1),
     match=st.fixed_dictionaries(

@@ -15,9 +15,8 @@ from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.stats import take_stats
 from kvferry.app.pool.recovery import WarmStart
 from kvferry.core.stats import MissCause
-
-from .loop_engine import BLOCK_BYTES, LoopRequest
-from .service import ADMIN, Service
+from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
+from tests.harness.loop_service import ADMIN, Service
 
 SHAPE: dict[str, Any] = {
     "time": str,

@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.store.helpers import read_only
-
-from .loop_engine import LoopRequest
-from .service import Service
-from .serving import wait_until
-from .test_blocks import fill
+from tests.api.test_blocks import fill
+from tests.harness.http_server import wait_until
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import Service
+from tests.harness.stores import read_only
 
 
 @contextmanager

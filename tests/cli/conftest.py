@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.loop_engine import LoopRequest
-from tests.api.service import ADMIN, READ, Service, start_service
+from tests.harness.commands import run_command
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 
 ROOT = Path(__file__).parents[2]
 COMMAND_DEADLINE_S = 60
@@ -53,15 +52,7 @@ def run(clean_world: Path) -> Run:
     """Run `kvferry` with these words, in an empty folder; keywords are settings of the environment."""
 
     def run(*words: str, **settings: str) -> Ran:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry.app.cli", *words],
-            cwd=clean_world,
-            env=command_environment(**settings),
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_DEADLINE_S,
-            check=False,
-        )
+        done = run_command(words, command_environment(**settings), clean_world, COMMAND_DEADLINE_S)
         assert "Traceback" not in done.stderr, done.stderr
         return Ran(done.returncode, done.stdout, done.stderr)
 

@@ -12,11 +12,10 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResp
 
 from kvferry.app.client import KVFerryClient, Refused, Unreachable
 from kvferry.app.settings import BadSettings
-from tests.api.loop_engine import LoopRequest
-from tests.api.service import ADMIN, READ, Service
-from tests.api.serving import serve
-
-from .engine_peer import EnginePeer
+from tests.harness.engine_peer import EnginePeer
+from tests.harness.http_server import serve
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import ADMIN, READ, Service
 
 
 @pytest.fixture

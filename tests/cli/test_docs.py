@@ -15,9 +15,8 @@ from kvferry.app.event_feed import EventType
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import POLICY_FIELDS
 from kvferry.core.rules import MAX_RULES
-from tests.api.service import ADMIN, Service
-
-from .conftest import COMMAND_DEADLINE_S, ROOT, command_environment
+from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, command_environment
+from tests.harness.loop_service import ADMIN, Service
 
 STEERING = (ROOT / "docs" / "steering.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", STEERING, re.MULTILINE)

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.store import claim_name, upgrade
-
-from .conftest import ROOT, Run, command_environment
+from tests.cli.conftest import ROOT, Run, command_environment
 
 
 def test_help_is_quick_since_it_imports_little(clean_world: Path) -> None:

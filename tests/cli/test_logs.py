@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from kvferry.app.logs import QUEUE_RECORDS, LogPipe, RateLimitedLogger, start_logging
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
-from tests.api.serving import wait_until
+from tests.harness.http_server import wait_until
 
 
 @pytest.fixture(autouse=True)

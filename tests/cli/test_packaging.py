@@ -21,10 +21,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from kvferry.app.settings import Settings
-from tests.api.serving import serve
-from tests.service.process import serving
-
-from .conftest import ROOT
+from tests.cli.conftest import ROOT
+from tests.harness.http_server import serve
+from tests.harness.service_process import serving
 
 PARTS = ("app", "core", "cuda_ops", "migrations")
 

@@ -12,7 +12,7 @@ import pytest
 from kvferry.app.cli import main
 from kvferry.cuda_ops.persistent.format import POOL_HEADER_BYTES, SLOT_HEADER
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
-from tests.cuda_ops.kept import SHAPE, attached
+from tests.harness.kept_pools import SHAPE, attached
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from rich.console import Console
 from kvferry.app.cli.stats import render
 from kvferry.app.discovery import announce_service
 from kvferry.core.keys import tenant_digest
-from tests.api.loop_engine import LoopRequest
-from tests.api.service import ADMIN, READ, Service, start_service
-
-from .conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.loop_engine import LoopRequest
+from tests.harness.loop_service import ADMIN, READ, Service, start_service
 
 
 def test_stats(ask: Run, service: Service) -> None:

@@ -12,10 +12,9 @@ from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
 from kvferry.app.replay import BadTrace, read_trace
-from tests.api.serving import Running, serve
-
-from .conftest import Run
-from .engine_peer import EnginePeer
+from tests.cli.conftest import Run
+from tests.harness.engine_peer import EnginePeer
+from tests.harness.http_server import Running, serve
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from kvferry.app.client import KVFerryClient
-from tests.service.process import START_S, Served, serving
-
-from .conftest import Run
+from tests.cli.conftest import Run
+from tests.harness.service_process import START_S, Served, serving
 
 TOKEN = "an-admin-token-of-this-test"
 
 
-def serve(folder: Path) -> AbstractContextManager[Served]:
+def serve(folder: Path, own_interpreter: bool = False) -> AbstractContextManager[Served]:
     return serving(
         folder,
+        own_interpreter,
         admin_token=TOKEN,
         device_blocks=64,
         pool_bytes="64MiB",
@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_refuses_to_start(run: Run) -> None:
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
 def test_it_stops_when_told_to(told: signal.Signals, tmp_path: Path) -> None:
-    with serve(tmp_path) as served:
+    with serve(tmp_path, own_interpreter=told == signal.SIGTERM) as served:
         served.process.send_signal(told)
         assert served.process.wait(START_S) == 0, served.log()
     with sqlite3.connect(tmp_path / "kvferry.db") as database:

@@ -20,9 +20,10 @@ from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.scheduler.scheduler import Miss
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
-from tests.core import toy_checks
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
-from tests.faults import CORE, Faults, InjectedError
+from tests.harness import toy_checks
+from tests.harness.effort import LONG, SHARE
+from tests.harness.faults import CORE, Faults, InjectedError
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 NUM_SLOTS, NUM_BLOCKS = 10, 16
 SEED = int(os.environ.get("FAULT_SEED", "1"))
@@ -290,11 +291,12 @@ def num_calls(mode: str) -> int:
     return fault.num_calls
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "after"), [("eager", False), ("eager", True), ("lazy", True), ("arc", True), ("tiers", False)]
 )
 def test_exception_at_any_collaborator_call_loses_nothing(mode: str, after: bool) -> None:
-    for at in range(1, num_calls(mode) + 1):
+    for at in range(1, num_calls(mode) + 1, 1 if LONG else SHARE):
         fault = Fault(at, after=after)
         engine = make_engine(fault, **MODES[mode])
         drive(engine)

@@ -20,7 +20,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from kvferry.core.stats import empty
 from kvferry.core.transfers import Direction, TransferResult
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
 
 
 def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:

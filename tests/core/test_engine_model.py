@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.harness.effort import examples
 from tests.sim.picks import DrawnPicks, SeededPicks
 from tests.sim.world import MOVES, World
 
@@ -37,5 +38,9 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineModel = EngineMachine.TestCase
 TestEngineModel.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=examples(150),
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )

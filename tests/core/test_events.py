@@ -7,7 +7,7 @@ import random
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
-from tests.core.toy_engine import ToyEngine, ToyRequest
+from tests.harness.toy_engine import ToyEngine, ToyRequest
 
 
 class Follower(NullSink):

@@ -14,6 +14,7 @@ from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
+from tests.harness.effort import examples
 
 ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2
@@ -243,4 +244,4 @@ class ExchangeMachine(RuleBasedStateMachine):
 
 
 TestExchange = ExchangeMachine.TestCase
-TestExchange.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestExchange.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True)

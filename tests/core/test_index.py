@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.index import BlockIndex, hash_keys
 from kvferry.core.pool.manager import OffloadManager
+from tests.harness.effort import examples
 
 SIZE = 60
 SPREAD = 0x9E3779B97F4A7C15
@@ -44,7 +45,7 @@ def twin_of(key: bytes) -> bytes:
     keys=st.lists(st.binary(min_size=40, max_size=40), max_size=8),
     data=st.data(),
 )
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=examples(300), deadline=None)
 def test_a_mark_depends_on_every_byte_of_its_key_and_on_nothing_else(
     lengths: list[int], keys: list[bytes], data
 ) -> None:
@@ -133,7 +134,7 @@ class KeyIndexMachine(RuleBasedStateMachine):
 
 
 TestKeyIndex = KeyIndexMachine.TestCase
-TestKeyIndex.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
+TestKeyIndex.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_a_long_prefix_is_found_up_to_its_end_wherever_that_is() -> None:

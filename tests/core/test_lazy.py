@@ -10,7 +10,7 @@ from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import make_keys
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.inventory import Inventory
-from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 
 def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:

@@ -17,7 +17,7 @@ from kvferry.core.pool.pins import Pin, PinOutcome
 from kvferry.core.pool.slots import SlotState
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS
-from tests.resident import resident_share
+from tests.harness.resident import resident_share
 
 ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.core.pool.index import HashTable
+from tests.harness.effort import examples
 
 
 def marks(numbers: list[int]) -> np.ndarray:
@@ -77,7 +78,7 @@ class MarkTableMachine(RuleBasedStateMachine):
 
 
 TestMarkTable = MarkTableMachine.TestCase
-TestMarkTable.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+TestMarkTable.settings = settings(max_examples=examples(200), stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_what_an_old_generation_left_is_gone_when_its_number_comes_again() -> None:

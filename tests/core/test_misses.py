@@ -11,7 +11,7 @@ from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import Hit, Miss
 from kvferry.core.stats import EvictionReason
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 
 def missed(engine: ToyEngine, name: str) -> dict[str, int]:

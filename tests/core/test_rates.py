@@ -8,7 +8,7 @@ from kvferry.core.cost_model import MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from tests.core.test_scheduler import request, store_and_turn_over, turn_over
-from tests.core.toy_engine import SLOT_BYTES, ToyEngine
+from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
 
 
 def measured(bytes_per_s: float, tokens_per_s: float) -> LoadOrCompute:

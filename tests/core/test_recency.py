@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.core.pool.eviction.queue import RecencyQueue
+from tests.harness.effort import examples
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -70,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestRecencyQueue = QueueMachine.TestCase
-TestRecencyQueue.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestRecencyQueue.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_the_ring_never_overflows_however_unevenly_it_is_used() -> None:

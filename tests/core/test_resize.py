@@ -17,8 +17,8 @@ from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.resize import PINNED_WAIT_S, PoolResize, Todo
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
-from tests.core.toy_engine import ToyEngine, ToyRequest, slots_of
-from tests.core.toy_tokens import BLOCK_SIZE
+from tests.harness.toy_engine import ToyEngine, ToyRequest, slots_of
+from tests.harness.toy_tokens import BLOCK_SIZE
 
 ORIGIN = RequestIdentity("r")
 

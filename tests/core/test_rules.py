@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
 from kvferry.core.rules import Rule, RuleMatch, RuleSubject, Span
-from tests.core.toy_engine import ToyEngine, ToyRequest
+from tests.harness.toy_engine import ToyEngine, ToyRequest
 
 GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)
 NAMES = st.text(alphabet="ab-]\n", max_size=4)

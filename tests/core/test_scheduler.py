@@ -18,7 +18,7 @@ from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.stats import EvictionReason
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS, TransferResult
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of, slots_of
 
 
 def request(name: str, blocks: int, *, extra: int = 1, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:

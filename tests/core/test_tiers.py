@@ -19,9 +19,9 @@ from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
 from kvferry.core.tiers.base import HOST
 from kvferry.core.transfers import NO_SLOTS
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
-from tests.core.toy_oracle import key_of
-from tests.core.toy_tiers import TIMEOUT_S, ToyTier
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_oracle import key_of
+from tests.harness.toy_tiers import TIMEOUT_S, ToyTier
 
 
 def engine_with(*names: str, num_slots: int = 64, num_blocks: int = 64, **options) -> ToyEngine:

@@ -21,7 +21,7 @@ from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
-from tests.core.toy_engine import ToyEngine
+from tests.harness.toy_engine import ToyEngine
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 
 

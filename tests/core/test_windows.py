@@ -9,7 +9,7 @@ from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.keys import make_keys
-from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
 
 WINDOW_TOKENS = 2 * BLOCK_SIZE + 1
 HEAD_BLOCKS = 10

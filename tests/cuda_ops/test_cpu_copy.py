@@ -17,8 +17,9 @@ from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferRes
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine, default_threads
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
-from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
-from tests.waiting import wait_until
+from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.effort import examples
+from tests.harness.waiting import wait_until
 
 PINNED_WAIT_S = 30.0
 
@@ -47,7 +48,7 @@ def results_of(copies: CpuCopyEngine, wanted: list[TransferJob]) -> dict[int, Tr
     return {result.job_id: result for result in results}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(device=devices(), threads=st.integers(1, 3), data=st.data())
 def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
     device: Device, threads: int, data: st.DataObject

@@ -37,8 +37,9 @@ from kvferry.cuda_ops.cuda.movers import DmaMover
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from kvferry.cuda_ops.pool.prepare import Preparation
-from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
-from tests.cuda_ops.fake_cuda import (
+from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.effort import examples
+from tests.harness.fake_cuda import (
     ALREADY_REGISTERED,
     ILLEGAL_ADDRESS,
     INVALID_VALUE,
@@ -47,8 +48,8 @@ from tests.cuda_ops.fake_cuda import (
     OUT_OF_MEMORY,
     FakeCuda,
 )
-from tests.faults import Faults
-from tests.waiting import wait_until
+from tests.harness.faults import Faults
+from tests.harness.waiting import wait_until
 
 PINNED_WAIT_S = 30.0
 
@@ -128,7 +129,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(device=devices(), batches=st.booleans(), seed=st.integers(0, 1000), data=st.data())
 def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
     device: Device, batches: bool, seed: int, data: st.DataObject
@@ -159,7 +160,7 @@ def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
         pool.close()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), batches=st.booleans())
 def test_many_jobs_of_both_directions_at_once_arrive_whole_and_end_once(seed: int, batches: bool) -> None:
     cuda, rng = FakeCuda(seed, batches=batches), np.random.default_rng(seed)
@@ -241,7 +242,7 @@ def test_the_stream_that_computes_is_told_of_loads_and_not_of_stores(rig: Rig) -
     assert rig.cuda.calls["cuStreamWaitEvent"] == before + 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), batches=st.booleans())
 def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batches: bool) -> None:
     cuda, blocks, pool = FakeCuda(seed, batches=batches), np.ones((8, 64), dtype=np.uint8), HostPool(8, 64)
@@ -555,7 +556,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
     assert cuda.retained == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
     batches=st.booleans(),

@@ -15,6 +15,7 @@ import pytest
 from bench import gpu as bench_gpu
 from bench.parts import DeviceLost, Parts
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 

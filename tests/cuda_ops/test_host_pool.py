@@ -22,7 +22,7 @@ from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress, Preparation, prepare
-from tests.resident import resident_bytes
+from tests.harness.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
 

@@ -32,8 +32,8 @@ from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
-from tests.cuda_ops.kept import FINGERPRINT, SHAPE, attached, bytes_of, key_of
-from tests.waiting import wait_until
+from tests.harness.kept_pools import FINGERPRINT, SHAPE, attached, bytes_of, key_of
+from tests.harness.waiting import wait_until
 
 NUMBERS = list(range(100, 112))
 SLOTS = list(range(12))
@@ -380,7 +380,7 @@ def test_after_another_boot_the_pool_says_so_until_it_was_noted(
 def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from kvferry.cuda_ops.persistent.pool_file import KeptFile\n"
-        "from tests.cuda_ops.kept import *\n"
+        "from tests.harness.kept_pools import *\n"
         f"file = KeptFile(Path({str(full)!r}), SHAPE, FINGERPRINT); print('attached', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(

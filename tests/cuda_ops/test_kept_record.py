@@ -23,8 +23,8 @@ from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState, PoolSha
 from kvferry.cuda_ops.persistent.record import ROUND_SLOTS, KeptRecord
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.pages import advise
-from tests.cuda_ops.kept import Kept, attached, bytes_of, key_of
-from tests.waiting import wait_until
+from tests.harness.kept_pools import Kept, attached, bytes_of, key_of
+from tests.harness.waiting import wait_until
 
 VICTIMS = 64
 SLOTS_PER_PAGE = mmap.PAGESIZE // SLOT_HEADER.itemsize

@@ -34,9 +34,10 @@ from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
-from tests.cuda_ops.drawn import Device, contents, devices, jobs, move_by_hand, pools
-from tests.cuda_ops.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.cuda_ops.test_cuda_copy import job
+from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.effort import examples
+from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 
 PINNED_WAIT_S = 30.0
 FOUND = Crossover({Direction.STORE: ((64, 8192), (1024, 32768)), Direction.LOAD: ((64, 0), (1024, 8192))})
@@ -63,7 +64,7 @@ class Launches:
         self._cuda.queue(stream, kernel)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(device=devices(), rows=st.integers(1, 5), seed=st.integers(0, 1000), data=st.data())
 def test_any_layout_through_a_table_that_is_smaller_than_the_job(
     device: Device, rows: int, seed: int, data: st.DataObject

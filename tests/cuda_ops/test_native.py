@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cuda_ops.copy.native import segment_copier
+from tests.harness.effort import examples
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 8192, 16384, 20_000, 65_535, 65_536, 70_001]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(sizes=st.lists(st.sampled_from(SIZES), max_size=12), data=st.data())
 def test_every_segment_arrives_and_nothing_else_is_touched(sizes: list[int], data: st.DataObject) -> None:
     gaps = st.sampled_from([0, 0, 1, 64])

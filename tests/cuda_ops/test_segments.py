@@ -15,7 +15,8 @@ from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
 from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner
 from kvferry.cuda_ops.pool.backing import AnonymousMemory
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.drawn import Device, devices, jobs, pieces, pools
+from tests.harness.drawn_devices import Device, devices, jobs, pieces, pools
+from tests.harness.effort import examples
 
 
 def as_bytes(device: list[int], host: list[int], sizes: list[int]) -> np.ndarray:
@@ -37,7 +38,7 @@ def job_of(*runs: BlockRun) -> TransferJob:
     return TransferJob(1, Direction.STORE, runs)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(device=devices(), data=st.data())
 def test_segments_name_exactly_the_bytes_of_the_obvious_reference(device: Device, data: st.DataObject) -> None:
     pool = data.draw(pools(device.layout))

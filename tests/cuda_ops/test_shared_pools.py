@@ -26,7 +26,7 @@ from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
 from kvferry.cuda_ops.persistent.transient_file import PassingFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.kept import FINGERPRINT, bytes_of, key_of
+from tests.harness.kept_pools import FINGERPRINT, bytes_of, key_of
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=2, extent_slots=4, max_slots=40)
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
-from tests.cuda_ops.fake_cuda import FakeCuda
-from tests.engine.checkpoints import save_checkpoints
-from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
+from tests.harness.checkpoints import save_checkpoints
+from tests.harness.fake_cuda import FakeCuda
+from tests.harness.offloading import MakeOffloaded, Offloaded, check_identities
 
 
 @pytest.fixture(autouse=True, scope="session")

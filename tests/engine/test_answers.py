@@ -10,10 +10,16 @@ import torch
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.hashing import chain_root, extend_chain
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
-from tests.engine.serving import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
+from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
 MAX_TOKENS = 12
+BATCHING = {
+    "whole": {"device_blocks": 200},
+    "chunks": {"device_blocks": 200, "max_batched_tokens": 7, "max_running": 3},
+    "token-by-token": {"device_blocks": 200, "max_batched_tokens": 1, "max_running": 4, "block_size": 5},
+    "small-pool": {"device_blocks": 40, "block_size": 4, "max_batched_tokens": 64},
+}
 Make = Callable[..., EmbeddedEngine]
 
 
@@ -41,22 +47,20 @@ def expected(checkpoints: dict[str, str]) -> Callable[[str], tuple[list[list[int
     return of
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "batching"),
     [
-        {"device_blocks": 200},
-        {"device_blocks": 200, "max_batched_tokens": 7, "max_running": 3},
-        {"device_blocks": 200, "max_batched_tokens": 1, "max_running": 4, "block_size": 5},
-        {"device_blocks": 40, "block_size": 4, "max_batched_tokens": 64},
+        # One token a step takes seconds, and is the same for every model.
+        pytest.param(model, batching, marks=[pytest.mark.long] * (batching == "token-by-token" and model != "qwen3"))
+        for model in MODELS
+        for batching in BATCHING
     ],
-    ids=["whole", "chunks", "token-by-token", "small-pool"],
 )
 def test_answers_are_the_models_own(
-    model: str, settings: dict[str, int], checkpoints: dict[str, str], expected: Callable, make_engine: Make
+    model: str, batching: str, checkpoints: dict[str, str], expected: Callable, make_engine: Make
 ) -> None:
     prompts, answers = expected(model)
-    engine = make_engine(model=checkpoints[model], **settings)
+    engine = make_engine(model=checkpoints[model], **BATCHING[batching])
     engine.start()
     assert [answer.token_ids for answer in ask_all(engine, prompts, greedy(MAX_TOKENS))] == answers
     again = ask_all(engine, prompts, greedy(MAX_TOKENS))
@@ -122,6 +126,7 @@ def test_other_precisions_serve_too(dtype: str, make_engine: Make) -> None:
     assert engine.info.block_bytes <= 256 * 1024
 
 
+@pytest.mark.long
 def test_one_wrong_block_changes_the_answer(make_engine: Make) -> None:
     """What `tiny` is for: whoever serves wrong KV is found out."""
     engine = make_engine(dtype="float32", device_blocks=1200)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.app.engines.embedded.block_pool import BlockPool
+from tests.harness.effort import examples
 
 NUM_BLOCKS = 12
 
@@ -121,7 +122,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.allocate((), NUM_BLOCKS) is not None
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True
+)
 TestPool = PoolMachine.TestCase
 
 

@@ -27,7 +27,7 @@ from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.core.engine_api import EngineRequest
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
-from tests.engine.serving import greedy, run, until
+from tests.harness.embedded import greedy, run, until
 
 
 class Announcements(NoOffload):
@@ -516,7 +516,7 @@ def test_a_failed_step_is_500(make_engine: Callable[..., EmbeddedEngine]) -> Non
 
 
 def test_greedy_helper_matches_http(service: Service) -> None:
-    from tests.engine.serving import ask_all
+    from tests.harness.embedded import ask_all
 
     over_http = service.post(prompt=PROMPT, max_tokens=7, temperature=0, ignore_eos=True, return_token_ids=True).json()
     assert over_http["choices"][0]["token_ids"] == ask_all(service.engine, [PROMPT], greedy(7))[0].token_ids

@@ -19,10 +19,10 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.driver import CudaDriver, CudaUnavailable
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
-from tests.engine.offloading import MakeOffloaded
-from tests.engine.serving import ask_all, greedy, random_prompts, reference_answer, reference_model
 from tests.engine.test_offload import MAX_TOKENS, SMALL, flush_device, settle
+from tests.harness.embedded import ask_all, greedy, random_prompts, reference_answer, reference_model
+from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
+from tests.harness.offloading import MakeOffloaded
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -15,8 +15,7 @@ from kvferry.app.guard import MAX_ERRORS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from tests.engine.offloading import MakeOffloaded, Offloaded, check_identities
-from tests.engine.serving import (
+from tests.harness.embedded import (
     Answer,
     ask,
     ask_all,
@@ -27,7 +26,8 @@ from tests.engine.serving import (
     run,
     until,
 )
-from tests.faults import CORE, Faults
+from tests.harness.faults import CORE, Faults
+from tests.harness.offloading import MakeOffloaded, Offloaded, check_identities
 
 MAX_TOKENS = 8
 SMALL = {"device_blocks": 32, "block_size": 4, "max_running": 8}
@@ -75,7 +75,7 @@ def assert_offloads(offloaded: Offloaded, prompts: list[list[int]], answers: lis
     assert offloaded.stats.prompt_tokens.host_hit > before
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.long)], ids=["before", "after"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_requests_are_answered_when_a_hook_raises(
     hook: str,
@@ -163,6 +163,7 @@ def test_a_state_that_cannot_be_discarded_is_off_until_a_reset(
     assert_nothing_left(offloaded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_requests_are_answered_when_anything_raises(
     mode: str,

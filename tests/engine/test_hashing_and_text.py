@@ -22,7 +22,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     NoTokenizer,
     Tokenizer,
 )
-from tests.engine.checkpoints import byte_tokenizer
+from tests.harness.checkpoints import byte_tokenizer
 
 
 def chain(tokens: list[int], block_size: int = 4, salt: str | None = None, lora: str | None = None) -> list[bytes]:

@@ -24,7 +24,7 @@ from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
 from kvferry.core.engine_api import EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import StepPlan
-from tests.engine.serving import ask, ask_all, collect, greedy, random_prompts, run, until
+from tests.harness.embedded import ask, ask_all, collect, greedy, random_prompts, run, until
 
 Make = Callable[..., EmbeddedEngine]
 

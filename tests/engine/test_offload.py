@@ -12,9 +12,7 @@ import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason
 from kvferry.core.transfers import Direction
-from tests.cuda_ops.fake_cuda import FakeCuda
-from tests.engine.offloading import MakeOffloaded, Offloaded
-from tests.engine.serving import (
+from tests.harness.embedded import (
     ask,
     ask_all,
     collect,
@@ -25,6 +23,8 @@ from tests.engine.serving import (
     run,
     until,
 )
+from tests.harness.fake_cuda import FakeCuda
+from tests.harness.offloading import MakeOffloaded, Offloaded
 
 MAX_TOKENS = 12
 SMALL = {"device_blocks": 24, "block_size": 4, "max_running": 4}

@@ -32,7 +32,7 @@ from transformers import (
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
 from kvferry.app.engines.embedded.model import load_model
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
-from tests.engine.checkpoints import SMALL
+from tests.harness.checkpoints import SMALL
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvferry.app.engines.embedded import EmbeddedEngine, scheduler
 from kvferry.app.engines.embedded.waiting import MAX_IDLE_CALLERS, WaitingQueue
-from tests.engine.serving import ask_all, collect, greedy, random_prompts, run
+from tests.harness.effort import examples
+from tests.harness.embedded import ask_all, collect, greedy, random_prompts, run
 
 
 class Waiting:
@@ -25,7 +26,7 @@ class Waiting:
         self.caller = caller
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["start", "again", "sliced", "cancel"])), max_size=40),
     st.data(),

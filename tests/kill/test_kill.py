@@ -34,6 +34,17 @@ def run(*args: str) -> str:
     return done.stdout
 
 
+Drive = Callable[[Path], Driver]
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[[Path], Driver]]:
+    """Makes drivers, which end with the test."""
+    with ExitStack() as stack:
+        yield lambda folder: stack.enter_context(Driver(folder))
+
+
+@pytest.mark.long
 def test_lives_know_no_settings_but_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tmp_path / "theirs.db"
     monkeypatch.setenv("KVFERRY_DATABASE_URL", f"sqlite:///{theirs}")
@@ -44,6 +55,14 @@ def test_lives_know_no_settings_but_their_own(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "lives" / "kvferry.db").exists()
 
 
+def test_blocks_when_killed_a_few_times_are_right_or_missed(drive: Drive, tmp_path: Path) -> None:
+    driver = drive(tmp_path)
+    lives = [driver.live(seed, 0.4) for seed in range(6)]
+    assert (driver.notes[Note.WRONG], sum(life.corrupt for life in lives)) == (0, 0)
+    assert driver.notes[Note.CHECKED] > 0
+
+
+@pytest.mark.long
 def test_a_hundred_kills() -> None:
     report = json.loads(run("tests.kill", str(ROUNDS), str(SEED)))
     assert report["wrong"] == 0
@@ -96,16 +115,7 @@ def mapped(folder: Path) -> tuple[BinaryIO, np.ndarray]:
     return file, np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
 
 
-@pytest.fixture
-def drive() -> Iterator[Callable[[Path], Driver]]:
-    """Makes drivers, which end with the test."""
-    with ExitStack() as stack:
-        yield lambda folder: stack.enter_context(Driver(folder))
-
-
-Drive = Callable[[Path], Driver]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "dropped"), [(flip_payload, False), (flip_headers, True), (swap_headers, False), (truncate, True)]
 )
@@ -128,6 +138,7 @@ def test_what_is_damaged_is_counted_and_the_rest_still_hits(
         assert life.corrupt > 5
 
 
+@pytest.mark.long
 def test_an_old_database_a_lost_one_and_another_models_cost_no_block(drive: Drive, tmp_path: Path) -> None:
     """Headers alone decide; rows that do not fit are replaced."""
     driver, other = drive(tmp_path / "one"), drive(tmp_path / "other")
@@ -157,6 +168,7 @@ def copy_database(source: Path, target: Path) -> None:
         shutil.copy(path, target / path.name)
 
 
+@pytest.mark.long
 def test_a_database_of_a_lost_pool_brings_nothing_back(drive: Drive, tmp_path: Path) -> None:
     driver = drive(tmp_path)
     driver.live(1, 1.0, calm=True)

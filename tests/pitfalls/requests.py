@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.keys import make_keys
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
 
 
 def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:

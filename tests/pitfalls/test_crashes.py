@@ -7,7 +7,7 @@ import pytest
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit
-from tests.core.toy_engine import BLOCK_SIZE, Habits, ToyEngine
+from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine
 from tests.pitfalls.requests import answer, findable, request
 
 

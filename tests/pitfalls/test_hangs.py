@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.core.scheduler.scheduler import Hit, Miss
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.pitfalls.requests import answer, request
 
 

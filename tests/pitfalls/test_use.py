@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.scheduler.scheduler import Hit
-from tests.core.toy_engine import BLOCK_SIZE, ToyEngine
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.pitfalls.requests import answer, findable, request
 
 

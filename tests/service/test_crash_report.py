@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from tests.service.process import ROOT
+from tests.harness.service_process import ROOT
 
 SCRIPT = """
 import os, signal

@@ -31,9 +31,9 @@ from kvferry.core.scheduler.jobs import OpenJob
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.client import OpenTierJob
 from kvferry.cuda_ops.copy.engine import JobLedger
-from tests.faults import Faults
-from tests.service.process import check_identities
-from tests.waiting import wait_until
+from tests.harness.faults import Faults
+from tests.harness.service_process import check_identities
+from tests.harness.waiting import wait_until
 
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "20"))
@@ -278,6 +278,7 @@ def open_files() -> Counter[str]:
     return links
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("pool_kind", "policy", "mode"), [("file", "lru", "eager"), ("pinned", "arc", "lazy")], ids=["file", "pinned"]

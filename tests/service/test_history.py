@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.service.process import Served, serving, wait_until
+from tests.harness.service_process import Served, serving, wait_until
 
 SLOTS = 20
 EVICTIONS = "/admin/v1/evictions"

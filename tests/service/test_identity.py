@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine.checkpoints import SMALL
-from tests.engine.serving import reference_answer, reference_model
-from tests.service.process import Served, serving, wait_until
+from tests.harness.checkpoints import SMALL
+from tests.harness.embedded import reference_answer, reference_model
+from tests.harness.service_process import Served, serving, wait_until
 
 PROMPTS = [[(7 * n + 3 * i) % 250 + 3 for i in range(163)] for n in range(4)]
 OUTPUT = 4

@@ -19,7 +19,7 @@ from kvferry.app.settings import Settings
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.waiting import wait_until
+from tests.harness.waiting import wait_until
 
 SLOTS, SLOT_BYTES, EXTENT_SLOTS = 16, 4096, 4
 

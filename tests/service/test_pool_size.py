@@ -17,7 +17,7 @@ from kvferry.core.pool.resize import PoolResize
 from kvferry.cuda_ops.pool.extents import plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
-from tests.service.process import wait_until
+from tests.harness.service_process import wait_until
 
 SLOT_BYTES = 4096
 START_BYTES = 64 * SLOT_BYTES

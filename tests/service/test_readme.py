@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.process import Served, environment, serving
+from tests.harness.service_process import Served, environment, serving
 from tests.service.test_replay import write_trace
 
 ROOT = Path(__file__).parents[2]

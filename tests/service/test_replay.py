@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import httpx
 
-from tests.service.process import check_identities, environment, serving
+from tests.harness.commands import run_command
+from tests.harness.service_process import check_identities, environment, serving
 
 
 def write_trace(path: Path, conversations: int, turns: int) -> None:
@@ -35,7 +34,7 @@ def test_replay_finds_its_way_back_to_the_host_pool(tmp_path: Path) -> None:
         seen = []
 
         def watch() -> None:
-            with httpx.Client(base_url=served.url, timeout=30) as http:
+            with httpx.Client(base_url=served.url, timeout=30, verify=False) as http:
                 while not done.wait(0.05):
                     seen.append(http.get("/admin/v1/stats").json())
 
@@ -43,14 +42,7 @@ def test_replay_finds_its_way_back_to_the_host_pool(tmp_path: Path) -> None:
         watcher.start()
         try:
             command = ["replay", str(tmp_path / "trace.jsonl"), "--url", served.url, "--json", "--concurrency", "6"]
-            ended = subprocess.run(
-                [sys.executable, "-m", "kvferry.app.cli", *command],
-                env=environment(tmp_path, {}),
-                capture_output=True,
-                text=True,
-                timeout=240,
-                check=False,
-            )
+            ended = run_command(command, environment(tmp_path, {}), tmp_path, timeout=240)
         finally:
             done.set()
             watcher.join()

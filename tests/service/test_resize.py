@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.service.process import Served, check_identities, serving, wait_until
+from tests.harness.service_process import Served, check_identities, serving, wait_until
 
 CONFIG = "/admin/v1/config"
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def resized(served: Served, num_bytes: int) -> Any:
     return served.stats()
 
 
-@pytest.mark.parametrize("kind", ["pinned", "file"])
+@pytest.mark.parametrize("kind", ["pinned", pytest.param("file", marks=pytest.mark.long)])
 def test_answers_when_the_pool_is_resized_under_traffic_are_equal(tmp_path: Path, kind: str) -> None:
     where = {"pool_kind": "file", "pool_path": tmp_path / "pool"} if kind == "file" else {}
     with serving(tmp_path, **SETTINGS | where) as served:

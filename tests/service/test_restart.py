@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from tests.service.process import Served, check_identities, serving, wait_until
+from tests.harness.service_process import Served, check_identities, serving, wait_until
 
 POOL_BYTES = 4 << 20
 SETTINGS: dict[str, object] = {
@@ -95,6 +95,7 @@ def test_a_restart_begins_warm_and_answers_the_same(tmp_path: Path, end: str) ->
         assert ("kvferry_recovery_dropped_slots{" in metrics) <= (end == "kill")
 
 
+@pytest.mark.long
 def test_five_kills_of_the_whole_service_under_load(tmp_path: Path, shared_name: str) -> None:
     """Killed at a random moment each time, while requests come; every answer is that of a service that was not."""
     random = Random(5)

@@ -27,13 +27,14 @@ from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import PoolProgress, Preparation
-from tests.service.process import environment, serving, wait_until
+from tests.harness.commands import run_command
+from tests.harness.service_process import environment, serving, wait_until
 
 
 def start_reason(port: int) -> str:
     """What a service that starts says that it is at; nothing if it does not answer."""
     try:
-        return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10).json()["reasons"])
+        return str(httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=10, verify=False).json()["reasons"])
     except httpx.TransportError:
         return ""
 
@@ -79,14 +80,8 @@ def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) 
 
 def refused(folder: Path, **settings: object) -> str:
     """What `kvferry serve` says when it refuses these settings."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvferry.app.cli", "serve"],
-        env=environment(folder, settings),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = run_command(["serve"], environment(folder, settings), folder, timeout=120)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -148,7 +143,7 @@ def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
         return "starting: opening the database" in heard
 
     def watch(locker: sqlite3.Connection) -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, verify=False) as http:
             wait_until(lambda: ask(http), "told that the database is being opened")
         locker.execute("ROLLBACK")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.process import Served, serving
+from tests.harness.service_process import Served, serving
 
 LONG = 8000
 """More tokens than the embedded engine makes while answers under way may take their time."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.process import Served, check_identities, serving, wait_until
+from tests.harness.service_process import Served, check_identities, serving, wait_until
 from tests.service.test_answers import BLOCK, OUTPUT, ask_all, prompts, turn_over
 
 NUM_TRIES = 20

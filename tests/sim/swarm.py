@@ -14,7 +14,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind, GroupSpec
 from kvferry.core.policy import Level, RequestPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from tests.core.toy_engine import Habits, ToyEngine
+from tests.harness.toy_engine import Habits, ToyEngine
 from tests.sim.picks import Picks
 
 FULL, SLIDING, RECURRENT = GroupKind.FULL, GroupKind.SLIDING, GroupKind.RECURRENT

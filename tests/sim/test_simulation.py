@@ -82,18 +82,26 @@ def run(seed: int) -> Report:
     return simulate(seed, STEPS)
 
 
+@pytest.mark.parametrize("seed", range(1000, 1004))
+def test_world_when_short_breaks_no_promise(seed: int) -> None:
+    report = simulate(seed, 600)
+    assert report.error is None, str(report)
+
+
 @pytest.fixture(scope="module")
 def reports() -> Iterator[list[Report]]:
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as processes:
         yield list(processes.map(run, SEEDS))
 
 
+@pytest.mark.long
 def test_no_world_breaks_a_promise(reports: list[Report]) -> None:
     failed = [report for report in reports if report.error is not None]
     assert not failed, "\n\n".join(map(str, failed))
     assert sum(report.num_steps for report in reports) >= 300_000
 
 
+@pytest.mark.long
 def test_the_worlds_come_by_everything_that_is_dangerous(reports: list[Report]) -> None:
     events: Counter[str] = Counter()
     for report in reports:

@@ -17,9 +17,9 @@ from kvferry.core.pool.resize import Todo
 from kvferry.core.rules import Rule, RuleMatch, Span
 from kvferry.core.tiers.base import HOST, TIER_METHODS
 from kvferry.core.transfers import TransferResult
-from tests.core.toy_copies import OpenCopy
-from tests.core.toy_engine import ToyRequest
-from tests.core.toy_tokens import BLOCK_SIZE
+from tests.harness.toy_copies import OpenCopy
+from tests.harness.toy_engine import ToyRequest
+from tests.harness.toy_tokens import BLOCK_SIZE
 from tests.sim.picks import Picks
 from tests.sim.swarm import Swarm, TierWeather, Weather, draw_swarm
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from .helpers import Where
-from .postgres import new_database, own_server
+from tests.harness.postgres import new_database, own_server
+from tests.harness.stores import Where
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def postgres_url() -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Where]:
     """An empty database of each kind."""
     if request.param == "sqlite":

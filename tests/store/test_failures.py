@@ -12,8 +12,7 @@ import pytest
 from kvferry.app.store import AuditEntry, MetadataStore, StoreUnavailable
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
-
-from .helpers import (
+from tests.harness.stores import (
     DEADLINE_S,
     START_S,
     count,
@@ -153,7 +152,7 @@ def test_a_database_that_turns_read_only_is_told_still_read_and_recovers(path: P
 _FILE_SIZE_LIMIT = """
 import resource, signal, sys
 from pathlib import Path
-from tests.store.helpers import *
+from tests.harness.stores import *
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])

@@ -15,8 +15,7 @@ from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.stats import EvictionReason
-
-from .helpers import (
+from tests.harness.stores import (
     DEADLINE_S,
     SLOT_BYTES,
     START_S,

@@ -11,8 +11,7 @@ import pytest
 
 from kvferry.app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
 from kvferry.app.store.database import WriteTurns
-
-from .helpers import DEADLINE_S, START_S, Where, eviction, running, shell, sized, wait_until
+from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, running, shell, sized, wait_until
 
 LATER_S = START_S + 3600
 

@@ -8,8 +8,7 @@ import pytest
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
-
-from .helpers import (
+from tests.harness.stores import (
     DEADLINE_S,
     START_S,
     Where,

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.app.store.slot_rows import SlotColumns
 from kvferry.core.keys import RequestIdentity
-from tests.store.helpers import DEADLINE_S, START_S, Where, fill, hit, key_of, running
+from tests.harness.stores import DEADLINE_S, START_S, Where, fill, hit, key_of, running
 
 
 def by_slot(rows: SlotColumns) -> dict[int, tuple[object, ...]]:

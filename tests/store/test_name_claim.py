@@ -13,9 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from kvferry.app.store import NameClaim, StoreError, claim_name
 from kvferry.core.pool.inventory import Inventory
-
-from .helpers import DEADLINE_S, Where, open_store, url_of, wait_until
-from .postgres import new_database, own_server
+from tests.harness.postgres import new_database, own_server
+from tests.harness.stores import DEADLINE_S, Where, open_store, url_of, wait_until
 
 ROOT = Path(__file__).parents[2]
 CLAIMING = """

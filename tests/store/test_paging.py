@@ -19,8 +19,8 @@ from kvferry.app.store.reader import decode_cursor, encode_cursor
 from kvferry.app.store.schema import EvictionRow
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason
-
-from .helpers import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
+from tests.harness.effort import examples
+from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, open_store, running, wait_until
 
 T = TypeVar("T")
 REASONS = (EvictionReason.CAPACITY, EvictionReason.OPERATOR)
@@ -144,7 +144,11 @@ def matches(item: EvictionRecord, wanted: EvictionFilter) -> bool:
 
 TestPagingWhileRowsComeAndGo = PagingWhileRowsComeAndGo.TestCase
 TestPagingWhileRowsComeAndGo.settings = settings(
-    max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=examples(15),
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 
 

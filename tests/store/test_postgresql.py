@@ -8,9 +8,19 @@ import psycopg
 import pytest
 
 from kvferry.app.store import StoreError, StoreUnavailable, upgrade
-
-from .helpers import DEADLINE_S, START_S, count, eviction, fill, in_file, in_memory, key_of, running, wait_until
-from .postgres import Server, new_database, own_server
+from tests.harness.postgres import Server, new_database, own_server
+from tests.harness.stores import (
+    DEADLINE_S,
+    START_S,
+    count,
+    eviction,
+    fill,
+    in_file,
+    in_memory,
+    key_of,
+    running,
+    wait_until,
+)
 
 
 @pytest.fixture

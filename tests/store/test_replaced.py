@@ -12,8 +12,7 @@ import pytest
 
 from kvferry.app.store import AuditEntry, StoreUnavailable
 from kvferry.core.pool.inventory import Inventory
-
-from .helpers import (
+from tests.harness.stores import (
     DEADLINE_S,
     START_S,
     fill,

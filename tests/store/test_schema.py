@@ -23,8 +23,7 @@ from kvferry.app.store.reader import (
     evictions_statement,
 )
 from kvferry.app.store.schema import Base
-
-from .helpers import (
+from tests.harness.stores import (
     DEADLINE_S,
     START_S,
     Where,

@@ -22,8 +22,8 @@ from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.kept import FINGERPRINT, SHAPE, bytes_of, key_of
-from tests.store.helpers import DEADLINE_S, shell
+from tests.harness.kept_pools import FINGERPRINT, SHAPE, bytes_of, key_of
+from tests.harness.stores import DEADLINE_S, shell
 
 NUM_SLOTS = SHAPE.num_slots
 

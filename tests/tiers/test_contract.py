@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TIER_METHODS, Tier, TierRequest
-from tests.tiers.dictionary import DictionaryStore
-from tests.tiers.rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
-from tests.tiers.slots import ORIGIN, key_of, keys_of, length_of
-from tests.waiting import wait_until
+from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.effort import examples
+from tests.harness.tier_rig import WAIT_S, Rig, dictionary_tier, file_rig, queued_rig, reference_rig, threaded_rig
+from tests.harness.tier_slots import ORIGIN, key_of, keys_of, length_of
+from tests.harness.waiting import wait_until
 
 KINDS: dict[str, Callable[[Path], Rig]] = {
     "reference": lambda path: reference_rig(),
@@ -235,7 +236,7 @@ def test_nothing_touches_a_slot_once_closed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threaded", "queued", "files"])
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 @given(
     steps=st.lists(
         st.tuples(

@@ -15,9 +15,9 @@ from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import close_tiers, open_tiers
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.tiers.base import TierRefused
-from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
-from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
-from tests.waiting import wait_until
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
+from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.harness.waiting import wait_until
 
 OTHER = RequestIdentity("r2", "fedcba9876543210", None)
 
@@ -364,8 +364,8 @@ def test_engines_that_share_a_configuration_have_folders_of_their_own(path: Path
 _HOLDER = """
 import sys
 from pathlib import Path
-from tests.tiers.rig import file_rig
-from tests.tiers.slots import keys_of
+from tests.harness.tier_rig import file_rig
+from tests.harness.tier_slots import keys_of
 rig = file_rig(Path(sys.argv[1]))
 print(rig.store(keys_of(range(3))), flush=True)
 number = 100

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvferry.app.tiers.fs.index import FileIndex, Verdict
 from kvferry.core.pool.index import BlockIndex
+from tests.harness.effort import examples
 
 names = st.integers(0, 19).map(lambda number: bytes([number]) * 3)
 sizes = st.integers(1, 40)
@@ -142,7 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
+TestIndex.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
 def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.app.tiers.opening import TierNews
-from tests.tiers.rig import WAIT_S
+from tests.harness.tier_rig import WAIT_S
 
 
 def test_who_waits_hears_of_news_and_of_those_that_came_just_before() -> None:

@@ -16,10 +16,10 @@ import pytest
 
 from kvferry.app.tiers.fs.folder import Folder
 from kvferry.core.keys import RequestFilter
-from tests.tiers.mounts import unwritable
-from tests.tiers.rig import WAIT_S, Rig, file_rig
-from tests.tiers.slots import ORIGIN, key_of, keys_of
-from tests.waiting import wait_until
+from tests.harness.mounts import unwritable
+from tests.harness.tier_rig import WAIT_S, Rig, file_rig
+from tests.harness.tier_slots import ORIGIN, key_of, keys_of
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture
@@ -216,8 +216,8 @@ _UNREADABLE = """
 import os, sys
 from pathlib import Path
 from kvferry.core.keys import RequestFilter
-from tests.tiers.rig import file_rig
-from tests.tiers.slots import ORIGIN, key_of, keys_of
+from tests.harness.tier_rig import file_rig
+from tests.harness.tier_slots import ORIGIN, key_of, keys_of
 if os.geteuid() == 0:
     # Whatever is imported late is imported now: another user may not read it.
     warm = file_rig(Path(sys.argv[1] + "-warm"))

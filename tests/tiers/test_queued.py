@@ -19,12 +19,12 @@ from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext, TierRequest
 from tests.core.test_tiers import keys as keys_of_prompt
 from tests.core.test_tiers import request
-from tests.core.toy_engine import SLOT_BYTES, ToyEngine, ToyRequest
-from tests.core.toy_tiers import ToyTier
-from tests.tiers.reference import ReferenceTier
-from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, queued_rig
-from tests.tiers.slots import ORIGIN, SlotArray, job_of, keys_of
-from tests.waiting import wait_until
+from tests.harness.reference_tier import ReferenceTier
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, queued_rig
+from tests.harness.tier_slots import ORIGIN, SlotArray, job_of, keys_of
+from tests.harness.toy_engine import SLOT_BYTES, ToyEngine, ToyRequest
+from tests.harness.toy_tiers import ToyTier
+from tests.harness.waiting import wait_until
 
 CALLS = [name for name in TIER_METHODS if name != "close"]
 

@@ -12,10 +12,10 @@ import pytest
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRequest
-from tests.tiers.dictionary import DictionaryStore
-from tests.tiers.rig import WAIT_S, Rig, threaded_rig
-from tests.tiers.slots import ORIGIN, key_of, keys_of
-from tests.waiting import wait_until
+from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.tier_rig import WAIT_S, Rig, threaded_rig
+from tests.harness.tier_slots import ORIGIN, key_of, keys_of
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierRefused
-from tests.tiers.rig import FINGERPRINT, WAIT_S
-from tests.tiers.slots import SLOT_BYTES, SlotArray
-from tests.waiting import wait_until
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S
+from tests.harness.tier_slots import SLOT_BYTES, SlotArray
+from tests.harness.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"type": "fs", "path": "/data/kv", "max_bytes": "1GiB"}
@@ -111,7 +111,7 @@ from pydantic import BeforeValidator, SecretStr
 from kvferry.app.settings.tiers import TierSettings
 from kvferry.app.settings.parsers import secret_token
 from kvferry.core.tiers.base import TierRefused
-from tests.tiers.reference import ReferenceTier
+from tests.harness.reference_tier import ReferenceTier
 
 class Good(ReferenceTier):
     class Settings(TierSettings):

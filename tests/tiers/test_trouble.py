@@ -16,10 +16,10 @@ import pytest
 from kvferry.app.tiers.fs import FileTier
 from kvferry.app.tiers.opening import open_tiers
 from kvferry.core.tiers.base import TierRefused
-from tests.tiers.mounts import disk, frozen, mounted, tmpfs, unwritable
-from tests.tiers.rig import FINGERPRINT, WAIT_S, Rig, file_rig
-from tests.tiers.slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of
-from tests.waiting import wait_until
+from tests.harness.mounts import disk, frozen, mounted, tmpfs, unwritable
+from tests.harness.tier_rig import FINGERPRINT, WAIT_S, Rig, file_rig
+from tests.harness.tier_slots import SLOT_BYTES, SlotArray, key_of, keys_of, length_of
+from tests.harness.waiting import wait_until
 
 LARGE = [number for number in range(400) if length_of(key_of(number)) > 500_000]
 """Blocks of more than half a megabyte, in slots of 700,000 bytes."""
@@ -225,8 +225,8 @@ def test_a_new_folder_that_another_process_uses_is_left_to_it(tmp_path: Path) ->
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from tests.tiers.rig import file_rig
-from tests.tiers.slots import SLOT_BYTES, keys_of
+from tests.harness.tier_rig import file_rig
+from tests.harness.tier_slots import SLOT_BYTES, keys_of
 from tests.tiers.test_trouble import LARGE, WAIT_S, wait_for_reason
 rig = file_rig(Path(sys.argv[1]))
 rig.store(keys_of(LARGE[:3]))

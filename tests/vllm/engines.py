@@ -18,8 +18,8 @@ from kvferry.app.engines.vllm.copies import Copies
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
+from tests.harness.waiting import wait_until
 from tests.vllm.workload import BLOCK, Answer, Prompt
-from tests.waiting import wait_until
 
 DEVICE_BLOCKS = 72
 POOL_BYTES = "128MiB"

@@ -20,8 +20,8 @@ import psutil
 import vllm
 
 from kvferry.app.discovery import find_services
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_S = 360.0

@@ -17,9 +17,9 @@ from vllm.lora.request import LoRARequest
 from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
 from kvferry.app.engines.vllm.requests import VllmRequest
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, random_tokens
-from tests.waiting import wait_until
 
 RNG = random.Random(71)
 PROMPTS = [random_tokens(RNG, 4 * BLOCK + 5) for _ in range(24)]

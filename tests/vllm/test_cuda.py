@@ -27,13 +27,13 @@ from kvferry.app.settings import Settings
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
+from tests.harness.fake_cuda import ILLEGAL_ADDRESS, FakeCuda
+from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
 from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
-from tests.waiting import wait_until
 
 PINNED_WAIT_S = 30.0
 LAYOUTS = [pytest.param(layout, id=layout.name) for layout in KVCacheLayout]

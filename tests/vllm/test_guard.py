@@ -18,7 +18,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
-from tests.faults import Faults
+from tests.harness.faults import Faults
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import Answer, assert_same, shared_prefixes

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, count_different, shared_prefixes
-from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(200)
 

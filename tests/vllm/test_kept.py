@@ -20,13 +20,13 @@ from kvferry.core.stats import MissCause
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_parallel import BIND, RANKS
 from tests.vllm.test_refusals import start_in_vain
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import BLOCK, Answer, assert_same, shared_prefixes
-from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(40, prefixes=10, seed=51)
 FEW = PROMPTS[:6]

@@ -37,9 +37,9 @@ from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.persistent.transient_file import PassingFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
+from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
-from tests.waiting import wait_until
 
 ALL = tuple(KVCacheLayout)
 LAYERS_OUT = tuple(layout for layout in ALL if not layout.is_block_outermost)

@@ -14,11 +14,11 @@ import pytest
 from httpx_sse import connect_sse
 
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.server import VllmServer, serving
 from tests.vllm.test_server import ask, tokens_of
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
-from tests.waiting import wait_until
 
 RANKS = 2
 MIB = 1 << 20

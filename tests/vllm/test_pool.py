@@ -27,10 +27,10 @@ from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_r
 from kvferry.app.engines.vllm.layout import read_layout
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
-from tests.resident import resident_bytes
+from tests.harness.resident import resident_bytes
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
-from tests.waiting import wait_until
 
 PINNED_WAIT_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))

@@ -20,10 +20,10 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kvferry.app.discovery import find_services
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import in_process, transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, free_port, serving
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
-from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6

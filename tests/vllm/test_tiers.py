@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import DEVICE_BLOCKS, InProcess, in_process, transfer_config
 from tests.vllm.server import serving
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.test_parallel import BIND, RANKS, mapped_bytes, pool_mappings
 from tests.vllm.test_server import ask, assert_equal_tokens
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
-from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(40, prefixes=14, seed=61)
 SMALL_POOL = "6MiB"

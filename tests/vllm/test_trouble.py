@@ -14,10 +14,10 @@ import pytest
 from kvferry.core.stats import SkipReason
 from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
+from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, shared_prefixes
-from tests.waiting import wait_until
 
 PROMPTS = shared_prefixes(200, seed=11)
 SOME = PROMPTS[:40]

@@ -11,11 +11,11 @@ from kvferry.core.groups import Group, GroupKind
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Override, RequestPolicy
 from kvferry.core.rules import Rule
-from tests.core.toy_compute import first_needed
-from tests.core.toy_tokens import ToyRequest
+from tests.harness.toy_compute import first_needed
+from tests.harness.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:
-    from tests.core.toy_engine import ToyEngine
+    from tests.harness.toy_engine import ToyEngine
 
 
 NO_LIMIT = 10**9

@@ -9,10 +9,10 @@ import numpy as np
 from kvferry.core.pool.slots import SlotState
 from kvferry.core.stats import Snapshot
 from kvferry.core.transfers import StepPlan
-from tests.core.toy_copies import blocks_of
+from tests.harness.toy_copies import blocks_of
 
 if TYPE_CHECKING:
-    from tests.core.toy_engine import ToyEngine
+    from tests.harness.toy_engine import ToyEngine
 
 
 def check_plan(plan: StepPlan) -> None:

@@ -14,10 +14,10 @@ from kvferry.app.tiers.queued import JobInProgress, QueuedTier
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
 from kvferry.core.tiers.base import Tier, TierContext, TierRequest, TierResetResult, TierResult
-from tests.tiers.dictionary import DictionaryStore
-from tests.tiers.reference import ReferenceTier
-from tests.tiers.slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
-from tests.waiting import wait_until
+from tests.harness.dictionary_tier import DictionaryStore
+from tests.harness.reference_tier import ReferenceTier
+from tests.harness.tier_slots import ORIGIN, SLOT_BYTES, SlotArray, job_of
+from tests.harness.waiting import wait_until
 
 FINGERPRINT = {"model": "tiny", "dtype": "float32", "block_size": 16}
 WAIT_S = 30.0

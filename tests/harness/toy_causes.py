@@ -9,10 +9,10 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.stats import Misses
-from tests.core.toy_tokens import ToyRequest
+from tests.harness.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:
-    from tests.core.toy_engine import ToyEngine
+    from tests.harness.toy_engine import ToyEngine
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import KeptRecord, recover_slots
 from kvferry.cuda_ops.persistent.recovery import KeptSlots
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.waiting import wait_until
+from tests.harness.waiting import wait_until
 
 SHAPE = PoolShape(num_slots=12, slot_bytes=1000, num_ranks=1, extent_slots=4, max_slots=40)
 FINGERPRINT = {"model": "m", "revision": "r", "layers": [1, 2]}

@@ -24,7 +24,7 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SLOT_RECORD, SlotRows, lines_of
 from kvferry.core.stats import EvictionReason
-from tests import waiting
+from tests.harness import waiting
 
 DEADLINE_S = 30.0
 SLOT_BYTES = 4096

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.scheduler.scheduler import Hit, Later, OffloadScheduler
 from kvferry.core.transfers import StepPlan
-from tests.core.toy_compute import Chunk, first_needed
-from tests.core.toy_device import ToyDevice
-from tests.core.toy_ledger import Ledger
-from tests.core.toy_tokens import ToyRequest
+from tests.harness.toy_compute import Chunk, first_needed
+from tests.harness.toy_device import ToyDevice
+from tests.harness.toy_ledger import Ledger
+from tests.harness.toy_tokens import ToyRequest
 
 
 @dataclass(frozen=True)

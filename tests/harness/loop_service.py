@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -23,12 +26,11 @@ from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
 from kvferry.app.settings import Settings
 from kvferry.app.settings.live import LiveSettings
-from kvferry.app.store import MetadataStore
+from kvferry.app.store import MetadataStore, upgrade
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import PoolRecord
-
-from .loop_engine import BLOCK_TOKENS, LoopEngine
-from .serving import ClosingFlag, Running, serve, wait_until
+from tests.harness.http_server import ClosingFlag, Running, serve, wait_until
+from tests.harness.loop_engine import BLOCK_TOKENS, LoopEngine
 
 ADMIN = "admin-token-0123456789"
 READ = "read-token-0123456789"
@@ -118,6 +120,17 @@ def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 
+@cache
+def _empty_database() -> bytes:
+    """The file of an upgraded database. Upgrading one for each service would take most of its start."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kvferry.db"
+        upgrade(f"sqlite:///{path}")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return path.read_bytes()
+
+
 @contextmanager
 def start_service(
     folder: Path,
@@ -137,6 +150,9 @@ def start_service(
         database_url=f"sqlite:///{database}",
         **{name: value for name, value in given.items() if value is not None},
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not database.exists():
+        database.write_bytes(_empty_database())
     store = MetadataStore(
         settings.resolved_database_url(),
         ENGINE_NAME,

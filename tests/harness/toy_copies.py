@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.core.groups import Group
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
-from tests.core.toy_device import ToyDevice
+from tests.harness.toy_device import ToyDevice
 
 
 def blocks_of(job: TransferJob) -> list[int]:

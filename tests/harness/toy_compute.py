@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.core.groups import Group, GroupKind
-from tests.core.toy_device import ToyDevice
-from tests.core.toy_tokens import ToyRequest, value_at
+from tests.harness.toy_device import ToyDevice
+from tests.harness.toy_tokens import ToyRequest, value_at
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.keys import Key
 from kvferry.core.tiers.base import TierResetResult, TierResult
-from tests.tiers.reference import ReferenceTier
+from tests.harness.reference_tier import ReferenceTier
 
 if TYPE_CHECKING:
-    from tests.core.toy_engine import ToyEngine
+    from tests.harness.toy_engine import ToyEngine
 
 _VALUE_BYTES = 9
 TIMEOUT_S = 10.0

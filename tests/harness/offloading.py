@@ -22,7 +22,7 @@ from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.cuda.cuda_copy import CudaCopyEngine
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.cuda_ops.fake_cuda import FakeCuda
+from tests.harness.fake_cuda import FakeCuda
 
 
 class GatedCopies:

@@ -21,14 +21,14 @@ from kvferry.core.rules import Rule
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.scheduler.scheduler import OffloadScheduler, SchedulerOptions
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
-from tests.core import toy_checks
-from tests.core.toy_compute import Chunk, check_context, fill, first_needed, needed_values
-from tests.core.toy_copies import ToyCopies, blocks_of, slots_of
-from tests.core.toy_device import ToyDevice
-from tests.core.toy_ledger import Ledger
-from tests.core.toy_schedule import Habits, ToySchedule
-from tests.core.toy_tiers import ToyTier
-from tests.core.toy_tokens import BLOCK_SIZE, ToyRequest, Truth
+from tests.harness import toy_checks
+from tests.harness.toy_compute import Chunk, check_context, fill, first_needed, needed_values
+from tests.harness.toy_copies import ToyCopies, blocks_of, slots_of
+from tests.harness.toy_device import ToyDevice
+from tests.harness.toy_ledger import Ledger
+from tests.harness.toy_schedule import Habits, ToySchedule
+from tests.harness.toy_tiers import ToyTier
+from tests.harness.toy_tokens import BLOCK_SIZE, ToyRequest, Truth
 
 __all__ = ["BLOCK_SIZE", "SLOT_BYTES", "Habits", "ToyEngine", "ToyRequest", "blocks_of", "slots_of"]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from tests import waiting
+from tests.harness import waiting
+from tests.harness.commands import Command, start_command
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -42,7 +43,7 @@ def environment(folder: Path, settings: dict[str, object], import_path: Path = R
 class Served:
     """A running service."""
 
-    process: subprocess.Popen[str]
+    process: Command | subprocess.Popen[bytes]
     log_path: Path
     url: str
     http: httpx.Client
@@ -89,20 +90,25 @@ def is_well(answer: httpx.Response) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, *, import_path: Path = ROOT, **settings: object) -> Iterator[Served]:
-    """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped."""
+def serving(
+    folder: Path, own_interpreter: bool = False, *, import_path: Path = ROOT, **settings: object
+) -> Iterator[Served]:
+    """`kvferry serve` with these settings, ready; killed at the end if it has not been stopped.
+
+    With `own_interpreter` or another `import_path`, the process imports and ends as those of users do, in seconds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"serve-{time.monotonic_ns()}.log"
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.app.cli", "serve"],
-            # Nothing of the folder that tests are run in, such as its `.env`, may be found.
-            cwd=folder,
-            env=environment(folder, settings, import_path),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = environment(folder, settings, import_path)
+        # Nothing of the folder that tests are run in, such as its `.env`, may be found.
+        if own_interpreter or import_path != ROOT:
+            words = [sys.executable, "-m", "kvferry.app.cli", "serve"]
+            process: Command | subprocess.Popen[bytes] = subprocess.Popen(
+                words, cwd=folder, env=env, stdout=log, stderr=log
+            )
+        else:
+            process = start_command(["serve"], env, folder, log, log)
     try:
         wait_until(
             lambda: process.poll() is not None or _URL.search(log_path.read_text()) is not None,
@@ -113,7 +119,7 @@ def serving(folder: Path, *, import_path: Path = ROOT, **settings: object) -> It
         assert match is not None, f"exit code {process.poll()}:\n{log_path.read_text()}"
         token = settings.get("admin_token")
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        with httpx.Client(base_url=match[1], headers=headers, timeout=120.0) as http:
+        with httpx.Client(base_url=match[1], headers=headers, timeout=120.0, verify=False) as http:
             served = Served(process, log_path, match[1], http)
             wait_until(lambda: is_well(http.get("/readyz")), "ready")
             yield served

@@ -19,13 +19,13 @@ from kvferry.core.stats import PromptTokens, StoreCounts
 from kvferry.core.tiers.base import HOST
 from kvferry.core.tiers.client import LookupPhase
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
-from tests.core.toy_causes import CauseOracle
-from tests.core.toy_compute import Chunk, first_needed
-from tests.core.toy_oracle import PolicyOracle, boundary_slots, find_boundary, key_of, longest_hit, matches
-from tests.core.toy_tokens import ToyRequest
+from tests.harness.toy_causes import CauseOracle
+from tests.harness.toy_compute import Chunk, first_needed
+from tests.harness.toy_oracle import PolicyOracle, boundary_slots, find_boundary, key_of, longest_hit, matches
+from tests.harness.toy_tokens import ToyRequest
 
 if TYPE_CHECKING:
-    from tests.core.toy_engine import ToyEngine
+    from tests.harness.toy_engine import ToyEngine
 
 PINNED_WAIT_S = 1.0
 
