@@ -32,8 +32,8 @@ def open_tiers(
     """Return the tiers by name, in the order of the setting. Raises `TierRefused` after closing those opened before."""
     if entries and fingerprint.get("revision", "none needed") is None:
         raise TierRefused(
-            "KVFERRY_TIERS: nothing says which weights the model has, so a tier could bring another revision's "
-            "blocks; leave KVFERRY_TIERS out, or set the model to a local folder"
+            "KVFERRY_TIERS: the revision of the model is unknown, so a tier could return blocks of another revision; "
+            "leave KVFERRY_TIERS out, or set the model to a local folder"
         )
     tiers: dict[str, Tier] = {}
     try:

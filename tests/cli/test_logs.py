@@ -59,7 +59,7 @@ def test_text_lines_with_traceback() -> None:
         except ValueError:
             logging.getLogger("kvferry.core.pool.manager").exception("dropped")
     lines = stream.getvalue().splitlines()
-    assert lines[0].endswith("ERROR    kvferry.core.manager: dropped")
+    assert lines[0].endswith("ERROR    kvferry.core.pool.manager: dropped")
     assert lines[-1] == "ValueError: why"
 
 

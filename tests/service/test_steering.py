@@ -149,19 +149,19 @@ def test_events_report_the_blocks_of_a_request(served: Served) -> None:
         assert served.get(f"/admin/v1/blocks/{block}")["request"] == "watched"
 
 
-def test_rules_outlive_the_process_and_its_database(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_rules_when_process_is_killed_or_database_removed_hold(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("ruled")
     with serving(folder) as first:
         rule = first.http.put("/admin/v1/rules/kept", json={"order": 3, "policy": {"load": False}}).json()
         first.http.put("/admin/v1/requests/kept/policy", json={"store": False})
-        for name in ("kvferry.db", "kvferry.db-wal", "kvferry.db-shm"):
-            (folder / name).unlink()
-        wait_until(lambda: first.get("/readyz")["degraded"], "it is noticed")
-        wait_until(lambda: not first.get("/readyz")["degraded"], "another database is in use")
         first.process.kill()
         first.process.wait()
     with serving(folder) as second:
-        assert second.get("/admin/v1/rules")["items"] == [rule]
         assert "policies: restored 1 overrides and 1 rules" in second.log()
+        for name in ("kvferry.db", "kvferry.db-wal", "kvferry.db-shm"):
+            (folder / name).unlink(missing_ok=True)
+        wait_until(lambda: second.get("/readyz")["degraded"], "the removed file is noticed")
+        assert second.http.put("/admin/v1/requests/other/policy", json={"store": False}).status_code == 503
+        assert second.get("/admin/v1/rules")["items"] == [rule]
         second.complete(prompt(1), "any", max_tokens=2)
         assert second.get("/admin/v1/requests/any")["policy"]["load"] == {"value": False, "source": "rule:kept"}

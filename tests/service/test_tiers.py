@@ -117,7 +117,7 @@ def test_settings_show_the_tier_and_unknown_ones_are_refused(served: Served, fol
     assert served.get("/admin/v1/config")["tiers"]["value"][0]["path"] == str(folder)
     answer = served.http.post("/admin/v1/reset", json={"tiers": ["host", "disc"]})
     assert answer.status_code == 422
-    assert answer.json()["errors"] == [{"field": "tiers.1", "message": "there is no disc: the tiers are host, disk"}]
+    assert answer.json()["errors"] == [{"field": "tiers.1", "message": "there is no disc; choose from host, disk"}]
 
 
 def test_a_request_that_may_not_use_the_tier_computes(served: Served) -> None:

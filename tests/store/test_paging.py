@@ -72,7 +72,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
     def old_rows_go(self, share: float) -> None:
         oldest = sorted(self.rows.values(), key=lambda item: (item.time_s, item.id))
         gone = [item.id for item in oldest[: int(len(oldest) * share)]]
-        with self.store.database.write_for_person() as connection:
+        with self.store.database.write_for_caller() as connection:
             connection.execute(delete(EvictionRow).where(EvictionRow.id.in_(gone)))
         for number in gone:
             del self.rows[number]

@@ -235,7 +235,7 @@ def test_a_tier_that_opens_too_late_is_closed(acme: Any, monkeypatch: pytest.Mon
 def test_a_model_that_could_be_another_revision_gets_no_tier(acme: Any) -> None:
     """LMCache#4492: a changed model of the same name found old blocks."""
     (entry,) = read_tiers([entry_of()])
-    with pytest.raises(TierRefused, match="nothing says which weights the model has"):
+    with pytest.raises(TierRefused, match="the revision of the model is unknown"):
         open_tiers([entry], FINGERPRINT | {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
     assert not acme.Good.opened
     assert open_tiers([], {"revision": None}, SLOT_BYTES, SlotArray(1), lambda: None, engine="e") == {}

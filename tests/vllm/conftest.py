@@ -45,7 +45,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees another's state folder, nor the settings of whoever runs it."""
+    """No test sees another's state folder, nor KVFERRY_* variables of the environment."""
     for name in list(os.environ):
         if name.startswith("KVFERRY_"):
             monkeypatch.delenv(name)

@@ -9,17 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-
 from kvferry.app.engines.vllm.connector import KVFerryConnector
-from kvferry.app.engines.vllm.copies import Copies
+from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 from tests.harness.waiting import wait_until
 from tests.vllm.workload import BLOCK, Answer, Prompt
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 DEVICE_BLOCKS = 72
 POOL_BYTES = "128MiB"
@@ -53,7 +52,7 @@ def engine_options(model: Path, **options: object) -> dict[str, Any]:
 
 
 class InProcess:
-    """An engine, and kvferry's two halves in it if it has them."""
+    """An engine, and kvferry's connectors in it if it has them."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -62,25 +61,23 @@ class InProcess:
 
     @property
     def connector(self) -> KVFerryConnector:
-        """The scheduler's half."""
+        """The connector of the scheduler."""
         found: KVFerryConnector = self.vllm_scheduler.connector
         return found
 
     @property
-    def side(self) -> ConnectorScheduler:
+    def scheduler(self) -> ConnectorScheduler:
         return self.connector._the_scheduler()
 
     @property
     def core(self) -> OffloadScheduler:
-        host = self.connector._host
-        assert host is not None
-        return host.service.scheduler
+        return self.connector._the_core().service.scheduler
 
     @property
-    def copies(self) -> Copies:
-        """The copy engine of the worker's half."""
+    def copies(self) -> RankCopies:
+        """The copy engine of the worker."""
         worker = get_kv_transfer_group()._the_worker()
-        assert isinstance(worker._copies, Copies)
+        assert isinstance(worker._copies, RankCopies)
         return worker._copies
 
     @property
@@ -121,7 +118,7 @@ class InProcess:
 
     def settle(self) -> Snapshot:
         """Take steps until no transfer is open."""
-        wait_until(lambda: (self.step(), not self.side.has_open_work())[1], "every transfer has ended", SETTLE_S)
+        wait_until(lambda: (self.step(), not self.scheduler.has_open_work())[1], "every transfer has ended", SETTLE_S)
         return self.snapshot()
 
     def forget_device(self) -> None:

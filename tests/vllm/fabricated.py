@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
+
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

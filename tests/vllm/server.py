@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import httpx
 import psutil
-import vllm
 
+import vllm
 from kvferry.app.discovery import find_services
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options

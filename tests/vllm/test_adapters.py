@@ -1,4 +1,4 @@
-"""LoRA adapters are told apart by what is in their files, whatever they are called; what cannot be is not stored."""
+"""LoRA adapters are identified by the content of their files; ambiguous ones are not stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.lora.request import LoRARequest
 
 from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
@@ -20,6 +19,7 @@ from kvferry.app.engines.vllm.requests import VllmRequest
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, random_tokens
+from vllm.lora.request import LoRARequest
 
 RNG = random.Random(71)
 PROMPTS = [random_tokens(RNG, 4 * BLOCK + 5) for _ in range(24)]
@@ -83,7 +83,7 @@ def adapters() -> Adapters:
     return Adapters("a start", 4, UNCACHED)
 
 
-def test_the_same_name_and_path_with_other_weights_are_another_adapter_to_the_next_engine(tmp_path: Path) -> None:
+def test_adapter_with_other_weights_after_restart_has_other_hashes(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", seed=1)
     first = Hashes(Adapters("a start", 4, UNCACHED), lora(tmp_path / "a")).known()
     assert first == Hashes(Adapters("another", 4, UNCACHED), lora(tmp_path / "a")).known()
@@ -92,18 +92,18 @@ def test_the_same_name_and_path_with_other_weights_are_another_adapter_to_the_ne
     assert not set(first) & set(second)
 
 
-def test_hashes_are_longer_by_one_digest_and_grow_with_vllms(tmp_path: Path, adapters: Adapters) -> None:
+def test_hashes_with_adapter_are_extended_and_grow_with_vllms(tmp_path: Path, adapters: Adapters) -> None:
     found = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1)))
     first = found.known()
     assert [ours[:32] for ours in first] == found.theirs
     assert {len(ours) for ours in first} == {32 + SUFFIX_BYTES}
     found.theirs.append(b"\x07" * 32)
     assert found.now()[:2] == first
-    assert found.now()[2] == adapters.ours(b"\x07" * 32)
-    assert adapters.ours(b"\x08" * 32) == b"\x08" * 32
+    assert found.now()[2] == adapters.extended_hash(b"\x07" * 32)
+    assert adapters.extended_hash(b"\x08" * 32) == b"\x08" * 32
 
 
-def test_hashes_that_vllm_takes_back_are_not_kept(tmp_path: Path, adapters: Adapters) -> None:
+def test_hashes_when_removed_by_vllm_are_removed(tmp_path: Path, adapters: Adapters) -> None:
     """A streaming session drops the token that it sampled last, and goes on with the client's next ones."""
     found = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1)), blocks=3)
     first = found.known()
@@ -112,7 +112,7 @@ def test_hashes_that_vllm_takes_back_are_not_kept(tmp_path: Path, adapters: Adap
     assert found.now()[:2] == first[:2]
 
 
-def test_an_adapter_loaded_again_with_other_weights_from_its_path_is_not_stored(
+def test_adapter_when_reloaded_with_other_weights_is_not_stored(
     tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's own cache still holds the blocks of the first weights, under the same hashes."""
@@ -124,12 +124,12 @@ def test_an_adapter_loaded_again_with_other_weights_from_its_path_is_not_stored(
     assert first.now() == second.now() == []
 
 
-def test_the_same_weights_loaded_again_are_the_same_adapter(tmp_path: Path, adapters: Adapters) -> None:
+def test_adapter_when_reloaded_with_the_same_weights_is_the_same(tmp_path: Path, adapters: Adapters) -> None:
     first = Hashes(adapters, lora(write_adapter(tmp_path / "a", seed=1))).known()
     assert Hashes(adapters, lora(tmp_path / "a", number=2)).known() == first
 
 
-def test_an_adapter_loaded_in_place_is_not_stored(
+def test_adapter_when_loaded_in_place_is_not_stored(
     tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_adapter(tmp_path / "a", seed=1)
@@ -139,14 +139,14 @@ def test_an_adapter_loaded_in_place_is_not_stored(
     assert "load other weights from another path" in caplog.text
 
 
-def test_an_adapter_of_the_hub_is_known_to_this_engine_only(adapters: Adapters) -> None:
+def test_adapter_on_the_hub_is_the_same_for_this_engine_only(adapters: Adapters) -> None:
     first = Hashes(adapters, lora("somebody/adapter")).known()
     assert Hashes(adapters, lora("somebody/adapter")).known() == first
     other = Hashes(Adapters("another", 4, UNCACHED), lora("somebody/adapter")).known()
     assert not set(first) & set(other)
 
 
-def test_what_cannot_be_read_is_not_stored(
+def test_adapter_when_unreadable_is_not_stored(
     tmp_path: Path, adapters: Adapters, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_adapter(tmp_path / "a", seed=1)
@@ -154,7 +154,7 @@ def test_what_cannot_be_read_is_not_stored(
     weights.unlink()
     weights.symlink_to(weights)
     found = Hashes(adapters, lora(path))
-    wait_until(lambda: "none of its blocks is stored" in caplog.text, "it is said", 20.0)
+    wait_until(lambda: "its files cannot be read" in caplog.text, "it is said", 20.0)
     assert found.now() == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -164,7 +164,7 @@ def use_many(adapters: Adapters, count: int, first: int = 1) -> None:
         assert Hashes(adapters, lora(f"many/{number}", f"many-{number}", number)).known()
 
 
-def test_many_adapters_when_used_once_are_forgotten() -> None:
+def test_adapters_when_many_are_used_once_are_removed() -> None:
     adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     use_many(adapters, 40)
     wait_until(lambda: len(adapters._recent) + len(adapters._in_use) <= 3, "reading threads have ended", 20.0)
@@ -174,7 +174,7 @@ def test_many_adapters_when_used_once_are_forgotten() -> None:
     assert len(loads.by_number) <= 16
 
 
-def test_forgotten_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> None:
+def test_removed_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> None:
     adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     path = write_adapter(tmp_path / "a", seed=1)
     assert Hashes(adapters, lora(path)).known()
@@ -184,7 +184,7 @@ def test_forgotten_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> No
     assert Hashes(adapters, lora(path, number=2)).now() == []
 
 
-def test_adapter_of_live_request_when_many_follow_is_not_forgotten(tmp_path: Path) -> None:
+def test_adapter_of_live_request_when_many_follow_is_not_removed(tmp_path: Path) -> None:
     adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
     path = write_adapter(tmp_path / "a", seed=1)
     live = Hashes(adapters, lora(path))
@@ -210,7 +210,7 @@ def adapted(engine: InProcess, path: Path, number: int = 1) -> list[tuple[int, .
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_blocks_come_back_to_their_adapter_and_to_no_other_of_its_name(llama: Path, tmp_path: Path) -> None:
+def test_blocks_are_loaded_for_their_own_adapter_only(llama: Path, tmp_path: Path) -> None:
     """Stored as they leave the device, where they go by vLLM's hashes alone."""
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK}
     kept = transfer_config(
@@ -228,7 +228,9 @@ def test_blocks_come_back_to_their_adapter_and_to_no_other_of_its_name(llama: Pa
     for number in range(2):
         with in_process(llama, kept, **options) as engine:
             wait_until(
-                lambda: engine.side._adapters.find(lora(path, "adapter-1")).suffix is not None, "it is known", 20.0
+                lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix is not None,
+                "it is known",
+                20.0,
             )
             assert adapted(engine, path) == first
             assert (engine.settle().prompt_tokens.host_hit > 0) == (number > 0)
@@ -238,7 +240,11 @@ def test_blocks_come_back_to_their_adapter_and_to_no_other_of_its_name(llama: Pa
     write_adapter(path, seed=2)
     with in_process(llama, kept, **options) as engine:
         assert engine.snapshot().pool.unverified > 0
-        wait_until(lambda: engine.side._adapters.find(lora(path, "adapter-1")).suffix is not None, "it is known", 20.0)
+        wait_until(
+            lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix is not None,
+            "it is known",
+            20.0,
+        )
         assert adapted(engine, path) == second
         assert engine.settle().prompt_tokens.host_hit == 0
         assert adapted(engine, path) == second

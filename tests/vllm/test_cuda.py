@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.app.engines.cuda import CudaSide
-from kvferry.app.engines.vllm import connector
-from kvferry.app.engines.vllm.copies import Copies, check_caches, device_side, preparation_for
+from kvferry.app.engines.vllm import wiring
+from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
-from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.engines.vllm.metadata import ResizeCommand, ResizeResult, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.engines.vllm.worker import ConnectorWorker
@@ -34,13 +33,14 @@ from tests.vllm.engines import DEVICE_BLOCKS, in_process, transfer_config
 from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
 from tests.vllm.memory import Moving
 from tests.vllm.workload import assert_same, shared_prefixes
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 PINNED_WAIT_S = 30.0
 LAYOUTS = [pytest.param(layout, id=layout.name) for layout in KVCacheLayout]
 
 
 class Rig:
-    """A worker's half over a fake device: a full-attention group beside a window, four slots."""
+    """A `ConnectorWorker` with a fake device: a full-attention group beside a window, four slots."""
 
     def __init__(self, layout: KVCacheLayout, folder: Path, seed: int = 1) -> None:
         self.cuda = FakeCuda(seed)
@@ -49,13 +49,13 @@ class Rig:
         self.caches = allocate(self.config)
         check_caches(found, self.caches)
         side = CudaSide(torch.device("cuda", 0), CudaDriver(self.cuda.resolve), lambda: self.cuda.compute)
-        slot_bytes = found.of_core(1, 1).slot_bytes
-        self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=preparation_for(side))
+        slot_bytes = found.group_layout(1, 1).slot_bytes
+        self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=pool_preparation(side))
         assert self.pool.is_pinned
         settings = Settings(_env_file=None, state_dir=folder, kernel_below_bytes=1)
         self.worker = ConnectorWorker(0)
         self.worker.attach(
-            lambda on_finished: Copies(found, settings, self.caches, MappedPool(self.pool), on_finished, side)
+            lambda on_finished: RankCopies(found, settings, self.caches, MappedPool(self.pool), on_finished, side)
         )
 
     def seen(self, group: int, block: int) -> list[bytes]:
@@ -64,15 +64,15 @@ class Rig:
 
     def collect(self, *, is_idle: bool = False) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those whose load failed, as the connector takes them."""
-        self.worker.collect(StepOrders(is_idle=is_idle))
-        taken = self.worker.received, self.worker.failed
-        self.worker.received, self.worker.failed = set(), set()
+        self.worker.collect(StepMetadata(is_idle=is_idle))
+        taken = self.worker.finished_recving, self.worker.failed_recving
+        self.worker.finished_recving, self.worker.failed_recving = set(), set()
         return taken
 
-    def take_reports(self) -> StepReports:
+    def take_reports(self) -> WorkerReports:
         """What the connector sends to the scheduler."""
         self.worker.collect_reports()
-        reports, self.worker.reports = self.worker.reports, StepReports()
+        reports, self.worker.reports = self.worker.reports, WorkerReports()
         return reports
 
     def collect_all(self, count: int) -> list[str | None]:
@@ -101,14 +101,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_byte_of_a_block_goes_to_the_pool_and_back(layout: KVCacheLayout, tmp_path: Path) -> None:
+def test_block_when_stored_and_loaded_has_the_same_bytes(layout: KVCacheLayout, tmp_path: Path) -> None:
     rig = Rig(layout, tmp_path)
     for group in range(2):
         fill(rig.caches, seed=group)
         before = {block: rig.seen(group, block) for block in range(NUM_BLOCKS)}
-        rig.worker.start_stores(StepOrders(stores=[job(2 * group, Direction.STORE, group, [3, 7], [2, 0])]))
+        rig.worker.start_stores(StepMetadata(stores=[job(2 * group, Direction.STORE, group, [3, 7], [2, 0])]))
         assert rig.collect_all(1) == [None]
-        rig.worker.start_loads(StepOrders(loads=[job(2 * group + 1, Direction.LOAD, group, [5, 11], [2, 0])]))
+        rig.worker.start_loads(StepMetadata(loads=[job(2 * group + 1, Direction.LOAD, group, [5, 11], [2, 0])]))
         assert rig.collect_all(1) == [None]
         expected = {**before, 5: before[3], 11: before[7]}
         assert {block: rig.seen(group, block) for block in range(NUM_BLOCKS)} == expected
@@ -117,73 +117,75 @@ def test_every_byte_of_a_block_goes_to_the_pool_and_back(layout: KVCacheLayout, 
     assert (cuda.registered, cuda.copy_streams, cuda.num_events, cuda.allocated, cuda.retained) == ({}, [], 0, {}, 0)
 
 
-def test_a_store_waits_for_the_steps_compute_and_a_load_for_what_was_queued_before_it(rig: Rig) -> None:
+def test_copies_wait_for_the_compute_queued_before_them(rig: Rig) -> None:
     fill(rig.caches, seed=1)
     before = [rig.seen(1, block) for block in range(NUM_BLOCKS)]
     seen: list[list[bytes]] = []
     with rig.cuda.held():
         rig.cuda.launch(lambda: fill(rig.caches, seed=2))
         rig.cuda.launch(lambda: seen.append(rig.seen(1, 7)))
-        rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [0])]))
-        rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [3])]))
+        rig.worker.start_stores(StepMetadata(stores=[job(1, Direction.STORE, 1, [7], [0])]))
+        rig.worker.start_loads(StepMetadata(loads=[job(2, Direction.LOAD, 1, [5], [3])]))
         assert rig.collect(is_idle=True) == (set(), set())
         assert not rig.take_reports()
         assert not rig.pool.slot(0).any()
         assert [rig.seen(1, block) for block in range(NUM_BLOCKS)] == before
     assert rig.collect_all(2) == [None, None]
-    # What a step computes after a load was told is behind it on the device, too.
+    # Compute after the report of a load is queued behind the load on the device, too.
     waits = rig.cuda.calls["cuStreamWaitEvent"]
     assert waits >= 3
-    rig.worker.start_loads(StepOrders(loads=[job(3, Direction.LOAD, 1, [9], [0])]))
+    rig.worker.start_loads(StepMetadata(loads=[job(3, Direction.LOAD, 1, [9], [0])]))
     assert rig.collect_all(1) == [None]
     assert rig.cuda.calls["cuStreamWaitEvent"] == waits + 2
     assert rig.seen(1, 9) == seen[0]
 
 
-def test_another_size_is_known_to_the_device_when_it_is_told_of_and_forgotten_when_it_goes(rig: Rig) -> None:
+def test_resize_registers_and_unregisters_memory_with_the_device(rig: Rig) -> None:
     def come_to(number: int, num_slots: int) -> None:
-        rig.worker.start_loads(StepOrders(sizes=[SizeOrder(number, num_slots, (0,), free=True)]))
-        told: list[SizeReport] = []
+        rig.worker.start_loads(StepMetadata(resizes=[ResizeCommand(number, num_slots, (0,), free=True)]))
+        results: list[ResizeResult] = []
 
         def step() -> bool:
             rig.collect(is_idle=True)
-            told.extend(rig.take_reports().sizes)
-            return bool(told)
+            results.extend(rig.take_reports().resizes)
+            return bool(results)
 
-        wait_until(step, "it is told of", PINNED_WAIT_S)
-        assert told == [SizeReport(number, 0)]
+        wait_until(step, "the result is reported", PINNED_WAIT_S)
+        assert results == [ResizeResult(number, 0)]
         assert (rig.pool.num_slots, rig.pool.is_pinned) == (num_slots, True)
 
     fill(rig.caches, seed=1)
     before = rig.seen(1, 7)
     registered = sum(rig.cuda.registered.values())
     # An order for another rank is none.
-    rig.worker.start_loads(StepOrders(sizes=[SizeOrder(1, 8, (1,))]))
+    rig.worker.start_loads(StepMetadata(resizes=[ResizeCommand(1, 8, (1,))]))
     come_to(2, 12)
     assert sum(rig.cuda.registered.values()) == 3 * registered
-    rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [11])]))
+    rig.worker.start_stores(StepMetadata(stores=[job(1, Direction.STORE, 1, [7], [11])]))
     assert rig.collect_all(1) == [None]
     fill(rig.caches, seed=2)
-    rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [11])]))
+    rig.worker.start_loads(StepMetadata(loads=[job(2, Direction.LOAD, 1, [5], [11])]))
     assert rig.collect_all(1) == [None]
     assert rig.seen(1, 5) == before
     come_to(3, 4)
     assert sum(rig.cuda.registered.values()) == registered
 
 
-def test_a_lost_device_fails_its_loads_and_vllm_is_told_of_each(rig: Rig) -> None:
+def test_loads_when_device_is_lost_are_reported_as_failed(rig: Rig) -> None:
     rig.cuda.poison(ILLEGAL_ADDRESS)
-    rig.worker.start_loads(StepOrders(loads=[job(1, Direction.LOAD, 1, [5], [3]), job(2, Direction.LOAD, 0, [4], [2])]))
+    rig.worker.start_loads(
+        StepMetadata(loads=[job(1, Direction.LOAD, 1, [5], [3]), job(2, Direction.LOAD, 0, [4], [2])])
+    )
     received: set[str] = set()
     failed: set[str] = set()
 
     def step() -> bool:
-        told, lost = rig.collect()
-        received.update(told)
+        ended, lost = rig.collect()
+        received.update(ended)
         failed.update(lost)
         return len(received) == 2
 
-    wait_until(step, "both loads are told of", PINNED_WAIT_S)
+    wait_until(step, "both loads are reported", PINNED_WAIT_S)
     assert received == failed == {"request-1", "request-2"}
 
 
@@ -191,34 +193,34 @@ def test_caches_when_released_and_restored_elsewhere_are_copied_there(rig: Rig) 
     """As in sleep mode; the pool stays registered with the device all the time."""
     fill(rig.caches, seed=1)
     memory, before, registered = Moving(rig.caches), rig.seen(1, 7), dict(rig.cuda.registered)
-    rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, [7], [2])]))
+    rig.worker.start_stores(StepMetadata(stores=[job(1, Direction.STORE, 1, [7], [2])]))
     for _ in range(2):
         rig.worker.release_caches()
         assert rig.cuda.num_queued_copies() == 0
         assert rig.cuda.registered == registered
     memory.free()
     # What is asked for meanwhile fails, and touches nothing.
-    rig.worker.start_loads(StepOrders(loads=[job(2, Direction.LOAD, 1, [5], [2])]))
+    rig.worker.start_loads(StepMetadata(loads=[job(2, Direction.LOAD, 1, [5], [2])]))
     memory.allocate()
     for _ in range(2):
         rig.worker.restore_caches()
     assert sorted(map(str, rig.collect_all(2))) == ["None", "the copy engine is closed"]
-    rig.worker.start_loads(StepOrders(loads=[job(3, Direction.LOAD, 1, [5], [2])]))
+    rig.worker.start_loads(StepMetadata(loads=[job(3, Direction.LOAD, 1, [5], [2])]))
     assert rig.collect_all(1) == [None]
     assert rig.seen(1, 5) == before
     assert rig.cuda.registered == registered
 
 
-def test_closing_leaves_no_copy_over_memory_that_vllm_frees_next(rig: Rig) -> None:
+def test_close_when_copies_are_open_leaves_none_running(rig: Rig) -> None:
     fill(rig.caches, seed=1)
-    rig.worker.start_stores(StepOrders(stores=[job(1, Direction.STORE, 1, list(range(4)), list(range(4)))]))
+    rig.worker.start_stores(StepMetadata(stores=[job(1, Direction.STORE, 1, list(range(4)), list(range(4)))]))
     rig.worker.close()
     assert rig.cuda.num_queued_copies() == 0
     assert rig.cuda.registered == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_device_without_a_driver_is_refused_with_what_to_do() -> None:
+def test_device_without_driver_is_refused_with_what_to_do() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout = read_layout(config)
     elsewhere = {
@@ -227,23 +229,23 @@ def test_a_device_without_a_driver_is_refused_with_what_to_do() -> None:
     }
     check_caches(layout, elsewhere)
     with pytest.raises(ConnectorRefused, match=re.escape("cuda:0 cannot be used for copies")) as refused:
-        device_side(layout, elsewhere)
+        cuda_device(layout, elsewhere)
     assert str(refused.value).endswith("run vLLM's CPU backend, or vLLM without kvferry")
 
 
-def test_a_device_that_gives_no_stream_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_device_without_streams_is_refused_and_closed(tmp_path: Path) -> None:
     cuda, config = FakeCuda(), cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout = read_layout(config)
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
-    pool = HostPool(4, layout.of_core(1, 1).slot_bytes, preparation=preparation_for(side))
+    pool = HostPool(4, layout.group_layout(1, 1).slot_bytes, preparation=pool_preparation(side))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
     settings = Settings(_env_file=None, state_dir=tmp_path, kernel_below_bytes=1)
     with pytest.raises(ConnectorRefused, match="cuda:0 gives no copy engine"):
-        Copies(layout, settings, allocate(config), MappedPool(pool), lambda: None, side)
+        RankCopies(layout, settings, allocate(config), MappedPool(pool), lambda: None, side)
     assert (cuda.registered, cuda.copy_streams, cuda.retained) == ({}, [], 0)
 
 
-def test_caches_on_two_devices_are_refused() -> None:
+def test_caches_when_on_two_devices_are_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout, caches = read_layout(config), dict(allocate(config))
     name = config.kv_cache_groups[0].layer_names[1]
@@ -253,7 +255,7 @@ def test_caches_on_two_devices_are_refused() -> None:
         check_caches(layout, caches)
 
 
-def test_vllm_answers_alike_over_a_device_cache_that_turns_over(
+def test_vllm_with_full_device_cache_gives_the_same_answers(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM computes on the CPU, and its blocks are copied as if they were on a device."""
@@ -265,7 +267,7 @@ def test_vllm_answers_alike_over_a_device_cache_that_turns_over(
     def on_a_device(_layout: VllmLayout, _caches: object) -> CudaSide:
         return CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
 
-    monkeypatch.setattr(connector, "device_side", on_a_device)
+    monkeypatch.setattr(wiring, "cuda_device", on_a_device)
     transfer = transfer_config(kernel_below_bytes=1, load_decision="always")
     with in_process(llama, transfer) as engine:
         for _ in range(2):

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.config import KVTransferConfig
 
 from kvferry.app.engines.vllm.options import read_options
 from kvferry.app.settings import Source
 from tests.vllm.engines import transfer_config
+from vllm.config import KVTransferConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
@@ -22,25 +22,25 @@ EXTRAS = re.findall(r"^    (\{.*\})$", PAGE, re.MULTILINE)
 LINES = re.findall(r"^\| (?:\w+ )?`([^|]*)` \|", PAGE, re.MULTILINE)
 
 
-def test_the_command_line_is_taken() -> None:
+def test_command_line_in_docs_is_accepted() -> None:
     (given,) = re.findall(r"--kv-transfer-config '(\{.*?\})'", PAGE, re.DOTALL)
     assert read_options(KVTransferConfig(**json.loads(given))).pool_bytes == 64 << 30
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_the_configurations_are_taken(extra: str) -> None:
+def test_configuration_in_docs_is_accepted(extra: str) -> None:
     wanted = json.loads(extra)
     settings = read_options(KVTransferConfig(**{**transfer_config(), "kv_connector_extra_config": wanted}))
     assert {settings.source(name) for name in wanted} == {Source.CONNECTOR}
 
 
-def test_there_are_the_configurations_that_people_need() -> None:
+def test_docs_contain_configurations_and_log_lines() -> None:
     assert len(EXTRAS) == 4
     assert len(LINES) > 10
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_lines_are_logged_so(line: str) -> None:
+def test_log_line_in_docs_is_in_the_source(line: str) -> None:
     sources = " ".join(
         path.read_text() for room in ("app", "core", "cuda_ops") for path in sorted((ROOT / room).rglob("*.py"))
     )
@@ -52,7 +52,7 @@ def test_the_lines_are_logged_so(line: str) -> None:
             assert piece.strip(" :=,%;") in text, piece
 
 
-def test_the_try_out_on_a_cpu_prints_the_counts_it_promises(tmp_path: Path) -> None:
+def test_cpu_example_in_docs_prints_the_documented_counts(tmp_path: Path) -> None:
     section = PAGE.partition("## Trying it on a CPU")[2].partition("\n## ")[0]
     (config,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
     (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

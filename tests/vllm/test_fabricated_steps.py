@@ -16,18 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-from vllm.v1.core.sched.output import KVConnectorBlockState
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from kvferry.app.discovery import find_services
 from kvferry.app.engines.digests import DigestCache
@@ -36,9 +24,9 @@ from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents, EngineStops
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
-from kvferry.app.engines.vllm.metadata import RankFacts, SizeOrder, SizeReport, StepOrders, StepReports
+from kvferry.app.engines.vllm.metadata import RankHandshake, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.options import ConnectorRefused
-from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.service.server import listen
 from kvferry.core.cost_model import LoadOrCompute
@@ -55,6 +43,18 @@ from tests.vllm import fabricated as fake
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import BLOCK, NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of
 from tests.vllm.server import free_port
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 DEADLINE_S = 20.0
 
@@ -83,20 +83,20 @@ def hashes(count: int, name: str = "a") -> list[bytes]:
 
 @dataclass
 class World:
-    """The scheduler's half of the connector beside vLLM's block pool, and steps by hand."""
+    """A `ConnectorScheduler` with vLLM's block pool, and steps made by the test."""
 
     groups: list[KVCacheGroupSpec]
     num_workers: int = 1
-    woken: threading.Event | None = None
+    tier_ready: threading.Event | None = None
     writes_early: bool = False
     tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     num_look_ups: int = 0
 
     def __post_init__(self) -> None:
         self.layout = read_layout(cache_config(KVCacheLayout.LBNHC, self.groups))
-        slots = self.layout.of_core(1, self.num_workers)
+        slots = self.layout.group_layout(1, self.num_workers)
         adapters = Adapters("this start", 100, DigestCache(None))
-        device = VllmDevice(adapters, hash_bytes=32)
+        device = VllmDevice(adapters, hash_bytes=32, writes_early=self.writes_early)
         self.pool = BlockPool(NUM_BLOCKS * 4, True, BLOCK)
         device.bind(self.pool)
         manager = OffloadManager(64, slots.slot_bytes)
@@ -110,15 +110,12 @@ class World:
         )
         ticks = itertools.count(1)
         self.guard = OffloadGuard(self.core, self.num_workers, ErrorLog())
-        self.side = ConnectorScheduler(
+        self.scheduler = ConnectorScheduler(
             self.guard,
             device,
             self.layout,
-            adapters,
             self.num_workers,
-            woken=self.woken,
-            writes_early=self.writes_early,
-            clock=lambda: float(next(ticks)),
+            signals=StepSignals(self.tier_ready, clock=lambda: float(next(ticks))),
         )
 
     def take(self, count: int) -> list[int]:
@@ -127,7 +124,7 @@ class World:
 
     def add(self, request: LiveRequest, *tables: list[int]) -> None:
         self.tables[request.request_id] = tables
-        self.side.on_new_request(request)
+        self.scheduler.on_new_request(request)
 
     def step(
         self,
@@ -137,10 +134,10 @@ class World:
         unchanged: Sequence[str] = (),
         zeroed: Sequence[int] = (),
         copied: Sequence[KVCacheBlockCopy] = (),
-    ) -> StepOrders:
+    ) -> StepMetadata:
         """A step that takes each request from so many computed tokens over so many new ones. Those that are `unchanged`
         were given no block. The model runner first zeroes and copies some blocks."""
-        return self.side.plan(
+        return self.scheduler.plan(
             SimpleNamespace(
                 preempted_req_ids=(),
                 finished_req_ids=(),
@@ -162,12 +159,12 @@ class World:
         )
 
     def look_up(self, request_id: str) -> tuple[list[int], ...]:
-        """A request's tables, as vLLM makes them anew for whoever asks."""
+        """Return a request's tables, which vLLM builds at each call."""
         self.num_look_ups += 1
         return self.tables[request_id]
 
     def report(self, results: Sequence[TransferResult]) -> None:
-        self.side.take_reports(KVConnectorOutput(kv_connector_worker_meta=StepReports(list(results))))
+        self.scheduler.process_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReports(list(results))))
 
     def end(self, *jobs: TransferJob) -> None:
         self.report([TransferResult(job.job_id, rank) for job in jobs for rank in range(self.num_workers)])
@@ -187,8 +184,8 @@ def blocks_of(jobs: Sequence[TransferJob]) -> list[tuple[int, int]]:
 # --- block tables ---------------------------------------------------------------------------------------------------
 
 
-def test_tables_that_only_grow_are_looked_up_when_they_have_grown() -> None:
-    """vLLM lists all blocks of a request for whoever asks, which at each token of each request is a lot."""
+def test_append_only_tables_are_read_when_they_have_grown() -> None:
+    """vLLM builds the list of all blocks of a request at each call, which is expensive at each token."""
     world = World(groups_of(fake.FULL))
     request = LiveRequest("one", BLOCK, hashes(1))
     blocks = world.take(2)
@@ -205,13 +202,13 @@ def test_tables_that_only_grow_are_looked_up_when_they_have_grown() -> None:
     assert world.num_look_ups == 2
     # What it had before it was preempted says nothing of what it has now.
     request.num_preemptions += 1
-    world.side.match(request, 0)
+    world.scheduler.match(request, 0)
     world.step({"one": (0, 1)}, unchanged=["one"])
     assert world.num_look_ups == 3
 
 
-def test_a_block_that_has_left_a_window_meanwhile_is_not_stored() -> None:
-    """It leaves without another coming, and may be anybody's by now."""
+def test_block_that_left_its_window_is_not_stored() -> None:
+    """It was freed without a new block for the request, and may belong to another request."""
     world = World(groups_of(fake.WINDOW, fake.FULL))
     request = LiveRequest("one", 3 * BLOCK, hashes(3))
     full, window = world.take(3), world.take(3)
@@ -237,7 +234,7 @@ def test_blocks_written_before_the_hook_are_not_stored_ahead(writes_early: bool)
     world.pool.cache_full_blocks(request, taken, 0, 4, BLOCK, 0)
     world.add(request, blocks)
     assert not world.step({"one": (0, 4 * BLOCK)}).ahead
-    world.side.finish("one")
+    world.scheduler.finish("one")
     world.pool.free_blocks(taken)
     world.take(world.pool.get_num_free_blocks())
     orders = world.step({}, zeroed=blocks[:1], copied=[KVCacheBlockCopy(blocks[3], blocks[1])])
@@ -254,11 +251,11 @@ def test_blocks_written_before_the_hook_are_not_stored_ahead(writes_early: bool)
 # --- recurrent states -----------------------------------------------------------------------------------------------
 
 
-def test_recurrent_states_are_stored_from_the_blocks_that_are_offered_and_no_others() -> None:
+def test_recurrent_states_are_stored_from_offered_blocks_only() -> None:
     world = World(groups_of(fake.MAMBA, fake.FULL))
     request = LiveRequest("one", 4 * BLOCK, hashes(4))
     full, states = world.take(4), world.take(4)
-    # A state's block stands in the table only until the next one is reached, and then goes to somebody else.
+    # A state's block is in the table only until the next boundary, and is then reused.
     world.add(request, [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, states[3]], full)
     first = world.step({"one": (0, 2 * BLOCK)}, {"one": [(0, states[0], BLOCK), (0, states[1], 2 * BLOCK)]})
     assert blocks_of(first.stores) == sorted([(0, states[0]), (0, states[1]), (1, full[0]), (1, full[1])])
@@ -271,25 +268,25 @@ def test_recurrent_states_are_stored_from_the_blocks_that_are_offered_and_no_oth
     assert {name for group, name in world.stored() if group == 1} == set(request.block_hashes)
 
 
-def test_a_recurrent_state_is_loaded_for_the_boundary_alone() -> None:
+def test_recurrent_state_is_loaded_for_the_boundary_only() -> None:
     world = World(groups_of(fake.MAMBA, fake.FULL))
     first = LiveRequest("one", 3 * BLOCK + 5, hashes(3))
     full, states = world.take(4), world.take(2)
     world.add(first, [NULL_BLOCK, NULL_BLOCK, states[1], NULL_BLOCK], full)
     orders = world.step({"one": (0, 3 * BLOCK)}, {"one": [(0, states[0], 2 * BLOCK), (0, states[1], 3 * BLOCK)]})
     world.end(*orders.stores)
-    world.side.finish("one")
+    world.scheduler.finish("one")
     again = LiveRequest("two", 3 * BLOCK + 5, hashes(3))
     world.add(again)
-    assert world.side.match(again, 0) == (3 * BLOCK, True)
+    assert world.scheduler.match(again, 0) == (3 * BLOCK, True)
     target, state = world.take(4), world.take(1)[0]
     tables = ([NULL_BLOCK, NULL_BLOCK, state], target)
-    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 3 * BLOCK)
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 3 * BLOCK)
     orders = world.step({})
     assert blocks_of(orders.loads) == sorted([(0, state), *((1, block) for block in target[:3])])
 
 
-def test_offers_of_requests_that_are_gone_or_of_boundaries_not_reached_are_dropped() -> None:
+def test_boundary_states_when_not_applicable_are_ignored() -> None:
     world = World(groups_of(fake.MAMBA, fake.FULL))
     request = LiveRequest("one", 4 * BLOCK, hashes(4))
     full, states = world.take(4), world.take(2)
@@ -301,14 +298,14 @@ def test_offers_of_requests_that_are_gone_or_of_boundaries_not_reached_are_dropp
 # --- steps that are planned before the last one has answered --------------------------------------------------------
 
 
-def test_scheduling_ahead_of_the_tokens_offers_no_block_before_its_hash_is_known() -> None:
+def test_block_with_async_scheduling_is_stored_once_its_hash_is_known() -> None:
     """With asynchronous scheduling a step is planned before the one before it has sampled."""
     world = World(groups_of(fake.FULL))
     request = LiveRequest("one", 2 * BLOCK - 1, hashes(1))
     blocks = world.take(3)
     world.add(request, blocks)
     assert blocks_of(world.step({"one": (0, 2 * BLOCK - 1)}).stores) == [(0, blocks[0])]
-    # This step fills the second block, with a token that nobody knows yet.
+    # This step fills the second block, with a token that is not known yet.
     assert world.step({"one": (2 * BLOCK - 1, 1)}).stores == []
     assert world.step({"one": (2 * BLOCK, 1)}).stores == []
     request.block_hashes += hashes(2)[1:]
@@ -320,7 +317,7 @@ def world_with_a_stored_prefix() -> tuple[World, LiveRequest]:
     world = World(groups_of(fake.FULL))
     world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), world.take(2))
     world.end(*world.step({"one": (0, 2 * BLOCK)}).stores)
-    world.side.finish("one")
+    world.scheduler.finish("one")
     again = LiveRequest("two", 2 * BLOCK + 1, hashes(2))
     world.add(again)
     return world, again
@@ -329,13 +326,13 @@ def world_with_a_stored_prefix() -> tuple[World, LiveRequest]:
 def test_load_when_vllm_commits_it_some_steps_later_begins_then() -> None:
     """Since 0.33 vLLM may wait for steps in flight before it says where a load goes."""
     world, again = world_with_a_stored_prefix()
-    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
     for _ in range(3):
         assert world.step({}).loads == []
         assert world.core.snapshot().pool.pinned == 2
     tables = (world.take(3),)
-    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 2 * BLOCK)
-    assert world.side.has_open_work()
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 2 * BLOCK)
+    assert world.scheduler.has_open_work()
     (load,) = world.step({}).loads
     assert blocks_of([load]) == [(0, block) for block in tables[0][:2]]
     world.end(load)
@@ -343,20 +340,20 @@ def test_load_when_vllm_commits_it_some_steps_later_begins_then() -> None:
 
 
 @pytest.mark.parametrize("num_taken", [None, 0])
-def test_match_when_no_load_follows_keeps_nothing_pinned(num_taken: int | None) -> None:
+def test_match_when_no_load_follows_pins_nothing(num_taken: int | None) -> None:
     """The request ends before vLLM has committed the load, or vLLM takes less of it than it was offered."""
     world, again = world_with_a_stored_prefix()
-    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
     world.step({})
     if num_taken is None:
-        world.side.finish("two")
+        world.scheduler.finish("two")
     else:
-        world.side.commit(again, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), num_taken)
+        world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: (world.take(3),)), num_taken)
     assert world.core.snapshot().pool.pinned == 0
     assert world.step({}).loads == []
 
 
-def test_drafts_that_may_be_taken_back_fill_no_block() -> None:
+def test_draft_tokens_do_not_fill_blocks() -> None:
     world = World(groups_of(fake.FULL))
     request = LiveRequest("one", BLOCK - 2, [])
     blocks = world.take(2)
@@ -367,7 +364,7 @@ def test_drafts_that_may_be_taken_back_fill_no_block() -> None:
     assert blocks_of(world.step({"one": (BLOCK - 1, 4)}, drafts={"one": [7, 7, 7]}).stores) == [(0, blocks[0])]
 
 
-def test_what_steps_computed_on_a_failed_load_of_another_connector_is_never_published() -> None:
+def test_stores_after_another_connectors_failed_load_are_dropped() -> None:
     """Such a connector loads within a step, which then runs on whatever bytes there were."""
     world = World(groups_of(fake.FULL))
     request, bystander = LiveRequest("one", 3 * BLOCK, hashes(3)), LiveRequest("two", BLOCK, hashes(1, "b"))
@@ -375,7 +372,7 @@ def test_what_steps_computed_on_a_failed_load_of_another_connector_is_never_publ
     world.add(request, blocks)
     world.add(bystander, other)
     (store,) = world.step({"one": (0, 2 * BLOCK), "two": (0, BLOCK)}).stores
-    world.side.take_reports(KVConnectorOutput(invalid_block_ids={blocks[0]}))
+    world.scheduler.process_output(KVConnectorOutput(invalid_block_ids={blocks[0]}))
     world.end(store)
     assert world.core.snapshot().pool.ready == 0
     # What vLLM computes from then on is as good as ever.
@@ -383,9 +380,9 @@ def test_what_steps_computed_on_a_failed_load_of_another_connector_is_never_publ
     assert world.core.snapshot().pool.ready > 0
 
 
-def test_a_request_that_a_reset_took_off_the_device_offers_nothing_when_it_is_aborted() -> None:
+def test_abort_after_device_reset_stores_nothing() -> None:
     """vLLM preempts all requests to reset its cache between two steps, as before it takes other weights. What they held
-    until then is no more, and the very blocks may be anybody's."""
+    until then is gone, and the same blocks may belong to other requests."""
     world = World(groups_of(fake.FULL))
     request = LiveRequest("one", 2 * BLOCK, hashes(1))
     blocks = world.take(2)
@@ -394,10 +391,10 @@ def test_a_request_that_a_reset_took_off_the_device_offers_nothing_when_it_is_ab
     request.block_hashes += hashes(2)[1:]
     world.pool.free_blocks([world.pool.blocks[block] for block in blocks])
     request.num_preemptions += 1
-    world.side.reset()
-    world.side.finish("one")
+    world.scheduler.reset()
+    world.scheduler.finish("one")
     assert world.step({}).stores == []
-    assert not world.side.has_open_work()
+    assert not world.scheduler.has_open_work()
 
 
 # --- several ranks --------------------------------------------------------------------------------------------------
@@ -412,7 +409,7 @@ def outputs_of(*ranks: tuple[list[TransferResult], set[str], set[str]]) -> list[
             kv_connector_output=KVConnectorOutput(
                 finished_recving=received or None,
                 failed_recving=failed,
-                kv_connector_worker_meta=StepReports(results) if results else None,
+                kv_connector_worker_meta=WorkerReports(results) if results else None,
             ),
         )
         for results, received, failed in ranks
@@ -420,25 +417,25 @@ def outputs_of(*ranks: tuple[list[TransferResult], set[str], set[str]]) -> list[
 
 
 @pytest.mark.parametrize("error", [None, "injected"])
-def test_a_load_ends_when_the_last_rank_reports_and_one_failure_fails_it(error: str | None) -> None:
+def test_load_ends_with_the_last_rank_and_fails_with_any(error: str | None) -> None:
     world = World(groups_of(fake.FULL), num_workers=2)
     world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), world.take(2))
     world.end(*world.step({"one": (0, 2 * BLOCK)}).stores)
-    world.side.finish("one")
+    world.scheduler.finish("one")
     again = LiveRequest("two", 2 * BLOCK + 1, hashes(2))
     world.add(again)
-    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
     tables = (world.take(3),)
-    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 2 * BLOCK)
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: tables), 2 * BLOCK)
     (load,) = world.step({}).loads
     vllms = KVOutputAggregator(2)
     early = vllms.aggregate(outputs_of(([TransferResult(load.job_id, 0)], {"two"}, set()), ([], set(), set())))
-    world.side.take_reports(early.kv_connector_output)
+    world.scheduler.process_output(early.kv_connector_output)
     assert not early.kv_connector_output.finished_recving
     assert world.core.snapshot().requests.waiting_for_load == 1
     failed = {"two"} if error else set()
     late = vllms.aggregate(outputs_of(([], set(), set()), ([TransferResult(load.job_id, 1, error)], {"two"}, failed)))
-    world.side.take_reports(late.kv_connector_output)
+    world.scheduler.process_output(late.kv_connector_output)
     assert late.kv_connector_output.finished_recving == {"two"}
     assert late.kv_connector_output.failed_recving == failed
     after = world.core.snapshot()
@@ -457,16 +454,16 @@ class Resizing:
         self.extents = EngineExtents(PoolPlan(16, 4, 64), 100, 3, None, step=lambda: None, stopping=self.stopping)
         self.thread = ThreadPoolExecutor(1)
 
-    def orders(self) -> list[SizeOrder]:
+    def orders(self) -> list[ResizeCommand]:
         """The next orders, which travel once."""
-        taken: list[SizeOrder] = []
-        wait_until(lambda: bool(taken.extend(self.extents.take_orders()) or taken), "there are orders", DEADLINE_S)
+        taken: list[ResizeCommand] = []
+        wait_until(lambda: bool(taken.extend(self.extents.take_commands()) or taken), "there are orders", DEADLINE_S)
         assert self.extents.is_waiting
-        assert self.extents.take_orders() == []
+        assert self.extents.take_commands() == []
         return taken
 
     def report(self, number: int, *ranks: int, error: str | None = None) -> None:
-        self.extents.report([SizeReport(number, rank, error) for rank in ranks])
+        self.extents.add_results([ResizeResult(number, rank, error) for rank in ranks])
 
 
 @pytest.fixture
@@ -477,11 +474,11 @@ def resizing() -> Iterator[Resizing]:
     made.thread.shutdown()
 
 
-def test_the_first_rank_takes_memory_first_and_gives_it_back_last(resizing: Resizing) -> None:
+def test_first_rank_allocates_first_and_frees_last(resizing: Resizing) -> None:
     grown = resizing.thread.submit(resizing.extents.add_slots, 8)
-    assert resizing.orders() == [SizeOrder(1, 24, (0,))]
+    assert resizing.orders() == [ResizeCommand(1, 24, (0,))]
     resizing.report(1, 0)
-    assert resizing.orders() == [SizeOrder(2, 24, (1, 2))]
+    assert resizing.orders() == [ResizeCommand(2, 24, (1, 2))]
     # One that is late, one that comes twice, and one that was not asked.
     resizing.report(1, 1)
     resizing.report(2, 2, 2, 0)
@@ -490,7 +487,7 @@ def test_the_first_rank_takes_memory_first_and_gives_it_back_last(resizing: Resi
     grown.result(DEADLINE_S)
     assert (resizing.extents.num_slots, resizing.extents.num_bytes) == (24, 2400)
     shrunk = resizing.thread.submit(resizing.extents.remove_extents, 5)
-    assert resizing.orders() == [SizeOrder(3, 4, (1, 2))]
+    assert resizing.orders() == [ResizeCommand(3, 4, (1, 2))]
     resizing.report(3, 1)
     resizing.report(3, 2, error="rank 2: it is used")
     with pytest.raises(RuntimeError, match="rank 2: it is used"):
@@ -499,7 +496,7 @@ def test_the_first_rank_takes_memory_first_and_gives_it_back_last(resizing: Resi
     assert resizing.extents.num_slots == 24
     shrunk = resizing.thread.submit(resizing.extents.remove_extents, 5)
     resizing.report(resizing.orders()[0].number, 1, 2)
-    assert resizing.orders() == [SizeOrder(5, 4, (0,), free=True)]
+    assert resizing.orders() == [ResizeCommand(5, 4, (0,), free=True)]
     resizing.report(5, 0)
     shrunk.result(DEADLINE_S)
     assert resizing.extents.num_slots == 4
@@ -507,7 +504,7 @@ def test_the_first_rank_takes_memory_first_and_gives_it_back_last(resizing: Resi
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_where_one_rank_cannot_grow_all_go_back(resizing: Resizing, rank: int) -> None:
+def test_grow_when_one_rank_fails_is_rolled_back(resizing: Resizing, rank: int) -> None:
     grown = resizing.thread.submit(resizing.extents.add_slots, 8)
     if rank == 0:
         resizing.report(resizing.orders()[0].number, 0, error="rank 0: no room")
@@ -516,9 +513,9 @@ def test_where_one_rank_cannot_grow_all_go_back(resizing: Resizing, rank: int) -
         resizing.orders()
         resizing.report(2, rank, error=f"rank {rank}: no room")
         resizing.report(2, 3 - rank)
-        assert resizing.orders() == [SizeOrder(3, 16, (1, 2))]
+        assert resizing.orders() == [ResizeCommand(3, 16, (1, 2))]
         resizing.report(3, 1, 2)
-        assert resizing.orders() == [SizeOrder(4, 16, (0,), free=True)]
+        assert resizing.orders() == [ResizeCommand(4, 16, (0,), free=True)]
         resizing.report(4, 0)
     with pytest.raises(NotEnoughMemory, match=f"^rank {rank}: no room$"):
         grown.result(DEADLINE_S)
@@ -526,7 +523,7 @@ def test_where_one_rank_cannot_grow_all_go_back(resizing: Resizing, rank: int) -
     assert not resizing.extents.is_waiting
 
 
-def test_an_engine_that_stops_keeps_nobody_waiting_for_its_ranks(resizing: Resizing) -> None:
+def test_resize_when_engine_stops_raises(resizing: Resizing) -> None:
     grown = resizing.thread.submit(resizing.extents.add_slots, 8)
     resizing.orders()
     resizing.stopping.set()
@@ -535,7 +532,7 @@ def test_an_engine_that_stops_keeps_nobody_waiting_for_its_ranks(resizing: Resiz
 
 
 class Waits(threading.Event):
-    """Counts how often somebody has waited for it."""
+    """Counts the calls of `wait`."""
 
     num_waits = 0
 
@@ -545,23 +542,23 @@ class Waits(threading.Event):
         return super().wait(timeout)
 
 
-def test_empty_steps_wait_for_tiers_only_while_a_request_does_and_nothing_else_is_under_way() -> None:
-    woken = Waits()
-    world = World(groups_of(fake.FULL), woken=woken)
+def test_empty_step_waits_for_tiers_only_if_nothing_else_is_open() -> None:
+    tier_ready = Waits()
+    world = World(groups_of(fake.FULL), tier_ready=tier_ready)
     world.step({})
-    assert woken.num_waits == 0
+    assert tier_ready.num_waits == 0
     blocks = world.take(2)
     world.add(LiveRequest("one", 2 * BLOCK, hashes(2)), blocks)
     world.step({})
-    assert woken.num_waits == 1
+    assert tier_ready.num_waits == 1
     # Its blocks are being stored, and the workers wait for that.
     assert world.step({"one": (0, 2 * BLOCK)}).stores
     world.step({})
-    assert woken.num_waits == 1
-    woken.set()
-    world.side.finish("one")
+    assert tier_ready.num_waits == 1
+    tier_ready.set()
+    world.scheduler.finish("one")
     world.step({})
-    assert woken.num_waits == 1
+    assert tier_ready.num_waits == 1
 
 
 # --- a whole connector, for devices that are not here ---------------------------------------------------------------
@@ -594,23 +591,23 @@ def _spread(config: VllmConfig, **parallel: int) -> Any:
     return SimpleNamespace(**{**names, "parallel_config": ranks})
 
 
-def test_pipeline_stages_with_equal_shares_are_one_pool_and_with_unequal_ones_refuse(
+def test_pipeline_stages_with_different_shares_are_refused(
     connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str]
 ) -> None:
     stages = {"world_size": 2, "pipeline_parallel_size": 2, "rank": 0}
     groups = groups_of(fake.FULL, layers=4)
     scheduler = connector(KVConnectorRole.SCHEDULER, groups, **stages)
     slot_bytes = sum(fake.FULL.page_size_bytes for _ in groups[0].layer_names)
-    facts = RankFacts(0, (8 << 20) // (2 * slot_bytes), slot_bytes)
+    facts = RankHandshake(0, (8 << 20) // (2 * slot_bytes), slot_bytes)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (1, 0): replace(facts, rank=1)})
     with pytest.raises(ConnectorRefused, match="a pipeline_parallel_size that divides the layers"):
         scheduler.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): facts, (1, 0): RankFacts(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
+            {(0, 0): facts, (1, 0): RankHandshake(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
         )
     assert "kvferry does not start: rank 1 has" in capfd.readouterr().err
 
 
-def test_data_parallel_engines_have_a_pool_and_a_port_of_their_own(
+def test_data_parallel_engines_have_their_own_pools_and_ports(
     base_config: VllmConfig, connector: Callable[..., KVFerryConnector]
 ) -> None:
     port = free_port()
@@ -628,7 +625,7 @@ def test_data_parallel_engines_have_a_pool_and_a_port_of_their_own(
     assert {service.engine for service in found} == {found[0].name.removesuffix("-dp0")}
 
 
-def test_admin_port_when_taken_is_a_free_one_that_is_announced(
+def test_admin_port_when_taken_is_replaced_by_a_free_one(
     base_config: VllmConfig, connector: Callable[..., KVFerryConnector], capfd: pytest.CaptureFixture[str]
 ) -> None:
     extra = base_config.kv_transfer_config.kv_connector_extra_config
@@ -645,7 +642,7 @@ def test_admin_port_when_taken_is_a_free_one_that_is_announced(
     assert f"admin port {port} is taken: listening on {found.url}" in capfd.readouterr().err
 
 
-def test_admin_address_when_it_is_not_this_hosts_refuses(
+def test_admin_address_of_another_host_is_refused(
     base_config: VllmConfig, connector: Callable[..., KVFerryConnector]
 ) -> None:
     extra = base_config.kv_transfer_config.kv_connector_extra_config
@@ -658,7 +655,7 @@ def test_admin_address_when_it_is_not_this_hosts_refuses(
 
 
 @pytest.mark.parametrize("saves_last", [False, True])
-def test_the_second_model_runner_gets_loads_stores_and_results_in_its_own_order(
+def test_second_model_runner_loads_and_stores(
     saves_last: bool,
     connector: Callable[..., KVFerryConnector],
     base_config: VllmConfig,
@@ -680,7 +677,7 @@ def test_the_second_model_runner_gets_loads_stores_and_results_in_its_own_order(
     name = groups[0].layer_names[1]
     before = [block_bytes(caches[name], block) for block in blocks]
 
-    def run(orders: StepOrders) -> KVConnectorOutput:
+    def run(orders: StepMetadata) -> KVConnectorOutput:
         scheduled = SimpleNamespace(
             kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set(), num_scheduled_tokens={}
         )
@@ -691,17 +688,17 @@ def test_the_second_model_runner_gets_loads_stores_and_results_in_its_own_order(
             runner.finalize_step()
         else:
             output = runner.no_forward(scheduled).kv_connector_output or KVConnectorOutput()
-        world.side.take_reports(output)
+        world.scheduler.process_output(output)
         return output
 
     run(world.step({"one": (0, 2 * BLOCK)}))
-    wait_until(lambda: (run(world.step({})), not world.side.has_open_work())[1], "it is stored", DEADLINE_S)
-    world.side.finish("one")
+    wait_until(lambda: (run(world.step({})), not world.scheduler.has_open_work())[1], "it is stored", DEADLINE_S)
+    world.scheduler.finish("one")
     again = LiveRequest("two", 2 * BLOCK + 1, hashes(2))
     world.add(again)
-    assert world.side.match(again, 0) == (2 * BLOCK, True)
+    assert world.scheduler.match(again, 0) == (2 * BLOCK, True)
     target = world.take(3)
-    world.side.commit(again, SimpleNamespace(get_block_ids=lambda: (target,)), 2 * BLOCK)
+    world.scheduler.commit(again, SimpleNamespace(get_block_ids=lambda: (target,)), 2 * BLOCK)
     received: set[str] = set()
 
     def step() -> bool:

@@ -26,15 +26,15 @@ from tests.vllm.workload import Answer, assert_same, shared_prefixes
 PROMPTS = shared_prefixes(60, seed=21)
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 NUM_FAULTS = int(os.environ.get("FAULTS", "40"))
-HANDLERS = {"commit_failed", "finish_failed", "plan_failed", "reports_failed", "jobs_failed", "record_error"}
+HANDLERS = {"commit_failed", "finish_failed", "plan_failed", "process_output_failed", "fail_jobs", "record_error"}
 ADAPTER = [
-    (ConnectorScheduler, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "take_reports",
-                                       "has_open_work", "_note_preemption", "_checked")
+    (ConnectorScheduler, name) for name in ("on_new_request", "match", "commit", "finish", "plan", "process_output",
+                                       "has_open_work", "_detect_preemption", "_fail_invalid_stores")
 ] + [
-    (ConnectorWorker, name) for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll",
-                                         "_submit")
+    (ConnectorWorker, name)
+    for name in ("start_loads", "start_stores", "collect", "collect_reports", "_poll", "_submit")
 ] + [
-    (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_orders"),
+    (CpuCopyEngine, "submit"), (CpuCopyEngine, "poll"), (EngineExtents, "take_commands"),
 ]  # fmt: skip
 
 
@@ -55,28 +55,28 @@ def shared(llama: Path, truth: list[Answer]) -> Iterator[InProcess]:
 def engine(shared: InProcess) -> Iterator[InProcess]:
     """One engine for all tests here, which each leave it with offloading on and nothing held."""
     yield shared
-    shared.side.reset()
-    assert shared.side.offload.status.is_on
+    shared.scheduler.reset()
+    assert shared.scheduler.offload.status.is_on
     assert_nothing_left(shared)
 
 
 @pytest.mark.parametrize(("cls", "name"), ADAPTER, ids=[f"{cls.__name__}.{name}" for cls, name in ADAPTER])
-def test_vllm_answers_the_same_when_its_adapter_raises(
+def test_vllm_when_a_connector_method_raises_gives_the_same_answers(
     cls: type, name: str, engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = engine.side.offload.status.num_errors
+    before = engine.scheduler.offload.status.num_errors
     faults = Faults(monkeypatch, SEED, probability=0.2, most=MAX_ERRORS - 2)
     faults.patch(cls, [name], after=cls is not CpuCopyEngine)
     for _ in range(2):
         with faults.on():
             assert_same(engine.generate(PROMPTS), truth)
         engine.forget_device()
-    assert faults.raised.total() > 0 or name in ("_note_preemption", "has_open_work")
+    assert faults.raised.total() > 0 or name in ("_detect_preemption", "has_open_work")
     engine.settle()
-    assert engine.side.offload.status.num_errors - before >= min(faults.raised.total(), 1)
+    assert engine.scheduler.offload.status.num_errors - before >= min(faults.raised.total(), 1)
 
 
-def test_offloading_is_off_after_repeated_errors_until_a_reset(
+def test_offloading_after_repeated_errors_is_off_until_a_reset(
     engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: OffloadManager, *args: object, **kwargs: object) -> None:
@@ -84,7 +84,7 @@ def test_offloading_is_off_after_repeated_errors_until_a_reset(
 
     monkeypatch.setattr(OffloadManager, "prepare_store", fail)
     assert_same(engine.generate(PROMPTS), truth)
-    assert not engine.side.offload.status.is_on
+    assert not engine.scheduler.offload.status.is_on
     monkeypatch.undo()
     engine.forget_device()
     before = engine.snapshot().load.blocks
@@ -97,7 +97,7 @@ def test_offloading_is_off_after_repeated_errors_until_a_reset(
     assert engine.snapshot().load.blocks > before
 
 
-def test_vllm_answers_the_same_when_anything_raises(
+def test_vllm_when_any_method_raises_gives_the_same_answers(
     engine: InProcess, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(monkeypatch, SEED, probability=0.01, most=NUM_FAULTS)
@@ -109,5 +109,5 @@ def test_vllm_answers_the_same_when_anything_raises(
     while faults.left:
         with faults.on():
             assert_same(engine.generate(PROMPTS), truth)
-        engine.side.reset()
+        engine.scheduler.reset()
         engine.forget_device()

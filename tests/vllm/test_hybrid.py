@@ -35,9 +35,7 @@ def engine(gemma: Path, request: pytest.FixtureRequest) -> Iterator[InProcess]:
         assert_nothing_left(engine, BLOCKS)
 
 
-def test_answers_are_the_same_when_windows_and_full_attention_come_from_the_pool(
-    engine: InProcess, truth: list[Answer]
-) -> None:
+def test_answers_of_hybrid_model_from_the_pool_are_the_same(engine: InProcess, truth: list[Answer]) -> None:
     assert len(engine.core.layout) == 3
     for _ in range(2):
         assert_same(engine.generate(PROMPTS), truth)
@@ -56,7 +54,7 @@ def test_control_wrong_bytes_in_the_pool_change_answers(gemma: Path, truth: list
         assert count_different(engine.generate(SOME), truth[: len(SOME)]) > len(SOME) // 4
 
 
-def test_a_load_takes_only_the_blocks_that_a_window_still_sees(gemma: Path) -> None:
+def test_load_of_a_window_contains_only_its_blocks(gemma: Path) -> None:
     with in_process(gemma, transfer_config(load_decision="always"), num_gpu_blocks_override=BLOCKS) as engine:
         engine.generate(PROMPTS[:1])
         engine.forget_device()
@@ -67,10 +65,10 @@ def test_a_load_takes_only_the_blocks_that_a_window_still_sees(gemma: Path) -> N
         assert after.load.blocks == loaded + 2 * (WINDOW // BLOCK)
 
 
-def test_blocks_that_have_left_their_window_are_not_stored_through_a_stale_table(gemma: Path) -> None:
+def test_blocks_that_left_their_window_are_not_stored(gemma: Path) -> None:
     with in_process(gemma, transfer_config(offload_prompt_only=False), num_gpu_blocks_override=BLOCKS) as engine:
         seen: list[tuple[int, int]] = []
-        plan = engine.side.plan
+        plan = engine.scheduler.plan
 
         def watch(output: Any) -> Any:
             orders = plan(output)
@@ -97,7 +95,7 @@ def test_blocks_that_have_left_their_window_are_not_stored_through_a_stale_table
 
 
 @pytest.mark.parametrize("layers", ["SFSF", "SSSS"])
-def test_shared_heads_when_off_the_device_are_found_from_the_third_on(tmp_path: Path, layers: str) -> None:
+def test_shared_prefix_when_off_the_device_is_hit_from_third_request(tmp_path: Path, layers: str) -> None:
     """vLLM alone finds as much of the first model with a device cache that holds everything, and 0 of the second."""
     heads, head_tokens = 4, 400
     transfer = transfer_config(load_decision="always")
@@ -122,7 +120,7 @@ def test_shared_heads_when_off_the_device_are_found_from_the_third_on(tmp_path: 
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_failed_load_of_several_groups_fails_its_request_and_not_blocks(
+def test_load_of_several_groups_when_it_fails_fails_its_request(
     gemma: Path,
     truth: list[Answer],
     copying: Any,  # noqa: F811

@@ -37,7 +37,7 @@ def assert_nothing_left(engine: InProcess, device_blocks: int = DEVICE_BLOCKS) -
     after = engine.settle()
     assert after.pool.pinned == after.pool.loading == after.open_jobs == 0
     assert after.requests.running == after.requests.waiting_for_load == 0
-    assert engine.side.device.num_held == 0
+    assert engine.scheduler.device.num_held == 0
     assert engine.pool.get_num_free_blocks() == device_blocks - 1
 
 
@@ -46,9 +46,7 @@ def full_blocks(prompts: list[Prompt]) -> int:
     return len({tuple(prompt[: end * BLOCK]) for prompt in prompts for end in range(1, len(prompt) // BLOCK + 1)})
 
 
-def test_two_hundred_prompts_over_a_device_cache_that_turns_over_are_answered_alike(
-    engine: InProcess, truth: list[Answer]
-) -> None:
+def test_200_prompts_in_eager_mode_get_the_same_answers(engine: InProcess, truth: list[Answer]) -> None:
     assert full_blocks(PROMPTS) > 2 * DEVICE_BLOCKS
     assert_same(engine.generate(PROMPTS), truth)
     first = engine.settle()
@@ -59,7 +57,7 @@ def test_two_hundred_prompts_over_a_device_cache_that_turns_over_are_answered_al
     assert after.prompt_tokens.host_hit > 0
 
 
-def test_two_hundred_prompts_in_lazy_mode_are_answered_alike(llama: Path, truth: list[Answer]) -> None:
+def test_200_prompts_in_lazy_mode_get_the_same_answers(llama: Path, truth: list[Answer]) -> None:
     with in_process(llama, transfer_config(store_mode="lazy", load_decision="always")) as engine:
         for _ in range(2):
             assert_same(engine.generate(PROMPTS), truth)
@@ -89,7 +87,7 @@ def test_lazy_mode_caches_as_many_tokens_as_eager_mode(
     assert cached["lazy"] >= 0.98 * cached["eager"]
 
 
-def test_blocks_forgotten_by_a_reset_of_the_prefix_cache_are_not_stored(llama: Path, truth: list[Answer]) -> None:
+def test_blocks_dropped_by_a_prefix_cache_reset_are_not_stored(llama: Path, truth: list[Answer]) -> None:
     with in_process(llama, transfer_config(store_mode="lazy", load_decision="always")) as engine:
         assert_same(engine.generate(PROMPTS[:4]), truth[:4])
         engine.forget_device()
@@ -100,11 +98,10 @@ def test_blocks_forgotten_by_a_reset_of_the_prefix_cache_are_not_stored(llama: P
         assert_nothing_left(engine)
 
 
-def test_answers_stay_the_same_while_the_pool_comes_to_other_sizes(engine: InProcess, truth: list[Answer]) -> None:
-    assert engine.connector._admin is not None
+def test_answers_while_the_pool_is_resized_are_the_same(engine: InProcess, truth: list[Answer]) -> None:
     mib, answers, num_steps = 1 << 20, dict[str, Answer](), 0
     sizes = itertools.cycle(size * mib for size in (16, 256, 32, 64, 512, 16, 128))
-    with httpx.Client(base_url=engine.connector._admin.url, timeout=30.0) as admin:
+    with httpx.Client(base_url=engine.connector._the_core().admin.url, timeout=30.0) as admin:
 
         def resize(num_bytes: int) -> None:
             admin.patch("/admin/v1/config", json={"pool_bytes": num_bytes}).raise_for_status()
@@ -134,7 +131,7 @@ def test_answers_stay_the_same_while_the_pool_comes_to_other_sizes(engine: InPro
     assert sum(extent for extent in engine.copies._pool.extent_slots) * after.pool.slot_bytes == 48 * mib
 
 
-def test_vllms_own_counters_agree_with_ours(engine: InProcess) -> None:
+def test_counters_of_vllm_agree_with_kvferrys(engine: InProcess) -> None:
     hits, queries = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
     for start in range(0, 80, 4):
         engine.generate(PROMPTS[start : start + 4])

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
+import vllm
 from kvferry.app.engines.vllm import versions
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.layout import LAYOUTS, read_layout
 from tests.vllm import fabricated as fake
 from tests.vllm.fabricated import BLOCK, cache_config, groups_of
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 HOOKS = sorted(
     name
@@ -36,7 +36,7 @@ def test_parts_when_compared_with_the_installed_vllm_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hook_when_compared_with_vllms_has_the_same_parameters(hook: str) -> None:
+def test_hook_parameters_are_those_of_vllms_hook(hook: str) -> None:
     base = KVConnectorBase_V1 if hasattr(KVConnectorBase_V1, hook) else SupportsHMA
     assert parameters_of(KVFerryConnector, hook) == parameters_of(base, hook)
 
@@ -48,7 +48,7 @@ def test_hooks_when_listed_are_those_that_the_table_requires() -> None:
     assert set(HOOKS) - later <= listed
 
 
-def test_memory_orders_when_compared_with_vllms_are_all_known() -> None:
+def test_memory_layouts_of_vllm_are_all_listed() -> None:
     assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
 
 

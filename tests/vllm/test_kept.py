@@ -55,8 +55,7 @@ def kept_config(folder: Path, **extra: object) -> dict[str, Any]:
 
 def recovered(engine: InProcess) -> int:
     """Blocks of an earlier engine that this one began with."""
-    assert engine.connector._host is not None
-    started = engine.connector._host.context(lambda: False).warm_start
+    started = engine.connector._the_core().context(lambda: False).warm_start
     assert started is not None
     return started.recovered
 
@@ -95,7 +94,7 @@ def kill_under_load(server: VllmServer) -> None:
         server.stop(signal.SIGKILL)
 
 
-def test_a_server_killed_under_load_comes_back_warm_and_what_was_reset_does_not_come_back(
+def test_server_when_killed_under_load_recovers_all_but_reset_blocks(
     llama: Path, tmp_path: Path, truth: list[Answer]
 ) -> None:
     transfer = kept_config(tmp_path)
@@ -130,7 +129,9 @@ def test_a_server_killed_under_load_comes_back_warm_and_what_was_reset_does_not_
         assert server.settled()["load"]["corrupt"] == 0
 
 
-def test_two_ranks_come_back_warm(llama: Path, tmp_path: Path, truth: list[Answer], shm_name: str) -> None:
+def test_two_ranks_when_restarted_recover_blocks(
+    llama: Path, tmp_path: Path, truth: list[Answer], shm_name: str
+) -> None:
     transfer = kept_config(tmp_path, pool_kind="shm", pool_path=None, engine_name=shm_name)
     transfer["kv_connector_extra_config"].pop("pool_path")
     for number in range(2):
@@ -152,7 +153,7 @@ def test_two_ranks_come_back_warm(llama: Path, tmp_path: Path, truth: list[Answe
             server.stop(signal.SIGKILL)
 
 
-def test_other_weights_drop_the_pool_and_the_field_is_named(
+def test_pool_when_weights_differ_is_dropped_and_field_named(
     llama: Path, tmp_path: Path, truth: list[Answer], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(llama, tmp_path / "model"))
@@ -175,17 +176,14 @@ def test_other_weights_drop_the_pool_and_the_field_is_named(
         after = engine.settle()
         assert after.prompt_tokens.host_hit == 0
         assert after.missed_tokens.causes[MissCause.OTHER_FINGERPRINT] == len(FEW[0]) // BLOCK * BLOCK
-        assert engine.connector._admin is not None
-        told = httpx.get(f"{engine.connector._admin.url}/admin/v1/stats").json()["recovery"]
-        assert told["dropped"] == {"foreign": stored}
-        assert told["foreign"].startswith("revision was 'files-")
+        shown = httpx.get(f"{engine.connector._the_core().admin.url}/admin/v1/stats").json()["recovery"]
+        assert shown["dropped"] == {"foreign": stored}
+        assert shown["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err
     assert re.search(r"WARNING .*pool dropped, starting empty: .*: revision was 'files-\w+', now 'files-\w+'", said)
 
 
-def test_what_a_pool_has_lost_with_the_end_of_its_file_is_told(
-    llama: Path, tmp_path: Path, truth: list[Answer]
-) -> None:
+def test_pool_when_file_is_truncated_reports_lost_slots(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
     with in_process(llama, kept_config(tmp_path)) as engine:
         engine.generate(PROMPTS)
         stored = engine.settle().store.stored
@@ -196,13 +194,14 @@ def test_what_a_pool_has_lost_with_the_end_of_its_file_is_told(
     os.truncate(file, shape.payload_offset + int(shape.row_offsets(np.array([half]))[0]))
     left = int((whole.kept.slots < half).sum())
     with in_process(llama, kept_config(tmp_path)) as engine:
-        assert engine.connector._admin is not None
-        told = httpx.get(f"{engine.connector._admin.url}/admin/v1/stats").json()["recovery"]
-        assert (told["recovered"], told["dropped"]) == (left, {"truncated": stored - left})
+        shown = httpx.get(f"{engine.connector._the_core().admin.url}/admin/v1/stats").json()["recovery"]
+        assert (shown["recovered"], shown["dropped"]) == (left, {"truncated": stored - left})
         assert_same(engine.generate(FEW), truth[: len(FEW)])
 
 
-def test_a_pool_is_one_engines_at_a_time(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_pool_when_in_use_by_another_engine_is_refused(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pool = tmp_path / "pool" / "kept.pool"
     with in_process(llama, kept_config(tmp_path)) as engine:
         engine.generate(FEW[:1])
@@ -219,10 +218,10 @@ def test_a_pool_is_one_engines_at_a_time(llama: Path, tmp_path: Path, capfd: pyt
         assert recovered(engine) == len(FEW[0]) // BLOCK
 
 
-def test_random_hash_seeds_are_warned_of_and_a_set_one_brings_blocks_back(
+def test_hash_seed_when_random_warns_and_when_set_recovers_blocks(
     llama: Path, tmp_path: Path, truth: list[Answer], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warning = "WARNING .*PYTHONHASHSEED is not set, .* set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
+    warning = "WARNING .*PYTHONHASHSEED is not set and .* set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with in_process(llama, kept_config(tmp_path), prefix_caching_hash_algo="xxhash") as engine:
         engine.generate(FEW[:1])

@@ -12,8 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import KVEventBatch
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvferry.app.engines.vllm.kv_events import MAX_BLOCKS_PER_TAKE, KVEventSink
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -23,6 +21,8 @@ from kvferry.core.pool.inventory import Inventory
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.server import free_port
 from tests.vllm.workload import BLOCK, Prompt, random_tokens, shared_prefixes
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 PROMPTS = shared_prefixes(24, prefixes=6, seed=91)
 SMALL_POOL = "6MiB"
@@ -154,7 +154,7 @@ def routed(model: Path, **extra: object) -> Iterator[Routed]:
             engine.router.close()
 
 
-def test_recovered_blocks_are_reported_after_a_warm_start(llama: Path, tmp_path: Path) -> None:
+def test_recovered_blocks_after_warm_start_are_reported(llama: Path, tmp_path: Path) -> None:
     kept = {"pool_kind": "file", "pool_path": str(tmp_path / "pool"), "engine_name": "routed"}
     prompt, other = random_tokens(random.Random(94), 5 * BLOCK + 5), random_tokens(random.Random(95), BLOCK + 5)
     with routed(llama, **kept) as engine:
@@ -195,7 +195,7 @@ def test_router_index_when_blocks_come_and_go_equals_pool(
         engine.ask(PROMPTS[5])
 
 
-def test_stored_events_of_one_prefix_are_one_event(llama: Path) -> None:
+def test_stored_event_when_blocks_form_a_prefix_is_one_event(llama: Path) -> None:
     rng = random.Random(92)
     with routed(llama) as engine:
         prompts = [random_tokens(rng, 9 * BLOCK + 5) for _ in range(6)]
@@ -214,7 +214,7 @@ def test_stored_events_of_one_prefix_are_one_event(llama: Path) -> None:
         assert last.token_ids == longer[9 * BLOCK : 11 * BLOCK]
 
 
-def test_hits_are_reported_when_the_request_asks_for_full_reports(llama: Path) -> None:
+def test_hit_when_request_asks_for_full_reports_is_reported(llama: Path) -> None:
     rng = random.Random(93)
     with routed(llama) as engine:
         prompt = random_tokens(rng, 5 * BLOCK + 5)
@@ -247,7 +247,7 @@ def test_blocks_of_a_slot_enter_and_leave_together(llama: Path) -> None:
         assert not engine.router.index["CPU"]
 
 
-def test_a_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
+def test_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     spec = GroupSpec(block_size=16, block_bytes=64)
     sink = KVEventSink(GroupLayout([spec]), num_blocks=8, hash_bytes=32)
     count = 2 * MAX_BLOCKS_PER_TAKE + 10
@@ -257,7 +257,7 @@ def test_a_reset_of_a_large_pool_is_reported_over_several_steps() -> None:
     sink.stored(StoreBatch(0.0, RequestIdentity("r"), keys[:1]))
     known: set[Any] = set()
     num_takes = 0
-    while num_takes == 0 or sink.is_behind:
+    while num_takes == 0 or sink.has_events:
         num_takes += 1
         events = sink.take()
         assert sum(len(event.block_hashes) for event in events) <= MAX_BLOCKS_PER_TAKE

@@ -15,6 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from kvferry.app.engines.vllm.copies import RankCopies, check_caches
+from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from kvferry.app.engines.vllm.metadata import StepMetadata, WorkerReports
+from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.pool import MappedPool, check_pool_memory, pool_geometry
+from kvferry.app.engines.vllm.worker import ConnectorWorker
+from kvferry.app.settings import Settings
+from kvferry.core.groups import GroupKind
+from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.cuda_ops.persistent.transient_file import PassingFile
+from kvferry.cuda_ops.pool.host_pool import HostPool
+from tests.harness.waiting import wait_until
+from tests.vllm import fabricated as fake
+from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -25,21 +40,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-
-from kvferry.app.engines.vllm.copies import Copies, check_caches
-from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
-from kvferry.app.engines.vllm.metadata import StepOrders, StepReports
-from kvferry.app.engines.vllm.options import ConnectorRefused
-from kvferry.app.engines.vllm.pool import MappedPool, announce, size_pool
-from kvferry.app.engines.vllm.worker import ConnectorWorker
-from kvferry.app.settings import Settings
-from kvferry.core.groups import GroupKind
-from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.persistent.transient_file import PassingFile
-from kvferry.cuda_ops.pool.host_pool import HostPool
-from tests.harness.waiting import wait_until
-from tests.vllm import fabricated as fake
-from tests.vllm.fabricated import NUM_BLOCKS, allocate, block_bytes, cache_config, fill, groups_of, mixed_group
 
 ALL = tuple(KVCacheLayout)
 LAYERS_OUT = tuple(layout for layout in ALL if not layout.is_block_outermost)
@@ -70,7 +70,7 @@ def every_case() -> list[Any]:
     ]
 
 
-def test_the_list_of_layouts_is_vllms() -> None:
+def test_layouts_when_compared_with_vllms_are_equal() -> None:
     assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
 
 
@@ -80,7 +80,7 @@ class Bench:
 
     config: KVCacheConfig
     caches: dict[str, torch.Tensor]
-    copies: Copies
+    copies: RankCopies
     number: int = 0
 
     def copy(self, direction: Direction, group: int, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -99,13 +99,13 @@ def make_bench(layout: KVCacheLayout, groups: list[KVCacheGroupSpec], slots: int
     config = cache_config(layout, groups)
     found, caches = read_layout(config), allocate(config)
     check_caches(found, caches)
-    pool = HostPool(slots, found.of_core(1, 1).slot_bytes)
-    copies = Copies(found, Settings(_env_file=None), caches, MappedPool(pool), lambda: None)
+    pool = HostPool(slots, found.group_layout(1, 1).slot_bytes)
+    copies = RankCopies(found, Settings(_env_file=None), caches, MappedPool(pool), lambda: None)
     return found, Bench(config, caches, copies)
 
 
 @pytest.mark.parametrize(("layout", "groups"), every_case())
-def test_every_byte_of_a_block_goes_to_the_pool_and_back(layout: KVCacheLayout, groups: list[KVCacheGroupSpec]) -> None:
+def test_block_when_stored_and_loaded_has_the_same_bytes(layout: KVCacheLayout, groups: list[KVCacheGroupSpec]) -> None:
     found, bench = make_bench(layout, groups)
     try:
         for group in range(len(groups)):
@@ -124,15 +124,13 @@ def test_every_byte_of_a_block_goes_to_the_pool_and_back(layout: KVCacheLayout, 
 
 
 @pytest.mark.parametrize(("layout", "groups"), every_case())
-def test_what_is_needed_of_each_group_is_what_vllm_says_of_it(
-    layout: KVCacheLayout, groups: list[KVCacheGroupSpec]
-) -> None:
+def test_groups_when_read_have_the_fields_of_vllms_specs(layout: KVCacheLayout, groups: list[KVCacheGroupSpec]) -> None:
     found = read_layout(cache_config(layout, groups))
     for ours, theirs in zip(found.groups, groups, strict=True):
         spec = theirs.kv_cache_spec
         window = getattr(spec, "sliding_window", None)
         assert (ours.spec.block_size, ours.spec.window_tokens) == (spec.block_size, window)
-        assert ours.by_offer == isinstance(spec, MambaSpec)
+        assert ours.has_boundary_states == isinstance(spec, MambaSpec)
         kind = GroupKind.RECURRENT if isinstance(spec, MambaSpec) else GroupKind.SLIDING if window else GroupKind.FULL
         assert ours.spec.kind is kind
 
@@ -145,8 +143,8 @@ def test_pool_when_ranks_hold_identical_kv_has_one_copy(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
     for layout, stages, copies in ((mla, 1, 1), (mla, 2, 2), (own, 1, 4)):
         caplog.clear()
-        size = size_pool(settings, layout, SimpleNamespace(world_size=4 * stages))
-        announce(size, settings, layout)
+        size = pool_geometry(settings, layout, SimpleNamespace(world_size=4 * stages))
+        check_pool_memory(size, settings, layout)
         assert sum("stored once for 4 ranks" in line for line in caplog.messages) == (layout is mla)
         block_bytes = layout.groups[0].spec.block_bytes
         assert size.slots.slot_bytes == copies * block_bytes
@@ -160,7 +158,7 @@ def test_pool_when_ranks_hold_identical_kv_has_one_copy(caplog: pytest.LogCaptur
 def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.MLA), tensor_parallel=2)
     layout, settings = read_layout(config), Settings(_env_file=None, pool_bytes="64MiB")
-    size = size_pool(settings, layout, SimpleNamespace(world_size=2))
+    size = pool_geometry(settings, layout, SimpleNamespace(world_size=2))
     ranks: list[tuple[ConnectorWorker, Bench]] = []
     name = f"test-{os.getpid()}"
     for rank in range(2):
@@ -175,11 +173,11 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
         )
         worker = ConnectorWorker(rank, stores=size.stores(rank))
         mapped = MappedPool(pool, rank=rank)
-        worker.attach(lambda on_finished: Copies(layout, settings, caches, mapped, on_finished))  # noqa: B023
-        assert isinstance(worker._copies, Copies)
+        worker.attach(lambda on_finished: RankCopies(layout, settings, caches, mapped, on_finished))  # noqa: B023
+        assert isinstance(worker._copies, RankCopies)
         ranks.append((worker, Bench(config, caches, worker._copies)))
 
-    def run(orders: StepOrders) -> None:
+    def run(orders: StepMetadata) -> None:
         job = (*orders.stores, *orders.loads)[0]
         for rank, (worker, _) in enumerate(ranks):
             worker.start_stores(orders)
@@ -195,7 +193,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
             assert [(result.job_id, result.worker, result.error) for result in results] == [(job.job_id, rank, None)]
             # The bytes of the one copy count once.
             assert (results[0].num_bytes > 0) == (rank == 0)
-            worker.reports = StepReports()
+            worker.reports = WorkerReports()
 
     def job(number: int, direction: Direction, block: int) -> TransferJob:
         arrays = [np.array([value], dtype=np.int64) for value in (block, 2, 0)]
@@ -203,10 +201,10 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
 
     try:
         wanted = ranks[0][1].seen(0, 3)
-        run(StepOrders(stores=[job(1, Direction.STORE, 3)]))
+        run(StepMetadata(stores=[job(1, Direction.STORE, 3)]))
         for seed, (_, bench) in enumerate(ranks, 5):
             fill(bench.caches, seed=seed)
-        run(StepOrders(loads=[job(2, Direction.LOAD, 7)]))
+        run(StepMetadata(loads=[job(2, Direction.LOAD, 7)]))
         assert [bench.seen(0, 7) for _, bench in ranks] == [wanted, wanted]
         assert ranks[1][1].copies.slot(2).tobytes() == ranks[0][1].copies.slot(2).tobytes()
     finally:
@@ -217,21 +215,21 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
 @pytest.mark.parametrize(
     ("pool", "mode", "warned"), [("4KiB", "eager", True), ("4KiB", "lazy", False), ("64MiB", "eager", False)]
 )
-def test_a_pool_smaller_than_the_device_cache_is_warned_of_in_eager_mode(
+def test_pool_when_smaller_than_device_cache_warns_in_eager_mode(
     pool: str, mode: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings(_env_file=None, pool_bytes=pool, store_mode=mode, blocks_per_slot=1)
     layout = read_layout(cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL, layers=1)))
-    size = size_pool(settings, layout, SimpleNamespace(world_size=1))
+    size = pool_geometry(settings, layout, SimpleNamespace(world_size=1))
     caplog.set_level(logging.INFO)
-    announce(size, settings, layout)
+    check_pool_memory(size, settings, layout)
     first, *others = caplog.messages
     assert first == (
         f"host pool: {size.num_slots:,} slots of 4,096 bytes; {size.num_bytes:,} bytes on each of 1 ranks, "
         f"{size.num_bytes:,} in all, {size.num_bytes / layout.device_bytes:.2f} times the device's KV cache"
     )
     assert bool(others) == warned
-    assert all("mostly holds what the device still has" in line for line in others)
+    assert all("mostly holds blocks that the device still has" in line for line in others)
 
 
 REFUSED: dict[str, tuple[list[KVCacheGroupSpec], str]] = {
@@ -270,33 +268,33 @@ REFUSED: dict[str, tuple[list[KVCacheGroupSpec], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_layout_that_is_not_listed_refuses_at_start_and_says_which(name: str) -> None:
+def test_group_spec_when_not_supported_is_refused_and_named(name: str) -> None:
     groups, words = REFUSED[name]
     with pytest.raises(ConnectorRefused, match=words):
         read_layout(cache_config(KVCacheLayout.LBNHC, groups))
 
 
-def test_a_memory_order_that_is_not_listed_refuses_at_start() -> None:
+def test_memory_layout_when_not_supported_is_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     config.kv_cache_layout = "CNHBL"
-    with pytest.raises(ConnectorRefused, match=r"CNHBL is not one that kvferry knows: LBHNC"):
+    with pytest.raises(ConnectorRefused, match=r"CNHBL is not supported; kvferry supports LBHNC"):
         read_layout(config)
 
 
-def test_a_model_without_a_cache_refuses() -> None:
+def test_model_without_kv_cache_is_refused() -> None:
     with pytest.raises(ConnectorRefused, match="no KV cache"):
         read_layout(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
 
 
-def test_tensors_that_are_not_what_the_configuration_says_refuse() -> None:
+def test_tensors_when_unlike_the_configuration_are_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout, caches = read_layout(config), allocate(config)
     name = config.kv_cache_groups[0].layer_names[1]
-    with pytest.raises(ConnectorRefused, match="several pieces of memory"):
+    with pytest.raises(ConnectorRefused, match="several separate allocations"):
         check_caches(layout, {**caches, name: [caches[name], caches[name].clone()]})
-    with pytest.raises(ConnectorRefused, match="lie up to byte"):
+    with pytest.raises(ConnectorRefused, match="has blocks up to byte"):
         check_caches(layout, {**caches, name: caches[name].clone()})
     with pytest.raises(ConnectorRefused, match=f"no KV cache for layer {name}"):
         check_caches(layout, {other: cache for other, cache in caches.items() if other != name})
-    with pytest.raises(ConnectorRefused, match=r"is on cpu, meta: .* one CUDA device a rank, or CPU memory"):
+    with pytest.raises(ConnectorRefused, match=r"is on cpu, meta; .* one CUDA device per rank, or CPU memory"):
         check_caches(layout, {**caches, name: caches[name].to("meta")})

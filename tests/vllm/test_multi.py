@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvferry.app.engines.vllm as entry
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.test_in_process import assert_nothing_left
 from tests.vllm.workload import Answer, assert_same, shared_prefixes
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 PROMPTS = shared_prefixes(60, seed=41)
 WHOLE_PROMPTS = 4096
@@ -62,7 +62,7 @@ def engine(llama: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         assert_nothing_left(engine)
 
 
-def test_answers_are_the_same_whichever_connector_has_the_blocks(engine: BesideAnother, truth: list[Answer]) -> None:
+def test_answers_with_two_connectors_are_the_same(engine: BesideAnother, truth: list[Answer]) -> None:
     assert_same(engine.generate(PROMPTS), truth)
     first = engine.settle()
     assert first.store.stored > 0
@@ -78,21 +78,21 @@ def test_answers_are_the_same_whichever_connector_has_the_blocks(engine: BesideA
     assert after.load.failed == 0
 
 
-def test_vllm_finds_our_statistics_among_those_of_several(engine: BesideAnother) -> None:
+def test_statistics_with_two_connectors_reach_vllm(engine: BesideAnother) -> None:
     engine.generate(PROMPTS[:10])
     engine.settle()
     engine.generate(PROMPTS[:1])
     assert engine.metric("vllm:kvferry_stored_bytes") == engine.settle().store.bytes > 0
 
 
-def test_vllms_reset_reaches_ours(engine: BesideAnother) -> None:
+def test_vllm_reset_with_two_connectors_resets_the_pool(engine: BesideAnother) -> None:
     engine.generate(PROMPTS[:10])
     assert engine.settle().pool.ready > 0
     assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True) is not None
     assert engine.settle().pool.ready == 0
 
 
-def test_our_statistics_are_understood_in_another_process() -> None:
+def test_statistics_in_another_process_are_decoded() -> None:
     """The API server gets them as plain numbers, and looks the connector up by its name alone."""
     assert entry.KVFerryConnector.__name__ == entry.CONNECTOR
     stats = MultiConnector.build_kv_connector_stats({entry.CONNECTOR: {"stored_bytes": 5.0}})

@@ -28,7 +28,7 @@ BEAM = "-0123456789abcdef0123456789abcdef-beam-3"
         f"generate-tokens-mine{RANDOM}",
     ],
 )
-def test_a_request_goes_by_what_its_client_called_it(vllms: str) -> None:
+def test_aliases_when_vllm_decorates_an_id_contain_the_clients_id(vllms: str) -> None:
     found = aliases_of(vllms)
     assert "mine" in found
     assert vllms not in found
@@ -36,6 +36,6 @@ def test_a_request_goes_by_what_its_client_called_it(vllms: str) -> None:
 
 
 @pytest.mark.parametrize("sent", ["a-1", "a-1a2b3c4d", "2_a", "cmpl-a", "a_3", "job-0123456789abcdef0123456789abcdef"])
-def test_what_looks_like_vllms_own_in_a_clients_id_stays(sent: str) -> None:
+def test_aliases_when_a_clients_id_looks_decorated_contain_it_whole(sent: str) -> None:
     for vllms in (f"cmpl-{sent}-0", f"chatcmpl-{sent}", sent, f"1_chatcmpl-{sent}"):
         assert sent in aliases_of(vllms + RANDOM)

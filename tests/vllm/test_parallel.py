@@ -24,7 +24,7 @@ RANKS = 2
 MIB = 1 << 20
 PROMPTS = shared_prefixes(20, prefixes=10, seed=31)
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""vLLM wants a NUMA node a rank, unless it is told where its threads go."""
+"""vLLM wants a NUMA node a rank, unless the CPUs of its threads are set."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def mapped_bytes(server: VllmServer) -> dict[int, int]:
 
 
 def taken_bytes(server: VllmServer) -> int:
-    """Memory behind the mapping, whether or not somebody has mapped it."""
+    """Memory behind the mapping, mapped or not."""
     for process in psutil.Process(server.process.pid).children(recursive=True):
         for file in Path(f"/proc/{process.pid}/fd").iterdir():
             if f"{SHARED_MEMORY}/kvferry-" in os.readlink(file) and ".lock" not in os.readlink(file):
@@ -86,7 +86,7 @@ def worker_of(server: VllmServer, rank: int) -> psutil.Process:
     return found
 
 
-def test_two_ranks_answer_alike_from_a_pool_of_halves(server: VllmServer, truth: list[Answer]) -> None:
+def test_two_ranks_sharing_a_pool_give_the_same_answers(server: VllmServer, truth: list[Answer]) -> None:
     for _ in range(3):
         answers = [tokens_of(ask(server, prompt)) for prompt in PROMPTS]
         assert_same([Answer(got.token_ids, (), 0) for got in answers], truth)
@@ -103,7 +103,7 @@ def test_two_ranks_answer_alike_from_a_pool_of_halves(server: VllmServer, truth:
     assert server.metric("vllm:external_prefix_cache_hits_total") == tokens["host_hit"]
 
 
-def test_two_ranks_in_lazy_mode_answer_alike(server: VllmServer, truth: list[Answer]) -> None:
+def test_two_ranks_in_lazy_mode_give_the_same_answers(server: VllmServer, truth: list[Answer]) -> None:
     before = server.settled()
     try:
         server.admin.patch("/admin/v1/config", json={"store_mode": "lazy"}).raise_for_status()
@@ -120,7 +120,7 @@ def test_two_ranks_in_lazy_mode_answer_alike(server: VllmServer, truth: list[Ans
     assert after["prompt_tokens"]["host_hit"] > before["prompt_tokens"]["host_hit"]
 
 
-def test_both_ranks_map_one_pool_which_goes_with_them(server: VllmServer) -> None:
+def test_pool_of_two_ranks_is_mapped_by_both_and_removed_with_them(server: VllmServer) -> None:
     mapped = pool_mappings(server)
     assert len(mapped) == RANKS
     (only,) = {frozenset(inodes) for inodes in mapped.values()}
@@ -130,9 +130,7 @@ def test_both_ranks_map_one_pool_which_goes_with_them(server: VllmServer) -> Non
     assert inode not in {str(entry.inode()) for entry in os.scandir(SHARED_MEMORY)}
 
 
-def test_two_ranks_map_other_sizes_while_requests_run_and_while_none_does(
-    server: VllmServer, truth: list[Answer]
-) -> None:
+def test_two_ranks_resize_the_pool_under_load_and_idle(server: VllmServer, truth: list[Answer]) -> None:
     with ThreadPoolExecutor(3) as clients:
         answers = [clients.submit(ask, server, prompt) for prompt in PROMPTS * 3]
         for number, size in enumerate((8 * MIB, 256 * MIB, 32 * MIB, 64 * MIB, 8 * MIB), 1):
@@ -152,7 +150,7 @@ def test_two_ranks_map_other_sizes_while_requests_run_and_while_none_does(
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_that_cannot_map_more_takes_all_back_to_where_they_were(
+def test_resize_when_one_rank_cannot_map_more_is_rolled_back(
     server: VllmServer, truth: list[Answer], rank: int
 ) -> None:
     server.resize(64 * MIB)
@@ -170,14 +168,14 @@ def test_a_rank_that_cannot_map_more_takes_all_back_to_where_they_were(
         try:
             with server.stepping():
                 server.resize(256 * MIB)
-                told = next(events)
+                event = next(events)
         finally:
             worker.rlimit(what, before)
-    assert told["bytes"] == 64 * MIB
-    assert f"rank {rank}: " in told["error"]
-    stays = f"pool resize: failed, the pool keeps {told['slots']:,} slots: rank {rank}: "
+    assert event["bytes"] == 64 * MIB
+    assert f"rank {rank}: " in event["error"]
+    stays = f"pool resize: failed, the pool keeps {event['slots']:,} slots: rank {rank}: "
     wait_until(lambda: stays in server.log.read_text(), "its line in the log", 60.0)
-    assert server.resized(64 * MIB)["slots"] == told["slots"]
+    assert server.resized(64 * MIB)["slots"] == event["slots"]
     shown = server.admin.get("/admin/v1/config").json()["pool_bytes"]
     assert shown["value"] == 64 * MIB
     assert f"is not in force: rank {rank}: " in shown["shortfall"]

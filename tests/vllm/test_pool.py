@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import EngineArgs
-from vllm.config import MultiModalConfig, VllmConfig
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import tests.vllm.fabricated as fake
 from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.vllm.connector import KVFerryConnector
-from kvferry.app.engines.vllm.copies import Copies
+from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from kvferry.app.engines.vllm.layout import read_layout
 from kvferry.app.engines.vllm.options import ConnectorRefused
@@ -31,6 +26,11 @@ from tests.harness.resident import resident_bytes
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import engine_options, transfer_config
 from tests.vllm.fabricated import allocate, cache_config, groups_of
+from vllm import EngineArgs
+from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 PINNED_WAIT_S = 120.0
 CACHE = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
@@ -99,7 +99,7 @@ CHANGES: dict[str, tuple[str, Callable[[VllmConfig], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_changes_what_bytes_mean_is_another_fingerprint_and_name(name: str, base: VllmConfig) -> None:
+def test_fingerprint_when_content_changes_differs_and_so_does_name(name: str, base: VllmConfig) -> None:
     field, change = CHANGES[name]
     before, after = about(base), about(change(base))
     assert before == about(base)
@@ -107,7 +107,7 @@ def test_whatever_changes_what_bytes_mean_is_another_fingerprint_and_name(name: 
     assert engine_name(base, before) != engine_name(base, after)
 
 
-def test_the_seed_of_the_hashes_is_in_the_fingerprint_as_a_digest_and_not_in_the_name(
+def test_hash_seed_is_a_digest_in_the_fingerprint_and_not_in_the_name(
     base: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random one would make another pool at each start, and leave them all behind."""
@@ -125,7 +125,7 @@ def test_the_seed_of_the_hashes_is_in_the_fingerprint_as_a_digest_and_not_in_the
     assert "20261121" not in str(about(fast))
 
 
-def test_fingerprint_of_a_copy_is_the_same_and_of_other_weights_not(base: VllmConfig, tmp_path: Path) -> None:
+def test_fingerprint_of_a_copied_model_is_the_same(base: VllmConfig, tmp_path: Path) -> None:
     model = Path(base.model_config.model)
     copied = Path(shutil.copytree(model, tmp_path / "copy"))
     weights = copied / "model.safetensors"
@@ -139,12 +139,12 @@ def test_fingerprint_of_a_copy_is_the_same_and_of_other_weights_not(base: VllmCo
     assert {name for name in after if after[name] != about_copy[name]} == {"revision"}
 
 
-def test_weights_from_elsewhere_than_the_folder_are_unknown(base: VllmConfig) -> None:
+def test_revision_when_weights_are_not_in_the_folder_is_none(base: VllmConfig) -> None:
     for load_format in ("ipc_cache", "tensorizer", "a-plugin"):
         assert about(changed(base, "load_config", load_format=load_format))["revision"] is None
 
 
-def test_fingerprint_reads_no_weights_where_nothing_outlives_the_engine(base: VllmConfig) -> None:
+def test_fingerprint_of_a_temporary_pool_reads_no_weights(base: VllmConfig) -> None:
     assert fingerprint(base, CACHE, LAYOUT, None)["revision"] is None
 
 
@@ -157,7 +157,7 @@ def revision_in_a_process(config: Any, tell: Any) -> None:
     tell.put((before, after))
 
 
-def test_weights_that_change_after_a_worker_began_are_of_this_start(base: VllmConfig, tmp_path: Path) -> None:
+def test_revision_when_weights_change_after_start_is_of_this_start(base: VllmConfig, tmp_path: Path) -> None:
     model = Path(shutil.copytree(base.model_config.model, tmp_path / "copy"))
     # The kernel counts the start of a process in ticks of 10 ms, rounded down.
     copied_s = max(path.stat().st_ctime for path in model.iterdir())
@@ -176,7 +176,7 @@ def test_weights_that_change_after_a_worker_began_are_of_this_start(base: VllmCo
 
 
 def start(config: Any, *roles: KVConnectorRole) -> None:
-    """Start an engine's halves, as far as they will."""
+    """Create an engine's connectors in this order, until one raises."""
     made = []
     try:
         for role in roles:
@@ -201,7 +201,7 @@ def tiers(folder: Path) -> dict[str, object]:
 
 
 def where_a_bound_rank_copies(config: Any, cpus: set[int], tell: Any) -> None:
-    """In a process of its own: what vLLM's CPU backend does before it makes a worker's half."""
+    """In a process of its own: what vLLM's CPU backend does before it creates a worker's connector."""
     os.sched_setaffinity(0, cpus)
     connector = KVFerryConnector(config, KVConnectorRole.WORKER, CACHE)
     connector.register_kv_caches(allocate(CACHE))
@@ -210,7 +210,7 @@ def where_a_bound_rank_copies(config: Any, cpus: set[int], tell: Any) -> None:
     connector.shutdown()
 
 
-def test_a_rank_copies_beside_the_processors_that_it_computes_on(base: VllmConfig, tmp_path: Path) -> None:
+def test_rank_copies_on_cpus_that_it_does_not_compute_on(base: VllmConfig, tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     (first, *others) = sorted(allowed)
     context = multiprocessing.get_context("spawn")
@@ -224,14 +224,14 @@ def test_a_rank_copies_beside_the_processors_that_it_computes_on(base: VllmConfi
         rank.join(PINNED_WAIT_S)
 
 
-def test_memory_of_the_engines_own_is_taken_before_the_first_request(base: VllmConfig) -> None:
+def test_private_pool_is_allocated_before_the_first_request(base: VllmConfig) -> None:
     """Requests would otherwise wait for the kernel to give each page when it is first stored to."""
     connector = KVFerryConnector(with_pool(base, pool_bytes="64MiB"), KVConnectorRole.WORKER, CACHE)
     try:
         connector.register_kv_caches(allocate(CACHE))
         worker = connector._worker
         assert worker is not None
-        assert isinstance(worker._copies, Copies)
+        assert isinstance(worker._copies, RankCopies)
         extent_bytes = (64 << 20) // 8
         assert resident_bytes(worker._copies, 0) >= 0.9 * extent_bytes
     finally:
@@ -242,23 +242,25 @@ BOTH = (KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER)
 
 
 @pytest.mark.parametrize("extra", [kept, tiers])
-def test_weights_that_nobody_knows_are_refused_where_blocks_outlive_the_engine(
+def test_unknown_weights_with_a_persistent_pool_are_refused(
     base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
 ) -> None:
     streamed = changed(with_pool(base, **extra(tmp_path)), "model_config", model_weights="s3://bucket/model")
     trained = copy.copy(with_pool(base, **extra(tmp_path)))
     trained.weight_transfer_config = WeightTransferConfig()
     for config in (streamed, trained):
-        with pytest.raises(ConnectorRefused, match=r"the revision of the model .* is unknown.*local folder"):
+        with pytest.raises(ConnectorRefused, match=r"the revision of the model .*is unknown.*local folder"):
             start(config, *BOTH)
     start(with_pool(base, **extra(tmp_path)), *BOTH)
     assert not [path for path in SHARED_MEMORY.glob("kvferry-*") if start_digest(base) in path.name]
 
 
 @pytest.mark.parametrize("extra", [kept, tiers])
-def test_an_engine_core_that_does_not_see_its_ranks_memory_refuses(
+def test_engine_core_without_access_to_the_pool_is_refused(
     base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
 ) -> None:
     """As where they are on several hosts."""
-    with pytest.raises(ConnectorRefused, match=r"is not there: .* on one host, .*; leave tiers out, and set pool_kind"):
+    with pytest.raises(
+        ConnectorRefused, match=r"does not exist here: .* on one host, .*; remove tiers and set pool_kind"
+    ):
         start(with_pool(base, **extra(tmp_path)), KVConnectorRole.SCHEDULER)

@@ -17,13 +17,13 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import KVEventBatch
 
 from kvferry.app.discovery import find_services
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import in_process, transfer_config
 from tests.vllm.server import ROOT, VllmServer, environment, free_port, serving
 from tests.vllm.workload import BLOCK, Answer, Prompt, assert_same, random_tokens, shared_prefixes
+from vllm.distributed.kv_events import KVEventBatch
 
 PROMPTS = shared_prefixes(200)
 CLIENTS = 6
@@ -69,9 +69,7 @@ def assert_equal_tokens(answers: list[Any], truth: list[Answer]) -> None:
     assert_same(found, truth)
 
 
-def test_two_hundred_prompts_of_several_clients_are_answered_alike_and_every_counter_agrees(
-    server: VllmServer, truth: list[Answer]
-) -> None:
+def test_200_prompts_of_several_clients_get_the_same_answers(server: VllmServer, truth: list[Answer]) -> None:
     for _ in range(2):
         with ThreadPoolExecutor(CLIENTS) as clients:
             answers = list(clients.map(lambda prompt: ask(server, prompt), PROMPTS))
@@ -96,7 +94,7 @@ def test_two_hundred_prompts_of_several_clients_are_answered_alike_and_every_cou
     assert load["bytes"] == load["blocks"] * stats["pool"]["slot_bytes"]
 
 
-def test_an_override_by_the_id_that_the_client_sends_holds_for_its_request(server: VllmServer) -> None:
+def test_override_by_the_clients_request_id_is_applied(server: VllmServer) -> None:
     prompt = random_tokens(random.Random(77), 4 * BLOCK + 3)
     before = server.settled()["store"]
     server.admin.put("/admin/v1/requests/my-request-7/policy", json={"store": False}).raise_for_status()
@@ -112,7 +110,7 @@ def test_an_override_by_the_id_that_the_client_sends_holds_for_its_request(serve
     assert server.settled()["store"]["stored"] == before["stored"] + 4
 
 
-def test_what_the_client_sends_with_its_request_settles_its_policy(server: VllmServer) -> None:
+def test_policy_fields_sent_with_a_request_are_applied(server: VllmServer) -> None:
     prompt = random_tokens(random.Random(78), 4 * BLOCK + 3)
     before = server.settled()["store"]
     ask(server, prompt, "capped", kv_transfer_params={"max_offload_tokens": 2 * BLOCK})
@@ -123,7 +121,7 @@ def test_what_the_client_sends_with_its_request_settles_its_policy(server: VllmS
     assert shown["policy"]["max_offload_tokens"] == {"value": 2 * BLOCK, "source": "request"}
 
 
-def test_settings_that_change_while_running_hold_for_the_engine(server: VllmServer) -> None:
+def test_settings_when_changed_while_running_are_applied(server: VllmServer) -> None:
     prompt = random_tokens(random.Random(80), 4 * BLOCK + 3)
     changed = {"eviction_policy": "arc", "store_threshold": 2}
     before = server.settled()
@@ -166,7 +164,7 @@ def test_pool_size_when_changed_under_load_and_between_requests_is_reached(
     assert server.resized(24 * MIB)["slots"] == 24 * MIB // pool["slot_bytes"]
 
 
-def test_a_size_that_cannot_be_is_refused_with_both_numbers(server: VllmServer) -> None:
+def test_pool_size_without_memory_is_refused_with_both_numbers(server: VllmServer) -> None:
     before = server.stats()["pool"]
     for size, words in (
         (100_000, "holds no extent of this pool, which takes 3,145,728 bytes"),
@@ -192,7 +190,7 @@ def test_a_size_that_cannot_be_is_refused_with_both_numbers(server: VllmServer) 
     assert (after["slots"], after["wanted_slots"]) == (before["slots"], before["slots"])
 
 
-def test_live_requests_are_shown_while_they_run(server: VllmServer) -> None:
+def test_live_requests_are_listed_while_they_run(server: VllmServer) -> None:
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(ask, server, PROMPTS[3], "long-one", max_tokens=600)
         seen: list[Any] = []
@@ -214,7 +212,7 @@ def test_the_command_line_finds_the_engine(server: VllmServer) -> None:
     assert json.loads(done.stdout)["engine"]["name"] == "vllm"
 
 
-def test_clients_that_go_away_leave_nothing_behind(server: VllmServer) -> None:
+def test_clients_when_disconnected_leave_nothing_open(server: VllmServer) -> None:
     model = server.model
 
     def leave(prompt: Prompt) -> None:
@@ -231,7 +229,7 @@ def test_clients_that_go_away_leave_nothing_behind(server: VllmServer) -> None:
     assert after["pool"]["pinned"] == after["pool"]["loading"] == after["pool"]["storing"] == 0
 
 
-def test_vllms_own_reset_reaches_the_pool(server: VllmServer) -> None:
+def test_vllm_reset_drops_the_pool(server: VllmServer) -> None:
     ask(server, PROMPTS[0])
     before = server.settled()
     assert before["pool"]["ready"] > 0
@@ -241,7 +239,7 @@ def test_vllms_own_reset_reaches_the_pool(server: VllmServer) -> None:
     assert after["pool"]["ready"] == 0
 
 
-def test_an_operators_reset_drops_blocks_while_requests_run(server: VllmServer, truth: list[Answer]) -> None:
+def test_operator_reset_while_requests_run_drops_blocks(server: VllmServer, truth: list[Answer]) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = [clients.submit(ask, server, prompt) for prompt in PROMPTS[:60]]
         for _ in range(5):
@@ -249,7 +247,7 @@ def test_an_operators_reset_drops_blocks_while_requests_run(server: VllmServer, 
         assert_equal_tokens([answer.result(60) for answer in answers], truth[:60])
 
 
-def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer, events_port: int) -> None:
+def test_kv_events_report_changes_of_host_memory(server: VllmServer, events_port: int) -> None:
     prompt = random_tokens(random.Random(79), 4 * BLOCK + 3)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
@@ -296,7 +294,7 @@ def test_routers_hear_what_enters_and_leaves_host_memory(server: VllmServer, eve
         context.term()
 
 
-def test_a_clean_run_logs_nothing_above_info_and_says_first_what_it_takes(server: VllmServer) -> None:
+def test_clean_run_logs_its_size_and_nothing_above_info(server: VllmServer) -> None:
     lines = server.log.read_text().splitlines()
     ours = [line for line in lines if re.search(r"\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) ", line)]
     assert any("host pool: " in line and "slots of" in line for line in ours)
@@ -305,10 +303,8 @@ def test_a_clean_run_logs_nothing_above_info_and_says_first_what_it_takes(server
     assert [line for line in ours if " INFO " not in line] == []
 
 
-def test_a_killed_engine_leaves_nothing_that_keeps_the_next_one_from_starting(
-    llama: Path, tmp_path: Path, truth: list[Answer]
-) -> None:
-    """On SIGTERM vLLM kills its engine-core process, whose half of the connector never hears of it. The other way is a
+def test_engine_after_a_killed_one_starts(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
+    """On SIGTERM vLLM kills its engine-core process, whose connector is not called. The other way is a
     container that is killed with all that is in it."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with serving(llama, transfer_config(), tmp_path) as server:

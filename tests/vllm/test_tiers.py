@@ -51,9 +51,7 @@ def tier_hits(tokens: Mapping[str, int]) -> int:
     return sum(tokens.values())
 
 
-def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
-    llama: Path, tmp_path: Path, truth: list[Answer]
-) -> None:
+def test_file_tier_when_pool_has_evicted_blocks_returns_them(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
     with in_process(llama, tiered(tmp_path)) as engine:
         for prompt, wanted in zip(PROMPTS, truth, strict=True):
             assert_same(engine.generate([prompt]), [wanted])
@@ -81,7 +79,7 @@ def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
         assert_nothing_left(engine)
     with in_process(llama, tiered(tmp_path)) as engine:
         wait_until(lambda: not engine.core.tiers.health(), "the tier has read its folder", 30.0)
-        # One at a time: nobody waits for a tier for long, and a burst would compute most of it.
+        # One at a time: no request waits for a tier for long, and a burst would compute most of it.
         for prompt, wanted in zip(PROMPTS, truth, strict=True):
             assert_same(engine.generate([prompt]), [wanted])
         again = engine.settle()
@@ -89,9 +87,7 @@ def test_blocks_that_left_the_pool_come_back_from_files_also_after_a_restart(
         assert_nothing_left(engine)
 
 
-def test_two_ranks_and_the_engines_process_share_the_memory_that_a_tier_works_on(
-    llama: Path, tmp_path: Path, truth: list[Answer]
-) -> None:
+def test_file_tier_with_two_ranks_uses_their_shared_memory(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
     with serving(llama, tiered(tmp_path), tmp_path, BIND, tensor_parallel_size=RANKS) as server:
         mapped = pool_mappings(server)
         assert len(mapped) == RANKS + 1
@@ -114,9 +110,7 @@ def test_two_ranks_and_the_engines_process_share_the_memory_that_a_tier_works_on
         assert stats["load"]["failed"] == stats["tiers"]["disk"]["corrupt"] == 0
 
 
-def test_what_a_tier_brought_into_a_kept_pool_outlives_a_killed_engine(
-    llama: Path, tmp_path: Path, truth: list[Answer]
-) -> None:
+def test_promoted_blocks_when_engine_is_killed_are_recovered(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
     few = PROMPTS[:8]
     kept = {"pool_kind": "file", "pool_path": str(tmp_path / "pool"), "engine_name": "promoted"}
     with serving(llama, tiered(tmp_path, **kept), tmp_path, BIND, tensor_parallel_size=RANKS) as server:

@@ -63,7 +63,7 @@ def refill(engine: InProcess, prompts: Sequence[Prompt] = PROMPTS) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_failed_loads_are_recomputed_and_what_failed_is_dropped(
+def test_load_when_it_fails_is_recomputed_and_its_blocks_dropped(
     engine: InProcess, truth: list[Answer], copying: Any, every: int
 ) -> None:
     refill(engine)
@@ -95,7 +95,7 @@ def test_failed_stores_publish_nothing(engine: InProcess, truth: list[Answer], c
     assert after.store.stored == after.pool.ready == 0
 
 
-def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(engine: InProcess, copying: Any) -> None:
+def test_blocks_after_failed_or_unfinished_load_are_not_stored(engine: InProcess, copying: Any) -> None:
     refill(engine, SOME)
     prompt = PROMPTS[0]
     may_load, stored = threading.Event(), []
@@ -123,9 +123,7 @@ def test_a_block_of_a_request_with_a_failed_or_unfinished_load_is_never_stored(e
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lost_completion_hangs_nobody_also_when_the_copy_thread_dies(
-    engine: InProcess, truth: list[Answer], copying: Any
-) -> None:
+def test_completion_when_lost_does_not_hang_requests(engine: InProcess, truth: list[Answer], copying: Any) -> None:
     refill(engine)
     deaths: list[int] = []
 
@@ -157,9 +155,7 @@ def test_steps_without_work_are_bounded_while_a_load_is_in_flight(engine: InProc
     assert spent_s >= 40 * 0.005
 
 
-def test_a_reset_while_transfers_are_in_flight_costs_no_answer(
-    engine: InProcess, truth: list[Answer], copying: Any
-) -> None:
+def test_reset_with_open_transfers_gives_the_same_answers(engine: InProcess, truth: list[Answer], copying: Any) -> None:
     copies: list[int] = []
 
     def reset(job: TransferJob) -> None:
@@ -175,12 +171,12 @@ def test_a_reset_while_transfers_are_in_flight_costs_no_answer(
     assert after.store.skipped[SkipReason.RESET] + after.load.failed > 0
 
 
-def test_vllms_reset_of_the_connector_works_while_we_hold_blocks(engine: InProcess, copying: Any) -> None:
+def test_vllm_reset_while_blocks_are_held_resets_the_pool(engine: InProcess, copying: Any) -> None:
     may_copy = threading.Event()
     copying(lambda job: may_copy.wait(DEADLINE_S) and None)
     engine.add("one", PROMPTS[0])
     wait_until(lambda: bool(engine.step()), "it ends", DEADLINE_S)
-    assert engine.side.device.num_held > 0
+    assert engine.scheduler.device.num_held > 0
     # vLLM says no for its own cache, since blocks are held, and resets ours all the same.
     assert not engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
@@ -192,11 +188,13 @@ def test_vllms_reset_of_the_connector_works_while_we_hold_blocks(engine: InProce
     assert engine.vllm_scheduler.reset_prefix_cache(reset_connector=True)
 
 
-def test_resetting_running_requests_resumes_them_within_one_step(engine: InProcess, truth: list[Answer]) -> None:
+def test_reset_of_running_requests_resumes_them_in_one_step(engine: InProcess, truth: list[Answer]) -> None:
     for number, prompt in enumerate(PROMPTS[:4]):
         engine.add(str(number), prompt)
     wait_until(lambda: (engine.step(), engine.snapshot().store.stored > 0)[1], "they run", DEADLINE_S)
-    wait_until(lambda: engine.side.device.num_held == 0 or not engine.settle().open_jobs, "no copy runs", DEADLINE_S)
+    wait_until(
+        lambda: engine.scheduler.device.num_held == 0 or not engine.settle().open_jobs, "no copy runs", DEADLINE_S
+    )
     answers: dict[str, Answer] = {}
     engine.vllm_scheduler.reset_prefix_cache(reset_running_requests=True)
     wait_until(lambda: (answers.update(engine.step()), len(answers) == 4)[1], "they end", DEADLINE_S)
@@ -204,7 +202,7 @@ def test_resetting_running_requests_resumes_them_within_one_step(engine: InProce
     assert_same([answers[str(number)] for number in range(4)], truth[:4])
 
 
-def test_preempted_requests_are_answered_alike(llama: Path) -> None:
+def test_preempted_requests_get_the_same_answers(llama: Path) -> None:
     prompts = shared_prefixes(200, prefixes=40, prefix_tokens=5 * BLOCK, seed=5)
     with in_process(llama, num_gpu_blocks_override=256) as alone:
         truth = alone.generate(prompts, max_tokens=100)
@@ -217,7 +215,7 @@ def test_preempted_requests_are_answered_alike(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "matched", "loading", "running"])
-def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying: Any, when: str) -> None:
+def test_abort_in_any_state_releases_everything(engine: InProcess, copying: Any, when: str) -> None:
     refill(engine, SOME)
     may_copy = threading.Event()
     copying(lambda job: may_copy.wait(DEADLINE_S) and None)
@@ -247,7 +245,7 @@ def test_an_abort_in_any_state_leaves_nothing_behind(engine: InProcess, copying:
     wait_until(lambda: (engine.step(), not engine.vllm_scheduler.requests)[1], "it is gone", DEADLINE_S)
 
 
-def test_requests_that_outlive_aborted_ones_are_answered_alike(engine: InProcess, truth: list[Answer]) -> None:
+def test_requests_beside_aborted_ones_get_the_same_answers(engine: InProcess, truth: list[Answer]) -> None:
     rng = random.Random(13)
     refill(engine)
     answers: dict[str, Answer] = {}
@@ -270,7 +268,7 @@ def test_requests_that_outlive_aborted_ones_are_answered_alike(engine: InProcess
     assert_same([answers[str(number)] for number in kept], [truth[number] for number in kept])
 
 
-def test_stores_that_end_after_the_last_request_are_seen_to_end(engine: InProcess, copying: Any) -> None:
+def test_stores_after_the_last_request_are_completed(engine: InProcess, copying: Any) -> None:
     """Without `has_pending_push_work` vLLM would stop taking steps, and nothing would ever be published."""
     may_copy = threading.Event()
     copying(lambda job: may_copy.wait(DEADLINE_S) and None)
@@ -286,7 +284,7 @@ def test_stores_that_end_after_the_last_request_are_seen_to_end(engine: InProces
     assert engine.snapshot().pool.ready == len(PROMPTS[0]) // BLOCK
 
 
-def test_lookups_are_polled_and_pin_anew_each_time(engine: InProcess) -> None:
+def test_lookups_when_polled_replace_their_pins(engine: InProcess) -> None:
     refill(engine, SOME)
     engine.add("large", LARGE, max_tokens=40)
     for _ in range(8):

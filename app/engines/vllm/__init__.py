@@ -1,6 +1,6 @@
-"""kvferry inside stock vLLM: an out-of-tree KV connector, which vLLM finds by the entry point `register`.
+"""Out-of-tree KV connector for stock vLLM, registered by the entry point `register`.
 
-Importing this module imports neither vLLM nor the connector. The connector is imported when vLLM looks its class up,
+Importing this module imports neither vLLM nor the connector. The connector is imported when vLLM looks up its class,
 after the installed vLLM was checked, so that an unsupported release is refused with one line.
 """
 
@@ -10,38 +10,38 @@ import sys
 from typing import Any
 
 CONNECTOR = "KVFerryConnector"
-VLLMS_NAMES = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""The names that vLLM looks up instead when --kv-offloading-size is given, in this module if the options name it."""
+VLLM_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Names that vLLM looks up for --kv-offloading-size, in this module if `kv_connector_module_path` names it."""
 _LOOKUP_FRAMES = 3
-"""How many callers are searched for the configuration: vLLM's lookup by name has one frame more than by module path."""
+"""Number of callers searched for the configuration; vLLM's lookup by name has one frame more than by module path."""
 
 __all__ = ["CONNECTOR", "register"]
 
 
 def register() -> None:
-    """Register the connector by its name. Entry point of the group `vllm.general_plugins`; every process calls it."""
+    """Register the connector by name. Entry point of the group `vllm.general_plugins`, called in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
     except ValueError:
-        # vLLM may load its plugins more than once in a process.
+        # Already registered: vLLM may load its plugins more than once in a process.
         return
 
 
 def __getattr__(name: str) -> Any:
-    """Return the connector's class after checking the installed vLLM.
+    """Return the connector class after checking the installed vLLM.
 
     Raises:
-        UnsupportedVllm: the connector does not fit this vLLM.
-        ConnectorRefused: a setting is wrong. Only where vLLM looks the class up for a configuration.
+        UnsupportedVllm: vLLM lacks parts that the connector needs.
+        ConnectorRefused: A setting is invalid; only if vLLM looks up the class for a configuration.
     """
-    if name != CONNECTOR and name not in VLLMS_NAMES:
+    if name != CONNECTOR and name not in VLLM_CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvferry.app.engines.vllm.versions import check_vllm
 
     check_vllm()
-    transfer = _given_config()
+    transfer = _config_of_caller()
     if transfer is not None:
         from kvferry.app.engines.vllm.options import check_options
 
@@ -51,11 +51,11 @@ def __getattr__(name: str) -> Any:
     return KVFerryConnector
 
 
-def _given_config() -> Any:
-    """Return the `KVTransferConfig` that vLLM looks the class up for, or None.
+def _config_of_caller() -> Any:
+    """Return the `KVTransferConfig` for which vLLM looks up the class, or None.
 
-    vLLM calls no hook of a connector on every platform before it loads the weights, but looks the class up as it reads
-    its options: the configuration is a local variable there.
+    No hook of a connector is called on every platform before the weights are loaded, but the class is looked up when
+    vLLM reads its options. The configuration is a local variable of that caller.
     """
     frame = sys._getframe(1)
     for _ in range(_LOOKUP_FRAMES):

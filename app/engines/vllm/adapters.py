@@ -1,7 +1,7 @@
-"""LoRA adapters told apart by what is in their files. vLLM's own hashes know an adapter by name and path only.
+"""LoRA adapters identified by the content of their files; vLLM's block hashes identify them by name and path only.
 
-The hashes of such a request's blocks are lengthened by a digest of its adapter. Files are read on a thread of their
-own; until that is done, and where it cannot be done, the request's blocks are neither stored nor looked for.
+The block hashes of a request with an adapter are extended by a digest of the adapter's files. A thread reads the files;
+until it is done, and if it fails, the request's blocks are neither stored nor looked up.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _log = logging.getLogger(__name__)
 
 SUFFIX_BYTES = 16
 
-
 _MAX_ADAPTERS = 1000
-"""Adapters remembered beyond those of live requests."""
+"""Limit of adapters kept in addition to those of live requests."""
 _MAX_LOADS = 16
-"""Loads remembered of each adapter."""
+"""Limit of loads kept for each adapter."""
 _FILTER_BITS = 1 << 20
 _FILTER_PROBES = 4
 
 
 class AdapterLoads:
-    """All loads of one name and path, which vLLM's hashes do not tell apart."""
+    """All loads of one name and path, which have the same block hashes in vLLM."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.path = path
         self.digest: bytes | None = None
-        """The digest that all loads had whose files were read."""
-        self.is_doubtful = False
+        """Digest of the loads whose files have been read."""
+        self.is_ambiguous = False
+        """Whether vLLM's cache may hold blocks of different weights under the same hashes."""
         self.by_number: OrderedDict[int, Adapter] = OrderedDict()
 
 
 class Adapter:
-    """An adapter as it was loaded once."""
+    """One load of a LoRA adapter."""
 
     def __init__(self, loads: AdapterLoads, number: int) -> None:
         self.loads = loads
@@ -53,54 +53,59 @@ class Adapter:
 
     @property
     def suffix(self) -> bytes | None:
-        """What lengthens the hashes of its blocks; None while nobody knows it, or once nobody can."""
-        return None if self.loads.is_doubtful else self.digest
+        """Suffix for the hashes of its blocks; None until the files are read, and when the weights are ambiguous."""
+        return None if self.loads.is_ambiguous else self.digest
 
 
-class SeenNames:
-    """Names and paths that were added, in a fixed amount of memory: a Bloom filter, which forgets nothing."""
+class AdapterFilter:
+    """Bloom filter of adapters that were used before, in a fixed amount of memory."""
 
     def __init__(self) -> None:
         self._bits = bytearray(_FILTER_BITS // 8)
 
     def add(self, name: str, path: str) -> None:
-        """Add one."""
-        for place in self._places(name, path):
-            self._bits[place // 8] |= 1 << place % 8
+        """Add an adapter's name and path."""
+        for bit in self._bits_of(name, path):
+            self._bits[bit // 8] |= 1 << bit % 8
 
-    def may_have(self, name: str, path: str) -> bool:
-        """Whether it was added; sometimes also for one that was not."""
-        return all(self._bits[place // 8] >> place % 8 & 1 for place in self._places(name, path))
+    def may_contain(self, name: str, path: str) -> bool:
+        """Return whether an adapter was added; true for a few that were not."""
+        return all(self._bits[bit // 8] >> bit % 8 & 1 for bit in self._bits_of(name, path))
 
-    def _places(self, name: str, path: str) -> list[int]:
+    def _bits_of(self, name: str, path: str) -> list[int]:
         digest = hashlib.sha256(f"{len(name)}:{name}{path}".encode()).digest()
         return [int.from_bytes(digest[4 * i : 4 * i + 4], "big") % _FILTER_BITS for i in range(_FILTER_PROBES)]
 
 
 class Adapters:
-    """The adapters of an engine's requests, and which of vLLM's hashes are of blocks computed with one.
+    """LoRA adapters of an engine's requests, and the extended hashes of blocks computed with them.
 
-    On the engine's thread, but for what reads files.
+    Thread: engine, except the reading of files.
     """
 
-    def __init__(self, start: str, max_hashes: int, digests: DigestCache, max_adapters: int = _MAX_ADAPTERS) -> None:
-        """`start` tells this start of the engine from all others; so many hashes and adapters are remembered.
+    def __init__(self, start_id: str, max_hashes: int, digests: DigestCache, max_adapters: int = _MAX_ADAPTERS) -> None:
+        """Create an empty table.
 
-        A forgotten adapter that is used again is doubtful: vLLM's cache may still hold blocks of its weights before.
+        Args:
+            start_id: Identifies this start of the engine.
+            max_hashes: Limit of extended hashes kept.
+            digests: Cache of file digests.
+            max_adapters: Limit of adapters kept. One that is used again after it was removed is ambiguous, because
+                vLLM's cache may still hold blocks of its earlier weights.
         """
         self._digests = digests
-        self._start = start
+        self._start_id = start_id
         self._max_hashes = max_hashes
         self._max_adapters = max_adapters
         self._lock = threading.Lock()
         self._recent: OrderedDict[tuple[str, str], AdapterLoads] = OrderedDict()
-        # Those that are not recent, as long as a live request or a reading thread has one of their loads.
+        # Loads evicted from `_recent`, as long as a live request or a reading thread refers to one of them.
         self._in_use: WeakValueDictionary[tuple[str, str], AdapterLoads] = WeakValueDictionary()
-        self._forgotten = SeenNames()
+        self._evicted = AdapterFilter()
         self._hashes: OrderedDict[bytes, bytes] = OrderedDict()
 
     def find(self, lora: Any) -> Adapter:
-        """The adapter of a request, from vLLM's `LoRARequest`."""
+        """Return the adapter of a request, given vLLM's `LoRARequest`."""
         name, path, number = str(lora.lora_name), str(lora.lora_path), int(lora.lora_int_id)
         with self._lock:
             loads = self._loads_of(name, path)
@@ -109,65 +114,65 @@ class Adapters:
                 found = loads.by_number[number] = Adapter(loads, number)
                 if len(loads.by_number) > _MAX_LOADS:
                     loads.by_number.popitem(last=False)
-                if not loads.is_doubtful:
+                if not loads.is_ambiguous:
                     threading.Thread(target=self._read, args=(found,), name="kvferry-adapter", daemon=True).start()
             if lora.load_inplace:
-                self._doubt(loads)
+                self._set_ambiguous(loads)
         return found
 
     def _loads_of(self, name: str, path: str) -> AdapterLoads:
-        """The loads of a name and path, from now on the most recently used. Requires: lock held."""
+        """Return the loads of a name and path and make them the most recently used. Requires: lock held."""
         key = name, path
         loads = self._recent.get(key) or self._in_use.get(key)
         if loads is None:
             loads = AdapterLoads(name, path)
-            if self._forgotten.may_have(name, path):
-                self._doubt(loads)
+            if self._evicted.may_contain(name, path):
+                self._set_ambiguous(loads)
         self._recent[key] = loads
         self._recent.move_to_end(key)
         if len(self._recent) > self._max_adapters:
-            oldest, gone = self._recent.popitem(last=False)
-            self._forgotten.add(*oldest)
-            # Without the cycle, the loads go with the last request or thread that has one of them.
-            gone.by_number.clear()
-            self._in_use[oldest] = gone
+            oldest, evicted = self._recent.popitem(last=False)
+            self._evicted.add(*oldest)
+            # Break the reference cycle, so that the loads are freed with the last request or thread that uses them.
+            evicted.by_number.clear()
+            self._in_use[oldest] = evicted
         return loads
 
-    def lengthen(self, hashes: Sequence[bytes], suffix: bytes) -> list[bytes]:
-        """Our hashes for vLLM's, of blocks computed with an adapter. They are remembered."""
-        ours = [block_hash + suffix for block_hash in hashes]
-        self._hashes.update(zip(hashes, ours, strict=True))
+    def extend_hashes(self, hashes: Sequence[bytes], suffix: bytes) -> list[bytes]:
+        """Return vLLM's hashes with an adapter's suffix, and record them for `extended_hash`."""
+        extended = [block_hash + suffix for block_hash in hashes]
+        self._hashes.update(zip(hashes, extended, strict=True))
         while len(self._hashes) > self._max_hashes:
             self._hashes.popitem(last=False)
-        return ours
+        return extended
 
-    def ours(self, block_hash: bytes) -> bytes:
-        """Our hash for one of vLLM's."""
+    def extended_hash(self, block_hash: bytes) -> bytes:
+        """Return the extended hash recorded for one of vLLM's, or the hash itself."""
         return self._hashes.get(block_hash, block_hash)
 
     def _read(self, adapter: Adapter) -> None:
         loads = adapter.loads
         try:
-            found = digest_of_files(Path(loads.path).expanduser(), self._digests)
+            content = digest_of_files(Path(loads.path).expanduser(), self._digests)
         except (FileUnknown, RuntimeError) as error:
-            _log.warning("LoRA adapter %s: none of its blocks is stored, since %s", loads.name, error)
+            _log.warning("LoRA adapter is not offloaded, its files cannot be read: %s: %s", loads.name, error)
             return
-        if found is None:
-            # It is on the hub, and all that is known is that this load of it stays what it is.
-            found = f"{self._start}-{loads.path}-{adapter.number}"
+        if content is None:
+            # For an adapter on the hub, only this load of it is known to stay unchanged.
+            content = f"{self._start_id}-{loads.path}-{adapter.number}"
         with self._lock:
-            adapter.digest = hashlib.sha256(found.encode()).digest()[:SUFFIX_BYTES]
+            adapter.digest = hashlib.sha256(content.encode()).digest()[:SUFFIX_BYTES]
             loads.digest = loads.digest or adapter.digest
             if loads.digest != adapter.digest:
-                self._doubt(loads)
+                self._set_ambiguous(loads)
 
-    def _doubt(self, loads: AdapterLoads) -> None:
-        """vLLM's cache may hold blocks of other weights under the very hashes of these loads."""
-        if not loads.is_doubtful:
-            loads.is_doubtful = True
+    def _set_ambiguous(self, loads: AdapterLoads) -> None:
+        """Stop offloading an adapter whose blocks vLLM's cache may mix with those of other weights."""
+        if not loads.is_ambiguous:
+            loads.is_ambiguous = True
             _log.warning(
-                "LoRA adapter %s was loaded again from %s: vLLM does not tell its blocks from those of the weights "
-                "before, so none is stored any more; load other weights from another path",
+                "LoRA adapter is no longer offloaded, it was loaded again: %s from %s; vLLM's block hashes do not "
+                "distinguish the weights, so load other weights from another path",
                 loads.name,
                 loads.path,
             )

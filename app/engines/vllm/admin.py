@@ -1,4 +1,4 @@
-"""The admin API in vLLM's engine-core process: a server on a thread of its own, and the file that says where it is."""
+"""Server of the admin API in vLLM's engine-core process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import socket
 import threading
 
 from kvferry.app.discovery import Announcement, announce_service
-from kvferry.app.engines.vllm.host import EngineCoreHost
 from kvferry.app.engines.vllm.options import ConnectorRefused
-from kvferry.app.service.server import PortTaken, Server, listen, make_server, url_of
+from kvferry.app.service.server import PortTaken, Served, Server, listen, make_server, url_of
 from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 
@@ -20,33 +19,38 @@ MAX_PORT = 65535
 
 
 class AdminServer:
-    """Takes its port when made, serves from `start` to `close`."""
+    """Serves the admin API on a thread, and writes the discovery file by which clients on this host find it."""
 
-    def __init__(self, host: EngineCoreHost, settings: Settings) -> None:
-        """Each data-parallel engine has a port of its own, a free one where that is taken. Raises `ConnectorRefused`
-        for an address that cannot be listened on."""
+    def __init__(
+        self, settings: Settings, engine: Served, name: str, engine_name: str, data_parallel_rank: int
+    ) -> None:
+        """Listen on the port plus the data-parallel rank, or on a free port if that is taken.
+
+        Raises:
+            ConnectorRefused: The address cannot be listened on.
+        """
         try:
-            self._listener = _listen(settings, host.data_parallel_rank)
+            self._listener = _listen(settings, data_parallel_rank)
         except StartError as error:
             raise ConnectorRefused(settings.as_written(str(error))) from error
         self.url = url_of(self._listener)
-        self._host = host
+        self._engine = engine
+        self._state_dir = settings.state_dir
+        self._name = name
+        self._engine_name = engine_name
         self._server: Server | None = None
         self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
         self._announcement: Announcement | None = None
-        self._state_dir = settings.state_dir
-        self._name = host.service.name
-        self._engine_name = host.engine_name
 
     def start(self) -> None:
-        """Serve, and let clients on this host find it."""
-        self._server = make_server(self._host)
+        """Start to serve and write the discovery file."""
+        self._server = make_server(self._engine)
         self._thread.start()
         self._announcement = announce_service(self._state_dir, self._name, self.url, self._engine_name)
         _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
 
     def close(self) -> None:
-        """Stop; may be called again."""
+        """Stop the server; may be called again."""
         if self._announcement is not None:
             self._announcement.withdraw()
         if self._server is not None:
@@ -60,8 +64,8 @@ class AdminServer:
             return
         try:
             self._server.run(sockets=[self._listener])
-        except Exception:  # noqa: BLE001 - the engine goes on without its admin API, and says so
-            _log.exception("the admin API has stopped; the engine goes on")
+        except Exception:  # noqa: BLE001 - the engine continues without the admin API
+            _log.exception("the admin API has stopped; the engine continues")
 
 
 def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
@@ -73,7 +77,7 @@ def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
             pass
     listener = listen(settings.host, 0)
     _log.warning(
-        "admin port %d is taken: listening on %s, where clients of this host find it; set port=0 for a free one",
+        "admin port %d is taken: listening on %s, where clients on this host find it; set port=0 to use a free port",
         port,
         url_of(listener),
     )

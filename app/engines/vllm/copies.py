@@ -1,6 +1,6 @@
-"""The seam to `cuda_ops`: from vLLM's tensors to a host pool and a copy engine that knows their bytes.
+"""A rank's copy engine, built from vLLM's KV cache tensors and the rank's mapping of the host pool.
 
-All tensors are seen as bytes, and none is copied.
+Tensors are accessed as bytes in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.app.engines.cuda import CudaSide
 from kvferry.app.engines.vllm.extents import RankExtents
-from kvferry.app.engines.vllm.layout import Stretch, VllmLayout
+from kvferry.app.engines.vllm.layout import BlockRegion, VllmLayout
 from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.service.startup import StartProgress
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-class Copies:
-    """A rank's copy engine and its view of the pool; a `CopyEngine`. `extents` gives the pool another size under it."""
+class RankCopies:
+    """A `CopyEngine` between a rank's KV caches and its mapping of the pool, which `extents` resizes."""
 
     def __init__(
         self,
@@ -47,9 +47,20 @@ class Copies:
         cuda: CudaSide | None = None,
         cpus: Collection[int] | None = None,
     ) -> None:
-        """Start copying between the caches, which `check_caches` has seen, and the pool; it is closed with this, and
-        so is `cuda`, by which they are copied where they are in a CUDA device's memory. `cpus` are the processors that
-        copy, compute checksums and map memory, by default those of the calling thread. Raises `ConnectorRefused`."""
+        """Start copying.
+
+        Args:
+            layout: Layout of the KV caches.
+            settings: Settings of the connector.
+            caches: vLLM's KV cache tensors by layer, checked by `check_caches`.
+            mapped: The rank's mapping of the pool; closed with this.
+            on_finished: Called when a job or a resize command has ended.
+            cuda: Device of the caches, None for host memory; closed with this.
+            cpus: CPUs for copies, checksums and mapping, by default those of the calling thread.
+
+        Raises:
+            ConnectorRefused: The device cannot be used.
+        """
         self._layout = layout
         self._settings = settings
         self._caches = caches
@@ -58,8 +69,8 @@ class Copies:
         self._pool = mapped.pool
         self._rank = mapped.rank
         self._cuda = cuda
-        self._headers = None if mapped.file is None else SlotHeaders(mapped.file, mapped.pool)
-        self._left: list[TransferResult] = []
+        self._headers = None if mapped.persistent is None else SlotHeaders(mapped.persistent, mapped.pool)
+        self._released_results: list[TransferResult] = []
         self._is_released = False
         try:
             self._engine = self._make_engine()
@@ -80,8 +91,8 @@ class Copies:
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`."""
-        left, self._left = self._left, []
-        return left + self._engine.poll()
+        results, self._released_results = self._released_results, []
+        return results + self._engine.poll()
 
     def wait(self, job_ids: Collection[int], timeout_s: float) -> bool:
         """See `CopyEngine`."""
@@ -92,27 +103,28 @@ class Copies:
         return self._engine.is_alive()
 
     def release_caches(self) -> None:
-        """Stop using the caches, whose memory may be unmapped after this. May be called again.
+        """Stop accessing the caches, whose memory may then be unmapped; may be called again.
 
-        Jobs under way end first. Later jobs fail, until `restore_caches`. The pool stays mapped and pinned.
+        Waits for the current jobs. Later jobs fail until `restore_caches`. The pool stays mapped and pinned.
         """
         self._is_released = True
         self._engine.close()
 
     def restore_caches(self) -> None:
-        """Use the caches again, at the addresses that their tensors have now. Does nothing unless they were released.
+        """Access the caches again, at the current addresses of their tensors; no effect unless they were released.
 
-        Raises `ConnectorRefused` and `CudaUnavailable`; jobs fail from then on.
+        Raises:
+            ConnectorRefused, CudaUnavailable: The caches cannot be used; jobs continue to fail.
         """
         if not self._is_released:
             return
         check_caches(self._layout, self._caches)
-        self._left += self._engine.poll()
+        self._released_results += self._engine.poll()
         self._engine = self._make_engine()
         self._is_released = False
 
     def close(self) -> None:
-        """See `CopyEngine`; the pool goes with it."""
+        """Stop copying and close the pool."""
         self.extents.close()
         self._engine.close()
         self._pool.close()
@@ -120,16 +132,17 @@ class Copies:
             self._cuda.close()
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of one slot, not a copy."""
+        """Return a view of the bytes of one slot."""
         return self._pool.slot(slot)
 
     def _make_engine(self) -> CopyEngine:
-        """Make a copy engine for the caches where they are now. Raises `CudaUnavailable`."""
+        """Create a copy engine for the current addresses of the caches. Raises `CudaUnavailable`."""
         layout, pool, headers, settings = self._layout, self._pool, self._headers, self._settings
+        groups = layout.group_layout(settings.blocks_per_slot, 1).groups
         regions = DeviceLayout(
             tuple(
-                GroupRegions(tuple(_region(self._caches, stretch) for stretch in group.stretches), slot_blocks)
-                for group, slot_blocks in zip(layout.groups, layout.slot_blocks(settings.blocks_per_slot), strict=True)
+                GroupRegions(tuple(_region(self._caches, region) for region in group.regions), core_group.slot_blocks)
+                for group, core_group in zip(layout.groups, groups, strict=True)
             )
         )
         before = None if headers is None else headers.before_copy
@@ -145,14 +158,17 @@ class Copies:
         return KeptCopies(engine, headers, self._on_finished, self._rank, self._cpus)
 
     def _settle(self, timeout_s: float) -> bool:
-        """Wait until nobody looks at slots that have left the pool."""
+        """Wait until slots removed from the pool are no longer accessed; return whether it is so."""
         return self._engine.settle(timeout_s) if isinstance(self._engine, KeptCopies) else True
 
 
-def device_side(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | None:
-    """What is to be had of the device that the caches are on, which `check_caches` has seen; None where that is the
-    host. Raises `ConnectorRefused`."""
-    device = _tensor_of(caches, layout.groups[0].stretches[0]).device
+def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | None:
+    """Return the CUDA device of the caches, or None if they are in host memory.
+
+    Raises:
+        ConnectorRefused: The device cannot be used.
+    """
+    device = _tensor_of(caches, layout.groups[0].regions[0]).device
     if device.type == "cpu":
         return None
     try:
@@ -161,58 +177,52 @@ def device_side(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | Non
         raise ConnectorRefused(str(error)) from error
 
 
-def preparation_for(cuda: CudaSide | None, *, is_own: bool = True) -> Preparation:
-    """How the pool is made ready for that device; the log says how far it is.
+def pool_preparation(cuda: CudaSide | None, *, is_private: bool = True) -> Preparation:
+    """Return how the pool's memory is prepared for the device; progress is logged.
 
-    A pool that is the rank's own memory (`is_own`) is taken before requests come: the kernel gives it more slowly than
-    blocks are copied. Files are taken as their kind needs it.
+    Private memory is allocated at start, because the kernel allocates pages more slowly than blocks are copied.
     """
-    how = Preparation(touch=is_own) if cuda is None else cuda.preparation()
-    return replace(how, progress=StartProgress().note_pool)
+    preparation = Preparation(touch=is_private) if cuda is None else cuda.preparation()
+    return replace(preparation, progress=StartProgress().note_pool)
 
 
 def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
-    """Refuse memory that this version cannot copy, before anything is allocated."""
-    devices = {_tensor_of(caches, stretch).device for group in layout.groups for stretch in group.stretches}
+    """Refuse KV caches whose memory does not match the layout or is on an unsupported device."""
+    regions = [region for group in layout.groups for region in group.regions]
+    devices = {_tensor_of(caches, region).device for region in regions}
     if len(devices) != 1 or next(iter(devices)).type not in DEVICE_TYPES:
         raise ConnectorRefused(
-            f"the KV cache is on {', '.join(sorted(map(str, devices)))}: this version carries blocks to and from one "
-            "CUDA device a rank, or CPU memory; run vLLM on one of them"
+            f"the KV cache is on {', '.join(sorted(map(str, devices)))}; kvferry supports one CUDA device per rank, or "
+            "CPU memory"
         )
-    for group in layout.groups:
-        for stretch in group.stretches:
-            tensor = _tensor_of(caches, stretch)
-            if any(
-                other.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-                for other in _parts(caches, stretch)
-            ):
-                raise ConnectorRefused(
-                    f"the KV cache of layer {stretch.layer} is made of several pieces of memory; kvferry does not know "
-                    "such a layout"
-                )
-            have = tensor.untyped_storage().nbytes()
-            if have < stretch.end:
-                raise ConnectorRefused(
-                    f"the KV cache of layer {stretch.layer} has {have:,} bytes, and its configuration says that blocks "
-                    f"lie up to byte {stretch.end:,}; kvferry does not know such a layout"
-                )
+    for region in regions:
+        storages = [part.untyped_storage() for part in _parts(caches, region)]
+        if len({storage.data_ptr() for storage in storages}) > 1:
+            raise ConnectorRefused(
+                f"the KV cache of layer {region.layer} has several separate allocations; kvferry does not support this"
+            )
+        if storages[0].nbytes() < region.end:
+            raise ConnectorRefused(
+                f"the KV cache of layer {region.layer} has {storages[0].nbytes():,} bytes, but its configuration has "
+                f"blocks up to byte {region.end:,}; kvferry does not support this"
+            )
 
 
-def _parts(caches: Mapping[str, Any], stretch: Stretch) -> Sequence[Tensor]:
-    """A layer's tensors: one, or several where it keeps states of different shapes."""
-    cache = caches.get(stretch.layer)
+def _parts(caches: Mapping[str, Any], region: BlockRegion) -> Sequence[Tensor]:
+    """Return a layer's tensors: one, or several for a layer with states of different shapes."""
+    cache = caches.get(region.layer)
     if cache is None:
-        raise ConnectorRefused(f"vLLM registered no KV cache for layer {stretch.layer}, which its configuration names")
+        raise ConnectorRefused(f"vLLM registered no KV cache for layer {region.layer} of its configuration")
     parts: Sequence[Tensor] = cache if isinstance(cache, (list, tuple)) else (cache,)
     return parts
 
 
-def _tensor_of(caches: Mapping[str, Any], stretch: Stretch) -> Tensor:
-    return _parts(caches, stretch)[0]
+def _tensor_of(caches: Mapping[str, Any], region: BlockRegion) -> Tensor:
+    return _parts(caches, region)[0]
 
 
-def _region(caches: Mapping[str, Any], stretch: Stretch) -> Region:
-    """A stretch as addresses. Not a copy; the tensor keeps the memory."""
-    tensor = _tensor_of(caches, stretch)
-    address = tensor.untyped_storage().data_ptr() + stretch.offset
-    return Region(address, stretch.num_blocks, stretch.block_bytes, stretch.stride_bytes, tensor)
+def _region(caches: Mapping[str, Any], region: BlockRegion) -> Region:
+    """Convert a region to addresses; the tensor keeps the memory alive."""
+    tensor = _tensor_of(caches, region)
+    address = tensor.untyped_storage().data_ptr() + region.offset
+    return Region(address, region.num_blocks, region.block_bytes, region.stride_bytes, tensor)

@@ -1,4 +1,4 @@
-"""vLLM's block pool as core's view of the device: to hold a block is to take a reference, as requests do."""
+"""vLLM's block pool as core's `DeviceView`: a held block is one with an additional reference, as requests have."""
 
 from __future__ import annotations
 
@@ -13,42 +13,49 @@ from kvferry.core.keys import GROUP_BYTES, Key, group_of, hash_of
 
 _log = logging.getLogger(__name__)
 
-_GROUP_BYTES = 4
-"""vLLM's own keys end with the group in so many bytes, the highest first."""
+_VLLM_GROUP_BYTES = 4
+"""Length of the big-endian group index at the end of vLLM's own keys."""
 
 
 class VllmDevice:
-    """Implements `kvferry.core.engine_api.DeviceView`. On the engine's thread only."""
+    """Implements `kvferry.core.engine_api.DeviceView`. Thread: engine."""
 
-    def __init__(self, adapters: Adapters, hash_bytes: int) -> None:
-        """vLLM's own hashes have `hash_bytes` bytes; `adapters` knows which of them have others with us."""
-        self._adapters = adapters
+    def __init__(self, adapters: Adapters, hash_bytes: int, *, writes_early: bool = False) -> None:
+        """Create a view that is not bound to a pool yet.
+
+        Args:
+            adapters: Maps vLLM's hashes of blocks computed with a LoRA adapter to extended hashes.
+            hash_bytes: Length of vLLM's own hashes.
+            writes_early: The model runner zeroes or copies blocks before it calls `handle_preemptions`.
+        """
+        self.adapters = adapters
+        self.writes_early = writes_early
         self._hash_bytes = hash_bytes
         self._pool: Any = None
         self._holds: dict[int, int] = {}
         self._given_out: dict[int, bytes | None] = {}
-        self._complained = False
+        self._has_logged_release = False
 
     def bind(self, pool: Any) -> None:
-        """Work on this pool from now on. vLLM makes it after the connector."""
+        """Set vLLM's block pool, which vLLM creates after the connector."""
         self._pool = pool
-        give_out = pool.get_new_blocks
+        allocate = pool.get_new_blocks
 
         def get_new_blocks(num_blocks: int) -> Any:
-            """Record what the blocks at the head of the free queue hold, and give them out."""
+            """Record the hashes of the blocks at the head of the free queue, then allocate them."""
             head = islice(pool.free_block_queue.iter_blocks_after(None), num_blocks)
-            held = [(block.block_id, block.block_hash) for block in head]
-            blocks = give_out(num_blocks)
-            for block_id, block_hash in held:
+            hashes = [(block.block_id, block.block_hash) for block in head]
+            blocks = allocate(num_blocks)
+            for block_id, block_hash in hashes:
                 self._given_out.setdefault(block_id, block_hash)
             return blocks
 
-        # vLLM forgets the hash of a block as it gives it out and has no public hook for that.
+        # vLLM clears a block's hash when it allocates the block and has no public hook for that.
         pool.get_new_blocks = get_new_blocks
 
     @property
     def num_held(self) -> int:
-        """Blocks that some transfer reads or writes."""
+        """Number of blocks that transfers read or write."""
         return len(self._holds)
 
     def hold(self, block_ids: Sequence[int]) -> None:
@@ -59,29 +66,26 @@ class VllmDevice:
             self._holds[block] = self._holds.get(block, 0) + 1
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
-        """See `DeviceView`. The tail is reused first, as vLLM does with a request's blocks."""
-        held = [block for block in reversed(block_ids) if self._drop_hold(block)]
+        """See `DeviceView`. The last block is reused first, as when vLLM frees a request's blocks."""
         blocks = self._pool.blocks
+        released = [blocks[block] for block in reversed(block_ids) if self._drop_hold(block)]
         if not reuse_first:
-            self._pool.free_blocks([blocks[block] for block in held])
+            self._pool.free_blocks(released)
             return
         freed = []
-        for block in held:
-            blocks[block].ref_cnt -= 1
-            if blocks[block].ref_cnt == 0:
-                freed.append(blocks[block])
+        for block in released:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed.append(block)
         self._pool.free_block_queue.prepend_n(freed[::-1])
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
         """See `DeviceView`."""
-        queue = self._pool.free_block_queue
-        if after is None:
-            return (block.block_id for block in queue.iter_blocks_after(None))
-        cursor = self._pool.blocks[after]
-        # A block that is in use is in no list.
-        if cursor.ref_cnt or cursor.next_free_block is None:
+        cursor = None if after is None else self._pool.blocks[after]
+        # A block in use is not in the free queue.
+        if cursor is not None and (cursor.ref_cnt or cursor.next_free_block is None):
             return None
-        return (block.block_id for block in queue.iter_blocks_after(cursor))
+        return (block.block_id for block in self._pool.free_block_queue.iter_blocks_after(cursor))
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `DeviceView`."""
@@ -92,7 +96,9 @@ class VllmDevice:
         """See `DeviceView`."""
         find = self._pool.cached_block_hash_to_block.get_one_block
         size = self._hash_bytes
-        return [find(hash_of(key)[:size] + group_of(key).to_bytes(_GROUP_BYTES, "big")) is not None for key in keys]
+        return [
+            find(hash_of(key)[:size] + group_of(key).to_bytes(_VLLM_GROUP_BYTES, "big")) is not None for key in keys
+        ]
 
     def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `DeviceView`."""
@@ -103,8 +109,8 @@ class VllmDevice:
             if block in among
         }
 
-    def note_overwritten(self, block_ids: Iterable[int] | None) -> None:
-        """The model runner writes to these of the blocks given out, or to any (None), before it lets others read."""
+    def mark_overwritten(self, block_ids: Iterable[int] | None) -> None:
+        """Mark allocated blocks that the model runner writes to before stores ahead of the step; None marks all."""
         for block in list(self._given_out) if block_ids is None else block_ids:
             if block in self._given_out:
                 self._given_out[block] = OVERWRITTEN
@@ -112,18 +118,15 @@ class VllmDevice:
     def _key_of(self, block_hash: bytes | None) -> Key | None:
         if block_hash is None:
             return None
-        group = int.from_bytes(block_hash[-_GROUP_BYTES:], "big")
-        return self._adapters.ours(block_hash[:-_GROUP_BYTES]) + group.to_bytes(GROUP_BYTES, "little")
+        group = int.from_bytes(block_hash[-_VLLM_GROUP_BYTES:], "big")
+        return self.adapters.extended_hash(block_hash[:-_VLLM_GROUP_BYTES]) + group.to_bytes(GROUP_BYTES, "little")
 
     def _drop_hold(self, block: int) -> bool:
-        count = self._holds.get(block, 0)
-        if not count:
-            if not self._complained:
-                self._complained = True
-                _log.error("device block %d was released without being held; ignored, further ones silently", block)
-            return False
-        if count == 1:
-            del self._holds[block]
-        else:
+        """Undo one hold of a block; False if the block is not held."""
+        count = self._holds.pop(block, 0)
+        if count > 1:
             self._holds[block] = count - 1
-        return True
+        if not count and not self._has_logged_release:
+            self._has_logged_release = True
+            _log.error("device block released without being held: %d; ignored, further ones are not logged", block)
+        return count > 0

@@ -1,8 +1,8 @@
-"""The memory of an engine's pool as a whole, while its size changes: what all ranks map, and this process if it does.
+"""Resizing of the host pool on all ranks of an engine and in the scheduler process.
 
-To grow, the first rank takes the memory and makes it ready, then the others map it. To shrink, all unmap what goes, and
-the first rank, the last to do so, gives it back. Orders and answers travel with the engine's steps, so that an idle
-engine is woken for them.
+To grow, the first rank allocates and prepares the memory, then the other ranks map it. To shrink, all processes unmap
+the extents, the first rank last, which frees the memory. Commands and results are sent with the engine's steps, so an
+idle engine is woken for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from kvferry.app.engines.vllm.metadata import SizeOrder, SizeReport
+from kvferry.app.engines.vllm.metadata import ResizeCommand, ResizeResult
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.extents import PoolPlan
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -22,20 +22,21 @@ from kvferry.cuda_ops.pool.processors import run_on
 
 _log = logging.getLogger(__name__)
 
-
 LONG_WAIT_S = 60.0
+SETTLE_S = 1.0
 _RECHECK_S = 1.0
-_FIRST = (0,)
+_FIRST_RANK = (0,)
 
 
 class EngineStops(RuntimeError):
-    """Nobody carries out orders any more."""
+    """The engine is stopping, so ranks no longer carry out commands."""
 
 
 class EngineExtents:
-    """A `PoolMemory`. One thread, which is not the engine's, adds and removes slots, and waits for the ranks.
+    """A `PoolMemory` that resizes the pool of all ranks.
 
-    The engine's thread takes orders and brings reports.
+    Thread: one thread other than the engine's adds and removes slots and waits for the ranks; the engine thread calls
+    `take_commands` and `add_results`.
     """
 
     def __init__(
@@ -48,119 +49,137 @@ class EngineExtents:
         step: Callable[[], None],
         stopping: threading.Event,
     ) -> None:
-        """`mapped` is this process's own view of the pool, if it has one. `step` has an idle engine take one."""
+        """Create the memory of a pool that all ranks have mapped.
+
+        Args:
+            plan: Extents of the pool.
+            row_bytes: Bytes of a slot on all ranks together.
+            num_ranks: Number of worker ranks.
+            mapped: This process's mapping of the pool, if it has one.
+            step: Makes an idle engine take a step.
+            stopping: Set when the engine stops.
+        """
         self.num_slots = plan.num_slots
         self.row_bytes = row_bytes
         self._extent_slots = plan.extent_slots
-        self._others = tuple(range(1, num_ranks))
+        self._other_ranks = tuple(range(1, num_ranks))
         self._mapped = mapped
         self._step = step
         self._stopping = stopping
         self._changed = threading.Condition()
         self._number = 0
-        self._orders: list[SizeOrder] = []
+        self._commands: list[ResizeCommand] = []
         self._waiting_for: set[int] = set()
         self._errors: list[str] = []
 
     @property
     def num_bytes(self) -> int:
-        """All slots of all ranks together."""
+        """Bytes of all slots on all ranks together."""
         return self.num_slots * self.row_bytes
 
     def check_room(self, num_slots: int) -> None:
-        """Raise `NotEnoughMemory` if a pool of so many slots does not fit; one that is not larger does."""
+        """Raise `NotEnoughMemory` if there is no memory for a larger pool of `num_slots` slots."""
         if self._mapped is not None:
             self._mapped.check_room(num_slots)
         elif num_slots > self.num_slots:
-            limits = shared_memory_limits(SHARED_MEMORY) if self._others else memory_limits()
+            limits = shared_memory_limits(SHARED_MEMORY) if self._other_ranks else memory_limits()
             check_fits("KVFERRY_POOL_BYTES", (num_slots - self.num_slots) * self.row_bytes, limits)
 
     def add_slots(self, num_slots: int) -> None:
-        """Have so many more on every rank; on failure nothing has changed. Raises `NotEnoughMemory`, `EngineStops`."""
-        wanted = self.num_slots + num_slots
-        errors = self._order(wanted, _FIRST)
+        """Add slots on every rank; on failure nothing has changed.
+
+        Raises:
+            NotEnoughMemory: A rank could not map them.
+            EngineStops: The engine is stopping.
+        """
+        target = self.num_slots + num_slots
+        errors = self._run(target, _FIRST_RANK)
         if not errors:
-            errors = self._order(wanted, self._others)
+            errors = self._run(target, self._other_ranks)
             if self._mapped is not None:
                 try:
-                    self._mapped.add_slots(wanted - self._mapped.num_slots)
-                except Exception as failure:  # noqa: BLE001 - whatever it was, the ranks have to be told
-                    errors.append(f"the engine's own process: {str(failure) or type(failure).__name__}")
+                    self._mapped.add_slots(target - self._mapped.num_slots)
+                except Exception as error:  # noqa: BLE001 - the ranks have to unmap the slots again
+                    errors.append(f"scheduler process: {_text(error)}")
             if errors:
-                self._go_back()
+                # Extents that cannot be unmapped now stay mapped and unused until the next resize.
+                for error_text in self._shrink(self.num_slots):
+                    _log.error("pool resize: unused memory could not be freed: %s", error_text)
         if errors:
             raise NotEnoughMemory("; ".join(errors))
-        self.num_slots = wanted
+        self.num_slots = target
 
     def remove_extents(self, count: int) -> None:
-        """Unmap the last extents everywhere, and give their memory back. Raises `EngineStops`, and `RuntimeError` where
-        a rank does not let go: then nothing is given back, and it may be tried again."""
-        errors = self._let_go(self.num_slots - count * self._extent_slots)
+        """Unmap the last `count` extents on every rank and free their memory.
+
+        Raises:
+            RuntimeError: A rank could not unmap them; no memory was freed, and the call may be repeated.
+            EngineStops: The engine is stopping.
+        """
+        target = self.num_slots - count * self._extent_slots
+        errors = self._shrink(target)
         if errors:
             raise RuntimeError("; ".join(errors))
-        self.num_slots -= count * self._extent_slots
+        self.num_slots = target
 
-    # --- on the engine's thread ---------------------------------------------------------------------------------
+    # --- engine thread ------------------------------------------------------------------------------------------
 
     @property
     def is_waiting(self) -> bool:
-        """Whether ranks have orders that they have not answered, or are about to be given some."""
+        """Whether ranks have commands that they have not answered or will get with the next step."""
         return bool(self._waiting_for)
 
-    def take_orders(self) -> list[SizeOrder]:
-        """The orders for this step."""
-        if not self._orders:
+    def take_commands(self) -> list[ResizeCommand]:
+        """Return the commands for this step."""
+        if not self._commands:
             return []
         with self._changed:
-            orders, self._orders = self._orders, []
-        return orders
+            commands, self._commands = self._commands, []
+        return commands
 
-    def report(self, reports: list[SizeReport]) -> None:
-        """What ranks have carried out. Late and repeated reports do no harm."""
-        if not reports:
+    def add_results(self, results: list[ResizeResult]) -> None:
+        """Record results of ranks; late and repeated results are ignored."""
+        if not results:
             return
         with self._changed:
-            for report in reports:
-                if report.number == self._number and report.rank in self._waiting_for:
-                    self._waiting_for.discard(report.rank)
-                    if report.error is not None:
-                        self._errors.append(report.error)
+            for result in results:
+                if result.number == self._number and result.rank in self._waiting_for:
+                    self._waiting_for.discard(result.rank)
+                    if result.error is not None:
+                        self._errors.append(result.error)
             self._changed.notify_all()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _go_back(self) -> None:
-        """Unmap what some have mapped: others could not. What fails now stays mapped, unused, until the next size."""
-        for error in self._let_go(self.num_slots):
-            _log.error("memory of the pool that is not used could not be given back: %s", error)
-
-    def _let_go(self, num_slots: int) -> list[str]:
-        """Have everybody map no more than so many slots, and the first rank, at last, give the memory back."""
+    def _shrink(self, num_slots: int) -> list[str]:
+        """Unmap all but `num_slots` slots in every process, then free the memory on the first rank; return errors."""
         mapped = self._mapped
         if mapped is not None:
             mapped.remove_extents(max(mapped.num_slots - num_slots, 0) // self._extent_slots, free=False)
-        return self._order(num_slots, self._others) or self._order(num_slots, _FIRST, free=True)
+        return self._run(num_slots, self._other_ranks) or self._run(num_slots, _FIRST_RANK, free=True)
 
-    def _order(self, num_slots: int, ranks: tuple[int, ...], *, free: bool = False) -> list[str]:
-        """Have these ranks map so many slots, and wait until all have answered; what went wrong. A pool without the
-        engine's steps does not come to another size, and nothing is lost by waiting for them."""
+    def _run(self, num_slots: int, ranks: tuple[int, ...], *, free: bool = False) -> list[str]:
+        """Send a command to ranks and wait for all results; return the errors.
+
+        The wait is unbounded: without the engine's steps the pool cannot be resized, and waiting blocks nothing else.
+        """
         if not ranks:
             return []
         with self._changed:
             self._number += 1
             self._waiting_for, self._errors = set(ranks), []
-            self._orders = [SizeOrder(self._number, num_slots, ranks, free)]
+            self._commands = [ResizeCommand(self._number, num_slots, ranks, free)]
         self._step()
         waited_s = 0.0
         with self._changed:
             while not self._changed.wait_for(lambda: not self._waiting_for, _RECHECK_S):
                 if self._stopping.is_set():
-                    raise EngineStops("the engine stops")
+                    raise EngineStops("the engine is stopping")
                 waited_s += _RECHECK_S
                 if waited_s == LONG_WAIT_S:
                     _log.warning(
-                        "ranks %s have not come to %s slots of the pool for %.0f s: they are still taking or freeing "
-                        "memory, or the engine takes no steps",
+                        "pool resize: waiting for ranks %s to map %s slots for %.0f s; they are still allocating or "
+                        "freeing memory, or the engine takes no steps",
                         ", ".join(map(str, sorted(self._waiting_for))),
                         f"{num_slots:,}",
                         waited_s,
@@ -168,11 +187,8 @@ class EngineExtents:
             return list(self._errors)
 
 
-SETTLE_S = 1.0
-
-
 class RankExtents:
-    """Orders are carried out one after another, on a thread of its own."""
+    """Resizes a rank's mapping of the pool: carries out commands one by one on a thread."""
 
     def __init__(
         self,
@@ -182,75 +198,83 @@ class RankExtents:
         on_done: Callable[[], None],
         cpus: Collection[int] | None = None,
     ) -> None:
-        """`settle` waits, within seconds, until nobody looks at slots that have left the pool; whether that is so.
+        """Start the thread.
 
-        `on_done` is called on that thread whenever there is something to report; it may only notify. The thread runs on
-        `cpus`, by default on those of the thread that makes this.
+        Args:
+            pool: The rank's mapping.
+            rank: Number of the rank.
+            settle: Waits at most some seconds until removed slots are no longer accessed; returns whether it is so.
+            on_done: Called on the thread when there is a result to report; must not block.
+            cpus: CPUs of the thread, by default those of the calling thread.
         """
         self._pool = pool
         self._rank = rank
         self._settle = settle
         self._on_done = on_done
-        self._reports: deque[SizeReport] = deque()
+        self._results: deque[ResizeResult] = deque()
         self._num_open = 0
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, "kvferry-extents", initializer=run_on, initargs=(cpus,))
 
     @property
     def is_busy(self) -> bool:
-        """Whether an order was given that is not reported yet."""
+        """Whether a command has not been reported yet."""
         return self._num_open > 0
 
-    def submit(self, order: SizeOrder) -> None:
-        """Carry out an order that is for this rank."""
-        if self._rank not in order.ranks:
+    @property
+    def has_results(self) -> bool:
+        """Whether `take_results` has results to return."""
+        return bool(self._results)
+
+    def submit(self, command: ResizeCommand) -> None:
+        """Queue a command if it is for this rank."""
+        if self._rank not in command.ranks:
             return
         self._num_open += 1
         try:
-            self._thread.submit(self._carry_out, order)
+            self._thread.submit(self._run, command)
         except RuntimeError as error:
-            # No thread could be started; the step goes on.
-            self._end(order, str(error))
+            # The thread could not be started.
+            self._end(command, str(error))
 
-    def take_reports(self) -> list[SizeReport]:
-        """The orders that were carried out since the last call."""
-        reports: list[SizeReport] = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        self._num_open -= len(reports)
-        return reports
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether there is something to report."""
-        return bool(self._reports)
+    def take_results(self) -> list[ResizeResult]:
+        """Return the results since the last call."""
+        results: list[ResizeResult] = []
+        while self._results:
+            results.append(self._results.popleft())
+        self._num_open -= len(results)
+        return results
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is being done."""
+        """Cancel queued commands and wait for the current one."""
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
     # --- on its thread ------------------------------------------------------------------------------------------
 
-    def _carry_out(self, order: SizeOrder) -> None:
-        error: str | None = None
+    def _run(self, command: ResizeCommand) -> None:
+        error_text: str | None = None
         try:
-            self._have(order.num_slots, free=order.free)
-        except Exception as failure:  # noqa: BLE001 - whatever it was, whoever ordered it waits for an answer
-            error = str(failure) or type(failure).__name__
-        self._end(order, error)
+            self._resize(command.num_slots, free=command.free)
+        except Exception as error:  # noqa: BLE001 - the scheduler waits for a result
+            error_text = _text(error)
+        self._end(command, error_text)
         self._on_done()
 
-    def _end(self, order: SizeOrder, error: str | None) -> None:
+    def _end(self, command: ResizeCommand, error: str | None) -> None:
         rank = self._rank
-        self._reports.append(SizeReport(order.number, rank, error if error is None else f"rank {rank}: {error}"))
+        self._results.append(ResizeResult(command.number, rank, error and f"rank {rank}: {error}"))
 
-    def _have(self, num_slots: int, *, free: bool) -> None:
+    def _resize(self, num_slots: int, *, free: bool) -> None:
         pool = self._pool
         if num_slots > pool.num_slots:
             pool.add_slots(num_slots - pool.num_slots)
             return
         while not self._settle(SETTLE_S):
             if self._closing.is_set():
-                raise RuntimeError("the engine stops")
+                raise RuntimeError("the engine is stopping")
         pool.remove_extents((pool.num_slots - num_slots) // pool.slots_per_extent, free=free)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

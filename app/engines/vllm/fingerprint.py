@@ -1,4 +1,4 @@
-"""What a block's bytes depend on inside vLLM, and the name of the engine that follows from it."""
+"""Fingerprint of everything in vLLM's configuration that the content of a block depends on, and the engine's name."""
 
 from __future__ import annotations
 
@@ -24,23 +24,28 @@ from kvferry.app.engines.revision import ContentDigest, digest_of_files, name_in
 from kvferry.app.engines.vllm.layout import VllmLayout
 
 _DIGITS = 16
-_NOT_NAMING = frozenset({"hash_seed"})
-"""A random seed would make a new pool of each start, and leave the old one behind."""
+_NOT_IN_NAME = frozenset({"hash_seed"})
+"""Fields that are not part of an engine's name; with a random seed, each start would create another pool."""
 _FOLDER_FORMATS = frozenset(
     (
         *("auto", "hf", "safetensors", "pt", "npcache", "fastsafetensors", "instanttensor", "mistral", "gguf"),
         *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
     )
 )
-"""Load formats of vLLM that read the weights from the model's folder. Others bring them from elsewhere."""
+"""Load formats of vLLM that read the weights from the model's folder."""
 
 
 def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCache | None) -> dict[str, object]:
-    """Everything in a `VllmConfig` that changes what the bytes under a key mean, or what the key is.
+    """Return every field of a `VllmConfig` that changes the bytes stored under a key, or the key.
 
-    Alike in all processes of an engine. `revision` is None where nothing says which weights the model has. Files of a
-    local model are read whole for it, which takes a while the first time; with `digests` None, where nothing outlives
-    the engine, they are not read.
+    All processes of an engine compute the same fingerprint. `revision` is None if the weights cannot be identified.
+
+    Args:
+        config: The `VllmConfig`.
+        cache: The `KVCacheConfig`.
+        layout: Layout read from `cache`.
+        digests: Cache of file digests. The files of a local model are read to compute its revision; with None, for
+            pools that do not outlive the engine, they are not read.
     """
     model, cache_types, parallel = config.model_config, config.cache_config, config.parallel_config
     draft, revision = _draft(config, digests), _revision(config, digests)
@@ -49,11 +54,11 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
         "device": _device(),
         "model": name_in_fingerprint(str(model.model), revision),
         "revision": None if draft is not None and draft[1] is None else revision,
-        # The configuration that they are laid over is not asked: workers change theirs as they load.
-        "overrides": _plain(model.hf_overrides),
-        "code": [str(model.model_impl), str(model.code_revision), _plain(model.model_class_overrides)],
+        # Only the overrides: workers change the model's configuration while they load it.
+        "overrides": _to_json(model.hf_overrides),
+        "code": [str(model.model_impl), str(model.code_revision), _to_json(model.model_class_overrides)],
         "runner": [str(model.runner_type), str(model.convert)],
-        # Some models turn keys by it. As it was asked for: vLLM may fit it to the memory that there is.
+        # Some models rotate keys by it. The requested value, since vLLM may adjust it to the available memory.
         "longest": str(model.original_max_model_len),
         "draft": draft,
         "dtype": str(model.dtype),
@@ -74,7 +79,7 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
             for group in layout.groups
         ],
         "hash_block_size": layout.hash_block_size,
-        "hash_algorithm": str(config.cache_config.prefix_caching_hash_algo),
+        "hash_algorithm": str(cache_types.prefix_caching_hash_algo),
         "hash_seed": _hash_seed(config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
@@ -82,27 +87,29 @@ def fingerprint(config: Any, cache: Any, layout: VllmLayout, digests: DigestCach
     }
 
 
-def engine_name(config: Any, about: dict[str, object]) -> str:
-    """See `name_of_engine`; `about` is the fingerprint."""
-    return name_of_engine(
-        str(config.model_config.model), {name: value for name, value in about.items() if name not in _NOT_NAMING}
-    )
+def engine_name(config: Any, fields: dict[str, object]) -> str:
+    """Return the default name of an engine with this fingerprint; see `name_of_engine`."""
+    named = {name: value for name, value in fields.items() if name not in _NOT_IN_NAME}
+    return name_of_engine(str(config.model_config.model), named)
 
 
 def start_digest(config: Any) -> str:
-    """Of this start of the engine: alike in all of its processes, and in no other's. vLLM draws the ids when it reads
-    its configuration."""
-    return _digest(repr((config.kv_transfer_config.engine_id, config.instance_id, _data_parallel_rank(config))))
+    """Return an id of this start of the engine, the same in all of its processes.
+
+    It is derived from random ids that vLLM generates when it reads its configuration.
+    """
+    rank = int(config.parallel_config.data_parallel_index)
+    return _digest(repr((config.kv_transfer_config.engine_id, config.instance_id, rank)))
 
 
 def has_random_hashes(config: Any) -> bool:
-    """Whether vLLM draws a new seed for its hashes at each start, so that no key of an earlier one ever comes again."""
+    """Return whether vLLM generates a new hash seed at each start, so that keys of an earlier start never recur."""
     hash_function = _hash_function(config)
     return bool(resolve_none_hash_seed(hash_function) != resolve_none_hash_seed(hash_function))
 
 
 def hash_bytes(config: Any) -> int:
-    """Bytes of each of vLLM's hashes."""
+    """Return the length of vLLM's hashes."""
     return len(_hash_function(config)(b""))
 
 
@@ -112,14 +119,10 @@ def _hash_function(config: Any) -> Callable[[Any], bytes]:
 
 
 def _hash_seed(config: Any) -> str:
-    """The seed of vLLM's hashes as a digest, since some of its algorithms need it to be secret."""
+    """Return a digest of the seed of vLLM's hashes; some of its hash algorithms need a secret seed."""
     if has_random_hashes(config):
         return f"random-{start_digest(config)}"
     return _digest(resolve_none_hash_seed(_hash_function(config)))
-
-
-def _data_parallel_rank(config: Any) -> int:
-    return int(config.parallel_config.data_parallel_index)
 
 
 def _revision(config: Any, digests: DigestCache | None) -> str | None:
@@ -128,91 +131,93 @@ def _revision(config: Any, digests: DigestCache | None) -> str | None:
     if load_format == "dummy":
         return f"dummy-{model.seed}"
     if load_format not in _FOLDER_FORMATS or model.model_weights or config.weight_transfer_config is not None:
-        # They come from elsewhere, and the folder has the configuration only; or they change while it runs.
+        # The weights are not in the folder, or change while the engine runs.
         return None
     weights = _weights(config, model, digests)
     if weights is None or not model.hf_config_path:
         return weights
-    # The configuration is not the weights' own.
+    # The configuration comes from another folder than the weights.
     if digests is None:
         return None
     try:
-        about = digest_of_files(Path(str(model.hf_config_path)), digests)
+        model_config = digest_of_files(Path(str(model.hf_config_path)), digests)
     except FileUnknown:
-        about = start_digest(config)
-    return None if about is None else f"{weights}-{about}"
+        model_config = start_digest(config)
+    return None if model_config is None else f"{weights}-{model_config}"
 
 
 def _weights(config: Any, model: Any, digests: DigestCache | None) -> str | None:
-    """The revision of one of the engine's models. vLLM resolves a revision on the hub to a commit."""
+    """Return the revision of one of the engine's models; vLLM resolves a revision on the hub to a commit."""
     name, commit = str(model.model), getattr(model.revision, "resolved", None)
     if not os.path.exists(name):
         return str(commit) if commit else revision_of(name, None, model.hf_config, "")
     if digests is None:
         return None
     with ContentDigest(Path(name), digests) as content:
-        started_s = _load_began_s()
+        started_s = _earliest_load_s()
         if started_s is not None and content.newest_change_s() >= started_s:
             content.refuse("files changed after the engine had started to load them")
         return revision_of(name, content, model.hf_config, start_digest(config))
 
 
-def _load_began_s() -> float | None:
-    """Unix time before which this process cannot have begun to load the model; None where that is not known.
+def _earliest_load_s() -> float | None:
+    """Return the Unix time at which this process started, or None if it was not started by vLLM for one engine.
 
-    vLLM makes the connector after the model is loaded, so how its files were before is told by times only. A process
-    of vLLM's own is started for one engine; a program that runs the engine in itself may be much older.
+    vLLM creates the connector after it has loaded the model, so files changed after this time may not be the files
+    that were loaded. A program that runs the engine in its own process may have started much earlier.
     """
     if multiprocessing.parent_process() is None:
         return None
-    # psutil counts from a time of boot in whole seconds, and so is up to a second off.
+    # psutil rounds the time of boot to seconds, so its start times may be wrong by a second.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
-def read_ahead(config: Any, digests: DigestCache) -> None:
-    """Start to read the files of local models into the cache of digests, on a thread of its own."""
-    speculative = config.speculative_config
-    draft = None if speculative is None else getattr(speculative, "draft_model_config", None)
-    names = [str(model.model) for model in (config.model_config, draft) if model is not None]
+def prefetch_digests(config: Any, digests: DigestCache) -> None:
+    """Start a thread that reads the files of local models into the cache of digests."""
+    models = (config.model_config, _draft_model(config))
+    names = [str(model.model) for model in models if model is not None]
 
     def read() -> None:
         for name in filter(os.path.exists, names):
             try:
                 digest_of_files(Path(name), digests)
             except FileUnknown:
-                # Reported by the one that needs the digest.
+                # Reported when the digest is needed.
                 return
 
-    threading.Thread(target=read, name="kvferry-read-ahead", daemon=True).start()
+    threading.Thread(target=read, name="kvferry-digests", daemon=True).start()
 
 
-def _plain(given: Any) -> object:
-    """What a user gave as a dictionary or as a function, as something that JSON can write."""
-    if callable(given):
-        return f"{given.__module__}.{given.__qualname__}"
-    return json.loads(json.dumps(given, sort_keys=True, default=str))
+def _to_json(value: Any) -> object:
+    """Convert an option that is a dictionary or a function to a JSON value."""
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return json.loads(json.dumps(value, sort_keys=True, default=str))
 
 
 def _multimodal(config: Any) -> list[object] | None:
-    """What becomes of images, sound and videos before the model meets them. Keys hold what they were, by vLLM's hash
-    or by an id of the user's own, and not what was made of them."""
+    """Return the options for preprocessing images, audio and video; keys identify the input before preprocessing."""
     if config is None:
         return None
     return [
-        _plain(config.media_io_kwargs),
-        _plain(config.mm_processor_kwargs),
-        # Of how they are encoded.
+        _to_json(config.media_io_kwargs),
+        _to_json(config.mm_processor_kwargs),
+        # Hash of the options of the encoder.
         config.compute_hash(),
         [config.video_pruning_rate, str(config.video_pruning_method)],
     ]
 
 
+def _draft_model(config: Any) -> Any:
+    """Return the `ModelConfig` of the draft model of speculative decoding, or None."""
+    return getattr(config.speculative_config, "draft_model_config", None)
+
+
 def _draft(config: Any, digests: DigestCache | None) -> list[object] | None:
-    """The model that drafts, whose KV may lie in the same blocks."""
-    speculative = config.speculative_config
-    draft = None if speculative is None else getattr(speculative, "draft_model_config", None)
+    """Return name and revision of the draft model, whose KV may be in the same blocks."""
+    draft = _draft_model(config)
     if draft is None:
         return None
     revision = _weights(config, draft, digests)
@@ -220,7 +225,7 @@ def _draft(config: Any, digests: DigestCache | None) -> list[object] | None:
 
 
 def _device() -> str:
-    """What the kernels that write blocks are made for: some backends order a block's bytes by it."""
+    """Return the device type, since the order of bytes in a block depends on it with some attention backends."""
     if current_platform.is_cpu():
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{current_platform.get_cpu_architecture().name} {capability} amx={torch.cpu._is_amx_tile_supported()}"

@@ -1,7 +1,7 @@
-"""vLLM's KV events for the host pool, so that routers that subscribe to an engine know which blocks it can load.
+"""vLLM's KV events for the host pool, with which routers track the blocks that an engine can load.
 
-A `BlockStored` event carries the tokens of its blocks, which are only known while a request has them: they are noted as
-its blocks fill, and kept while the pool holds the block. Nothing of this happens unless vLLM publishes events.
+A `BlockStored` event contains the tokens of its blocks, which are known only while a request has the blocks. They are
+recorded when blocks are filled, and kept while the pool holds the blocks. Used only if vLLM publishes events.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvferry.core.keys import Key, group_of, hash_of
 from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_BLOCKS_PER_TAKE = 4096
-"""Slots reported with one step of the engine: a reset or a warm start may concern the whole pool."""
-_NOTES_PER_BLOCK = 4
-"""Notes kept, for each block of the device: in lazy mode a block is stored long after its request."""
+"""Limit of slots reported per step; a reset or a warm start may report the whole pool."""
+_CONTENTS_PER_BLOCK = 4
+"""Recorded contents per device block; in lazy mode a block may be stored long after its request has finished."""
 _LOCAL = "LOCAL"
-_KIND_WORDS = {
+_KIND_NAMES = {
     GroupKind.FULL: "full_attention",
     GroupKind.SLIDING: "sliding_window",
     GroupKind.RECURRENT: "mamba",
@@ -36,8 +36,8 @@ _KIND_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
-    """Content of a slot, for its event. `hashes` are those of its blocks."""
+class _Content:
+    """Content of a slot for its event; `hashes` are the hashes of its blocks."""
 
     group: int
     hashes: list[bytes]
@@ -49,71 +49,71 @@ class _Note:
     session_id: str | None
 
     @property
-    def after(self) -> tuple[object, ...]:
-        """Equal to `end` of the note that this one continues."""
+    def previous_end(self) -> tuple[object, ...]:
+        """`end` of the preceding slot of the prefix."""
         return self.group, self.session_id, self.parent
 
     @property
     def end(self) -> tuple[object, ...]:
-        """See `after`."""
+        """Identifies the end of this slot; see `previous_end`."""
         return self.group, self.session_id, self.hashes[-1]
 
 
-_Reported = tuple[Key, _Note | None]
-"""A slot that entered or left the pool. The note is None where no request has shown the tokens yet."""
+_Change = tuple[Key, _Content | None]
+"""A slot that entered or left the pool; the content is None if no request had its tokens yet."""
 
 
 class KVEventSink:
-    """An `EventSink` that turns changes of the pool into vLLM's events.
+    """An `EventSink` that converts changes of the pool to vLLM's events.
 
-    The methods of `EventSink` are called on any thread and only queue. All others: engine thread.
+    Thread: any for the methods of `EventSink`, which only append to a queue; engine for all others.
     """
 
     def __init__(self, slots: GroupLayout, num_blocks: int, hash_bytes: int) -> None:
-        """vLLM's own hashes, which are what events are about, have `hash_bytes` bytes; some of ours are longer."""
+        """Create a sink; events contain the first `hash_bytes` bytes of each hash, which are vLLM's own hash."""
         self._slots = slots
         self._hash_bytes = hash_bytes
-        self._notes: OrderedDict[Key, _Note] = OrderedDict()
-        self._max_notes = _NOTES_PER_BLOCK * num_blocks * len(slots)
-        self._noted: dict[str, list[int]] = {}
-        # Slots that subscribers know of, as of the changes taken so far.
-        self._reported: dict[Key, _Note | None] = {}
-        # Changes in their order: whether slots entered, and which. Iterators, so that a large one is reported in parts.
-        self._changes: deque[tuple[bool, Iterator[_Reported]]] = deque()
+        self._contents: OrderedDict[Key, _Content] = OrderedDict()
+        self._max_contents = _CONTENTS_PER_BLOCK * num_blocks * len(slots)
+        self._num_recorded: dict[str, list[int]] = {}
+        # Slots that subscribers know of after the changes returned so far.
+        self._reported: dict[Key, _Content | None] = {}
+        # Changes in their order: whether slots entered, and an iterator of the slots, which reports them in parts.
+        self._changes: deque[tuple[bool, Iterator[_Change]]] = deque()
         self._device: Any = None
         self._device_index: Any = None
-        self._repeating: Iterator[_Reported] | None = None
+        self._repeated: Iterator[_Change] | None = None
         self._inner: EventSink | None = None
 
     @classmethod
     def for_config(cls, config: Any, layout: VllmLayout, slots: GroupLayout) -> KVEventSink | None:
-        """Return a sink if vLLM publishes events."""
+        """Return a sink if vLLM publishes events, else None."""
         events = config.kv_events_config
         if events is None or not events.enable_kv_cache_events:
             return None
         return cls(slots, layout.num_blocks, hash_bytes(config))
 
-    def before(self, inner: EventSink) -> EventSink:
-        """This sink, which passes everything on to `inner` first."""
+    def wrap(self, inner: EventSink) -> EventSink:
+        """Return this sink, which forwards every event to `inner` first."""
         self._inner = inner
         return self
 
     def bind(self, device: Any) -> None:
-        """Watch vLLM's block pool for resets, whose event makes subscribers forget the host pool as well."""
+        """Set vLLM's block pool; the event of its resets makes subscribers clear the host pool's blocks as well."""
         self._device = device
         self._device_index = _index_of(device)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether `take` has more events to return."""
+    def has_events(self) -> bool:
+        """Whether `take` has events to return."""
         return bool(self._changes)
 
     def take(self) -> list[Any]:
-        """Return the events since the last call, or the first of them if they concern very many slots."""
+        """Return the events since the last call, or the events of the first `MAX_BLOCKS_PER_TAKE` slots."""
         self._repeat_after_clear()
         events: list[Any] = []
-        entered: dict[Key, _Note | None] = {}
-        left: list[_Reported] = []
+        entered: dict[Key, _Content | None] = {}
+        left: list[_Change] = []
         num_left = MAX_BLOCKS_PER_TAKE
         while self._changes and num_left:
             is_entry, slots = self._changes[0]
@@ -133,26 +133,26 @@ class KVEventSink:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def note(self, request: VllmRequest, num_computed_tokens: int) -> None:
-        """Remember the content of the request's full slots, as far as they are new."""
-        done = self._noted.setdefault(request.request_id, [0] * len(self._slots))
+    def record(self, request: VllmRequest, num_computed_tokens: int) -> None:
+        """Record the content of the request's full slots that were not recorded before."""
+        done = self._num_recorded.setdefault(request.request_id, [0] * len(self._slots))
         for group in self._slots.groups:
             known = len(request.block_hashes) * self._slots.hash_block_size
             full = min(num_computed_tokens, known) // group.slot_tokens
             for number in range(done[group.index], full):
-                self._note_slot(request, group, number)
+                self._record_slot(request, group, number)
             done[group.index] = max(done[group.index], full)
-        while len(self._notes) > self._max_notes:
-            self._notes.popitem(last=False)
+        while len(self._contents) > self._max_contents:
+            self._contents.popitem(last=False)
 
     def report(self, request: VllmRequest, num_tokens: int) -> None:
-        """Report once more the slots of the pool that hold the request's first tokens."""
-        self.note(request, num_tokens)
-        self._changes.append((True, self._again(self._keys_of(request, num_tokens))))
+        """Report the slots of the pool that hold the request's first `num_tokens` tokens again."""
+        self.record(request, num_tokens)
+        self._changes.append((True, self._repeat(self._keys_of(request, num_tokens))))
 
-    def forget(self, request_id: str) -> None:
-        """The request is over; its blocks may still be stored."""
-        self._noted.pop(request_id, None)
+    def finish_request(self, request_id: str) -> None:
+        """Remove a finished request; the content of its blocks stays recorded, since they may still be stored."""
+        self._num_recorded.pop(request_id, None)
 
     def _keys_of(self, request: VllmRequest, num_tokens: int) -> list[Key]:
         hashes = request.block_hashes
@@ -164,7 +164,7 @@ class KVEventSink:
             for end in range(group.slot_tokens, num_known + 1, group.slot_tokens)
         ]
 
-    def _note_slot(self, request: VllmRequest, group: Group, number: int) -> None:
+    def _record_slot(self, request: VllmRequest, group: Group, number: int) -> None:
         start, end = number * group.slot_tokens, (number + 1) * group.slot_tokens
         size, step = group.spec.block_size, self._slots.hash_block_size
         key = _key(request.block_hashes[end // step - 1], group)
@@ -174,7 +174,7 @@ class KVEventSink:
         ends = range(start + size, end + 1, size)
         live = request.request
         adapter = live.lora_request
-        note = _Note(
+        content = _Content(
             group=group.index,
             hashes=[bytes(request.block_hashes[token // step - 1]) for token in ends],
             parent=bytes(request.block_hashes[start // step - 1]) if start else None,
@@ -185,16 +185,16 @@ class KVEventSink:
             session_id=live.session_id,
         )
         if is_reported:
-            # An earlier process stored this slot, so that it was reported without its tokens.
-            self._reported[key] = note
-            self._changes.append((True, self._again([key])))
+            # Stored by an earlier process, so it was reported without its tokens.
+            self._reported[key] = content
+            self._changes.append((True, self._repeat([key])))
         else:
-            self._notes[key] = note
+            self._contents[key] = content
 
-    # --- changes of the pool --------------------------------------------------------------------------------------
+    # --- `EventSink` ----------------------------------------------------------------------------------------------
 
     def recovered(self, keys: Sequence[Key]) -> None:
-        """Report slots of an earlier process. Requires: manager lock held."""
+        """Queue slots recovered from an earlier process. Requires: manager lock held."""
         self._changes.append((True, self._enter(keys)))
 
     def stored(self, batch: StoreBatch) -> None:
@@ -210,107 +210,107 @@ class KVEventSink:
         self._changes.append((False, self._leave(batch.rows.keys)))
 
     def was_reset(self, event: ResetEvent) -> None:
-        """Queue that all slots left. Named one by one: vLLM's event for it does not say of which medium."""
+        """Queue the removal of every slot, since vLLM's event for a reset has no medium."""
         if self._inner is not None:
             self._inner.was_reset(event)
         self._changes.append((False, self._leave_all()))
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Passed on."""
+        """Forward the event."""
         if self._inner is not None:
             self._inner.regretted(keys, time_s)
 
     def request_ended(self, end: RequestEnd) -> None:
-        """Passed on."""
+        """Forward the event."""
         if self._inner is not None:
             self._inner.request_ended(end)
 
-    # Generators, which run when the change is taken: on the engine thread, after all changes before.
+    # Generators of changes. They run in `take`, on the engine thread, after the changes queued before them.
 
-    def _enter(self, keys: Sequence[Key]) -> Iterator[_Reported]:
+    def _enter(self, keys: Sequence[Key]) -> Iterator[_Change]:
         for key in keys:
-            note = self._reported[key] = self._notes.pop(key, None)
-            yield key, note
+            content = self._reported[key] = self._contents.pop(key, None)
+            yield key, content
 
-    def _again(self, keys: Iterable[Key]) -> Iterator[_Reported]:
+    def _repeat(self, keys: Iterable[Key]) -> Iterator[_Change]:
         for key in keys:
             if key in self._reported:
                 yield key, self._reported[key]
 
-    def _leave(self, keys: Sequence[Key]) -> Iterator[_Reported]:
+    def _leave(self, keys: Sequence[Key]) -> Iterator[_Change]:
         for key in keys:
             if key in self._reported:
                 yield key, self._reported.pop(key)
 
-    def _leave_all(self) -> Iterator[_Reported]:
-        gone, self._reported = self._reported, {}
-        while gone:
-            yield gone.popitem()
+    def _leave_all(self) -> Iterator[_Change]:
+        removed, self._reported = self._reported, {}
+        while removed:
+            yield removed.popitem()
 
     def _repeat_after_clear(self) -> None:
-        """Report the whole pool once more if vLLM has reset its own cache since the last call."""
+        """Report the whole pool again if vLLM has reset its own cache since the last call."""
         index = _index_of(self._device)
         if index is self._device_index:
             return
         self._device_index = index
-        if self._repeating is not None and self._changes and self._changes[0][1] is self._repeating:
+        if self._repeated is not None and self._changes and self._changes[0][1] is self._repeated:
             self._changes.popleft()
-        # First, while `_reported` is as subscribers knew it.
-        self._repeating = self._again(list(self._reported))
-        self._changes.appendleft((True, self._repeating))
+        # Before all other changes, since `_reported` is what subscribers knew before the reset.
+        self._repeated = self._repeat(list(self._reported))
+        self._changes.appendleft((True, self._repeated))
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _stored_events(self, slots: dict[Key, _Note | None]) -> list[Any]:
-        runs = _runs([note for note in slots.values() if note is not None])
-        unknown = [self._unknown_event(key) for key, note in slots.items() if note is None]
+    def _stored_events(self, slots: dict[Key, _Content | None]) -> list[Any]:
+        runs = _runs([content for content in slots.values() if content is not None])
+        unknown = [self._unknown_event(key) for key, content in slots.items() if content is None]
         return unknown + [self._stored_event(run) for run in runs]
 
-    def _stored_event(self, run: Sequence[_Note]) -> Any:
+    def _stored_event(self, run: Sequence[_Content]) -> Any:
         first = run[0]
         return BlockStored(
-            block_hashes=self._shown(chain.from_iterable(note.hashes for note in run)),
-            parent_block_hash=None if first.parent is None else self._shown([first.parent])[0],
-            token_ids=list(chain.from_iterable(note.token_ids for note in run)),
+            block_hashes=self._event_hashes(chain.from_iterable(content.hashes for content in run)),
+            parent_block_hash=None if first.parent is None else self._event_hashes([first.parent])[0],
+            token_ids=list(chain.from_iterable(content.token_ids for content in run)),
             lora_id=first.lora_id,
             lora_name=first.lora_name,
-            extra_keys=to_event_extra_keys(chain.from_iterable(note.extra_keys for note in run)),
+            extra_keys=to_event_extra_keys(chain.from_iterable(content.extra_keys for content in run)),
             session_id=first.session_id,
-            **self._about(first.group),
+            **self._group_fields(first.group),
         )
 
     def _unknown_event(self, key: Key) -> Any:
-        """The event of a block whose tokens are not known: one a block, since a list of hashes means a chain."""
+        """Return the event of one block whose tokens are unknown; in an event, a list of hashes means a chain."""
         return BlockStored(
-            block_hashes=self._shown([hash_of(key)]),
+            block_hashes=self._event_hashes([hash_of(key)]),
             parent_block_hash=None,
             token_ids=[],
             lora_id=None,
             lora_name=None,
-            **self._about(group_of(key)),
+            **self._group_fields(group_of(key)),
         )
 
-    def _about(self, index: int) -> dict[str, Any]:
+    def _group_fields(self, index: int) -> dict[str, Any]:
         group = self._slots.groups[index]
         return {
             "block_size": group.spec.block_size,
             "medium": MEDIUM_CPU,
             "group_idx": index,
-            "kv_cache_spec_kind": _KIND_WORDS[group.spec.kind],
+            "kv_cache_spec_kind": _KIND_NAMES[group.spec.kind],
             "kv_cache_spec_sliding_window": group.spec.window_tokens,
             "locality": _LOCAL,
         }
 
-    def _removed_events(self, slots: Iterable[_Reported]) -> list[Any]:
+    def _removed_events(self, slots: Iterable[_Change]) -> list[Any]:
         by_group: dict[int, list[bytes]] = {}
-        for key, note in slots:
-            by_group.setdefault(group_of(key), []).extend([hash_of(key)] if note is None else note.hashes)
+        for key, content in slots:
+            by_group.setdefault(group_of(key), []).extend([hash_of(key)] if content is None else content.hashes)
         return [
-            BlockRemoved(block_hashes=self._shown(hashes), medium=MEDIUM_CPU, group_idx=group, locality=_LOCAL)
+            BlockRemoved(block_hashes=self._event_hashes(hashes), medium=MEDIUM_CPU, group_idx=group, locality=_LOCAL)
             for group, hashes in by_group.items()
         ]
 
-    def _shown(self, hashes: Iterable[bytes]) -> list[Any]:
+    def _event_hashes(self, hashes: Iterable[bytes]) -> list[Any]:
         return [maybe_convert_block_hash(block_hash[: self._hash_bytes]) for block_hash in hashes]
 
 
@@ -319,18 +319,18 @@ def _key(block_hash: bytes, group: Group) -> Key:
 
 
 def _index_of(device: Any) -> Any:
-    """The index of vLLM's block pool, which vLLM replaces when it resets the pool."""
+    """Return the index of vLLM's block pool, which is replaced when the pool is reset."""
     return getattr(device, "cached_block_hash_to_block", None)
 
 
-def _runs(notes: Sequence[_Note]) -> list[list[_Note]]:
-    """Chain notes of consecutive slots of one prefix, in whichever order they come."""
-    following: dict[tuple[object, ...], list[_Note]] = {}
-    for note in notes:
-        following.setdefault(note.after, []).append(note)
-    ends = {note.end for note in notes}
-    starts = deque(note for note in notes if note.after not in ends)
-    runs: list[list[_Note]] = []
+def _runs(contents: Sequence[_Content]) -> list[list[_Content]]:
+    """Group consecutive slots of the same prefix; `contents` may have any order."""
+    following: dict[tuple[object, ...], list[_Content]] = {}
+    for content in contents:
+        following.setdefault(content.previous_end, []).append(content)
+    ends = {content.end for content in contents}
+    starts = deque(content for content in contents if content.previous_end not in ends)
+    runs: list[list[_Content]] = []
     while starts:
         run = [starts.popleft()]
         while (found := following.get(run[-1].end)) is not None:

@@ -1,5 +1,4 @@
-"""What scheduler and workers tell each other, once a step: the jobs to start, how the ones before have ended, and the
-same of the pool's size."""
+"""Metadata exchanged once per step between the scheduler process and the worker ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from kvferry.core.keys import Key
 from kvferry.core.transfers import TransferJob, TransferResult
 
 IDLE_WAIT_S = 0.005
-"""How long a step that computes nothing waits for a copy or a tier, so that empty steps do not take their time."""
+"""Longest wait for a copy or a tier in a step that computes nothing, so that empty steps do not starve copy threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class SizeOrder:
-    """Each of these ranks is to map so many slots of the pool, no more and no less, and to report it.
+class ResizeCommand:
+    """Command to `ranks`: map exactly `num_slots` slots of the pool and report the result.
 
-    Whoever has mapped more unmaps the rest; `free` gives its memory back as well, and is for the last to do.
+    When the pool shrinks, `free` also returns the memory to the system; the last rank to unmap does so.
     """
 
     number: int
@@ -32,8 +31,8 @@ class SizeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeReport:
-    """A rank has carried out an order; on an error it has mapped what it had before."""
+class ResizeResult:
+    """Result of a `ResizeCommand` on one rank; on an error the rank's mapping is unchanged."""
 
     number: int
     rank: int
@@ -41,53 +40,54 @@ class SizeReport:
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
-    """One step's jobs. `lost` are requests whose load could not begin: workers report it as failed.
+class StepMetadata(KVConnectorMetadata):
+    """Work of one step for the worker ranks.
 
-    Stores in `ahead` are copied before anything of the step writes to a block.
-    `is_idle` says that the step computes nothing, so that a worker may wait a moment for its copies.
+    Stores in `ahead` are copied before the step writes to any block. `failed_loads` are ids of requests whose load
+    could not start; workers report them as failed. In an idle step, which computes nothing, a worker may wait
+    `IDLE_WAIT_S` for its copies.
     """
 
     loads: list[TransferJob] = field(default_factory=list)
     stores: list[TransferJob] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)
     is_idle: bool = False
-    sizes: list[SizeOrder] = field(default_factory=list)
+    resizes: list[ResizeCommand] = field(default_factory=list)
     ahead: list[TransferJob] = field(default_factory=list)
 
 
 @dataclass
-class StepReports(KVConnectorWorkerMetadata):
-    """The jobs, and the orders of another size, that ended on some ranks since their last report.
+class WorkerReports(KVConnectorWorkerMetadata):
+    """Jobs and resize commands that ended on some ranks since their previous report.
 
-    `errors` are unexpected errors on those ranks, each as a line of text without its traceback.
+    `errors` are unexpected errors on those ranks, one line of text each, without tracebacks.
     """
 
     results: list[TransferResult] = field(default_factory=list)
-    sizes: list[SizeReport] = field(default_factory=list)
+    resizes: list[ResizeResult] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.results or self.sizes or self.errors)
+        return bool(self.results or self.resizes or self.errors)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
-        """The reports of both."""
-        if not isinstance(other, StepReports):
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
+        """Merge the reports of two groups of ranks."""
+        if not isinstance(other, WorkerReports):
             return self
-        return StepReports([*self.results, *other.results], [*self.sizes, *other.sizes], [*self.errors, *other.errors])
+        return WorkerReports(self.results + other.results, self.resizes + other.resizes, self.errors + other.errors)
 
 
 @dataclass
-class RankFacts(KVConnectorHandshakeMetadata):
-    """What a worker made of the configuration, for the scheduler to compare with its own, and what it found.
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """Pool geometry computed by a worker rank, for comparison with the scheduler's, and what opening the pool dropped.
 
-    `dropped` says why a kept pool was dropped as a whole, and `foreign_keys` are those that it held. Its file lost
-    `num_cut_off` blocks with its end.
+    `drop_reason` says why a persistent pool was dropped as a whole, and `foreign_keys` are the keys that it held.
+    `num_truncated` blocks were lost because the pool's file was shorter than its header says.
     """
 
     rank: int
     num_slots: int
     slot_bytes: int
-    dropped: str | None = None
+    drop_reason: str | None = None
     foreign_keys: list[Key] = field(default_factory=list)
-    num_cut_off: int = 0
+    num_truncated: int = 0

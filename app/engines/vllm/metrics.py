@@ -1,8 +1,8 @@
-"""Our numbers in vLLM's own statistics: its log line "KV Transfer metrics", and its `/metrics`."""
+"""kvferry's counters in vLLM's statistics: the log line "KV Transfer metrics" and vLLM's `/metrics`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -15,63 +15,72 @@ from kvferry.core.stats import Snapshot
 
 PREFIX = "vllm:kvferry_"
 
-COUNTERS = {
-    "stored_blocks": "Blocks stored in host memory",
-    "stored_bytes": "Bytes stored in host memory, all ranks together",
-    "store_seconds": "Time that stores took",
-    "store_failed_blocks": "Blocks whose store failed",
-    "store_skipped_blocks": "Full blocks that were not stored, for whatever reason",
-    "loaded_blocks": "Blocks loaded from host memory",
-    "loaded_bytes": "Bytes loaded from host memory, all ranks together",
-    "load_seconds": "Time that loads took",
-    "load_failed_blocks": "Blocks whose load failed, and which were recomputed",
-    "load_declined_blocks": "Hits not taken, since recomputing was faster or loading not allowed",
-    "evicted_blocks": "Blocks that left host memory",
-}
-GAUGES = {
-    "pool_slots": "Slots of the host pool",
-    "pool_free_slots": "Free slots of the host pool",
-}
 
+_Metrics = dict[str, tuple[str, Callable[[Snapshot], float]]]
+"""Description of each metric, and how it is read from core's statistics."""
+
+COUNTERS: _Metrics = {
+    "stored_blocks": ("Blocks stored in host memory", lambda s: s.store.stored),
+    "stored_bytes": ("Bytes stored in host memory, all ranks together", lambda s: s.store.bytes),
+    "store_seconds": ("Duration of stores", lambda s: s.store.seconds),
+    "store_failed_blocks": ("Blocks whose store failed", lambda s: s.store.failed),
+    "store_skipped_blocks": (
+        "Full blocks that were not stored, for any reason",
+        lambda s: sum(s.store.skipped.values()),
+    ),
+    "loaded_blocks": ("Blocks loaded from host memory", lambda s: s.load.blocks),
+    "loaded_bytes": ("Bytes loaded from host memory, all ranks together", lambda s: s.load.bytes),
+    "load_seconds": ("Duration of loads", lambda s: s.load.seconds),
+    "load_failed_blocks": ("Blocks whose load failed and that were recomputed", lambda s: s.load.failed),
+    "load_declined_blocks": (
+        "Hits that were not loaded, because recomputing was faster or loading not allowed",
+        lambda s: s.load.declined,
+    ),
+    "evicted_blocks": ("Blocks that left host memory", lambda s: s.evictions.total),
+}
+GAUGES: _Metrics = {
+    "pool_slots": ("Slots of the host pool", lambda s: s.pool.slots),
+    "pool_free_slots": ("Free slots of the host pool", lambda s: s.pool.free),
+}
 
 TIER_SOURCES = {"fs": "DISK"}
 """vLLM's name for the source of a hit, by type of tier; it has none for stores on other hosts."""
 
 
 def hits_by_source(num_tokens: int, by_tier: Mapping[str, int], tier_types: Mapping[str, str]) -> dict[Any, int]:
-    """Return loaded tokens by vLLM's `CacheHitSource`; what no tier brought was in host memory."""
+    """Return loaded tokens by vLLM's `CacheHitSource`; tokens that no tier provided were in host memory."""
     sources: dict[Any, int] = {}
     for name, count in by_tier.items():
         source = cache_source(TIER_SOURCES.get(tier_types.get(name, ""), "EXTERNAL_UNSPECIFIED"))
         sources[source] = sources.get(source, 0) + count
-    of_host = num_tokens - sum(sources.values())
-    return {cache_source("HOST"): of_host, **sources} if of_host else sources
+    num_host = num_tokens - sum(sources.values())
+    return {cache_source("HOST"): num_host, **sources} if num_host else sources
 
 
 class KVFerryStats(KVConnectorStats):
-    """What happened in a while (counters) and how it stands (gauges), as plain numbers by name."""
+    """Counters of an interval and gauges at its end, by name."""
 
     def reset(self) -> None:
-        """Nothing happened yet."""
+        """Clear the statistics."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
-        """This while and the next, as one."""
+        """Add the statistics of the next interval."""
         for name, value in other.data.items():
             self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log."""
+        """Return the statistics for the log."""
         return {name: round(value, 3) for name, value in self.data.items() if value}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Return whether there are no statistics."""
         return not self.data
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):
-    """The same numbers as Prometheus metrics of vLLM's."""
+    """kvferry's Prometheus metrics in vLLM's registry."""
 
     def __init__(
         self,
@@ -83,59 +92,40 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {
             name: metric_types[Counter](f"{PREFIX}{name}", text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
+            for name, (text, _) in COUNTERS.items()
         }
         self._metrics |= {
             name: metric_types[Gauge](f"{PREFIX}{name}", text, labelnames=labelnames, multiprocess_mode="mostrecent")
-            for name, text in GAUGES.items()
+            for name, (text, _) in GAUGES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine reports."""
+        """Add the statistics of an engine."""
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics.get(name)
-            if metric is None:
-                continue
+        for name in transfer_stats_data.keys() & self._metrics.keys():
+            metric, value = self._metrics[name].labels(*labels), transfer_stats_data[name]
             if name in GAUGES:
-                metric.labels(*labels).set(value)
+                metric.set(value)
             else:
-                metric.labels(*labels).inc(value)
+                metric.inc(value)
 
 
 class StatsSource:
-    """Core's counters as differences from one look to the next."""
+    """Core's counters as differences between two calls of `take`."""
 
     def __init__(self, core: OffloadScheduler, scheduler: ConnectorScheduler) -> None:
         self._core = core
         self._scheduler = scheduler
-        self._seen_changes = -1
-        self._before = dict.fromkeys(COUNTERS, 0.0)
+        self._last_num_changes = -1
+        self._last = dict.fromkeys(COUNTERS, 0.0)
 
     def take(self) -> KVFerryStats | None:
-        """What happened since the last call; None when no transfer has started or ended."""
-        if self._scheduler.num_changes == self._seen_changes:
+        """Return the statistics since the last call, or None if no transfer has started or ended."""
+        if self._scheduler.num_changes == self._last_num_changes:
             return None
-        self._seen_changes = self._scheduler.num_changes
-        now, gauges = _numbers(self._core.snapshot())
-        changed = {name: value - self._before[name] for name, value in now.items() if value != self._before[name]}
-        self._before = now
-        return KVFerryStats(data=changed | gauges)
-
-
-def _numbers(snapshot: Snapshot) -> tuple[dict[str, float], dict[str, float]]:
-    store, load, pool = snapshot.store, snapshot.load, snapshot.pool
-    counters: dict[str, float] = {
-        "stored_blocks": store.stored,
-        "stored_bytes": store.bytes,
-        "store_seconds": store.seconds,
-        "store_failed_blocks": store.failed,
-        "store_skipped_blocks": sum(store.skipped.values()),
-        "loaded_blocks": load.blocks,
-        "loaded_bytes": load.bytes,
-        "load_seconds": load.seconds,
-        "load_failed_blocks": load.failed,
-        "load_declined_blocks": load.declined,
-        "evicted_blocks": snapshot.evictions.total,
-    }
-    return counters, {"pool_slots": pool.slots, "pool_free_slots": pool.free}
+        self._last_num_changes = self._scheduler.num_changes
+        snapshot = self._core.snapshot()
+        counters = {name: read(snapshot) for name, (_, read) in COUNTERS.items()}
+        changed = {name: value - self._last[name] for name, value in counters.items() if value != self._last[name]}
+        self._last = counters
+        return KVFerryStats(data=changed | {name: read(snapshot) for name, (_, read) in GAUGES.items()})

@@ -1,7 +1,7 @@
-"""kvferry's settings as they hold inside vLLM: the connector's extra config first, then the environment and the file.
+"""kvferry's settings inside vLLM, and the vLLM options that offloading depends on.
 
-What vLLM itself decides (the model, its device, its blocks) is refused where somebody sets it here, since it would be
-ignored otherwise.
+Settings come from the connector's extra config first, then from the environment and the settings file. Settings that
+vLLM decides itself (model, device, block size) are refused here, because they would have no effect.
 """
 
 from __future__ import annotations
@@ -21,61 +21,56 @@ from kvferry.core.errors import StartError
 
 
 class ConnectorRefused(StartError):
-    """What was asked for cannot be served inside this vLLM; the message says which setting, and what would be right."""
+    """A setting or vLLM option with which the connector cannot work; the message names it and what to do."""
 
 
 _log = logging.getLogger(__name__)
 
-VLLMS_SIZE = "cpu_bytes_to_use"
-"""The pool's size as vLLM's own connector calls it, and as vLLM passes on --kv-offloading-size."""
-VLLMS_OWN = (
-    "engine",
-    "model",
-    "device",
-    "dtype",
-    "device_blocks",
-    "block_size",
-    "max_batched_tokens",
-    "max_running",
-    "max_waiting",
-    "max_wait_s",
+VLLM_POOL_OPTION = "cpu_bytes_to_use"
+"""Name that vLLM's own connector and --kv-offloading-size use for `pool_bytes`."""
+EMBEDDED_SETTINGS = (
+    *("engine", "model", "device", "dtype", "device_blocks", "block_size"),
+    *("max_batched_tokens", "max_running", "max_waiting", "max_wait_s"),
 )
 """Settings of the embedded engine."""
 
 
 def read_options(transfer: Any) -> Settings:
-    """Settings from a `KVTransferConfig` and the layers below it. Raises `ConnectorRefused` with all that is wrong."""
+    """Read the settings from a `KVTransferConfig` and the sources below it.
+
+    Raises:
+        ConnectorRefused: Settings are invalid; the message lists all of them.
+    """
     try:
         settings = Settings(_layers=_layers(transfer.kv_connector_extra_config or {}))
     except BadSettings as error:
         raise ConnectorRefused(str(error)) from error
-    given = [name for name in VLLMS_OWN if settings.source(name) is Source.CONNECTOR]
-    if given:
-        raise ConnectorRefused(
-            f"{', '.join(given)} in kv_connector_extra_config: inside vLLM these are vLLM's own to decide; leave out"
-        )
+    invalid = [name for name in EMBEDDED_SETTINGS if settings.source(name) is Source.CONNECTOR]
+    if invalid:
+        raise ConnectorRefused(f"kv_connector_extra_config: {', '.join(invalid)} are vLLM's own options; remove them")
     _check_transfer(transfer)
     return settings
 
 
 def _layers(extra: Mapping[str, Any]) -> list[Layer]:
-    """The layers of settings, with vLLM's own name for the size of host memory taken as `pool_bytes`."""
-    given = dict(extra)
-    if VLLMS_SIZE not in given:
-        return read_layers(NAMES, given, [])
-    if "pool_bytes" in given:
+    """Return the sources of settings, with vLLM's name of the pool size replaced by `pool_bytes`."""
+    extra = dict(extra)
+    if VLLM_POOL_OPTION not in extra:
+        return read_layers(NAMES, extra, [])
+    if "pool_bytes" in extra:
         raise ConnectorRefused(
-            f"{VLLMS_SIZE} (--kv-offloading-size) and pool_bytes both set the size of the pool; leave one of them out"
+            f"{VLLM_POOL_OPTION} (--kv-offloading-size) and pool_bytes both set the size of the pool; remove one of "
+            "them"
         )
-    size = given.pop(VLLMS_SIZE)
-    # vLLM makes it of a number of GiB, which need not be whole.
-    layers = read_layers(NAMES, {**given, "pool_bytes": int(size) if isinstance(size, float) else size}, [])
-    layers[0]["pool_bytes"] = replace(layers[0]["pool_bytes"], spelled=VLLMS_SIZE)
+    size = extra.pop(VLLM_POOL_OPTION)
+    # vLLM computes it from a number of GiB, which may be a fraction.
+    layers = read_layers(NAMES, {**extra, "pool_bytes": int(size) if isinstance(size, float) else size}, [])
+    layers[0]["pool_bytes"] = replace(layers[0]["pool_bytes"], spelled=VLLM_POOL_OPTION)
     return layers
 
 
 def check_options(transfer: Any) -> None:
-    """Raise `ConnectorRefused` for settings that are wrong, with a line of our own in the log."""
+    """Log and raise `ConnectorRefused` if settings are invalid."""
     try:
         read_options(transfer)
     except ConnectorRefused as error:
@@ -94,17 +89,17 @@ def _check_transfer(transfer: Any) -> None:
         raise ConnectorRefused(f"kv_role={transfer.kv_role}: kvferry stores and loads; set kv_role to kv_both")
     if transfer.kv_load_failure_policy != "recompute" and not is_tested(installed_version()):
         raise ConnectorRefused(
-            f"kv_load_failure_policy={transfer.kv_load_failure_policy}: a block that cannot be loaded would end its "
-            "request with an error, and this version of vLLM was not tested to let the connector change that; set "
+            f"kv_load_failure_policy={transfer.kv_load_failure_policy}: vLLM would fail requests whose blocks cannot "
+            "be loaded, and kvferry changes the policy in tested releases of vLLM only; set "
             '"kv_load_failure_policy": "recompute"'
         )
 
 
-def recompute_failed_loads(transfer: Any) -> None:
-    """Have vLLM recompute what cannot be loaded, where the user left the default, which ends the request.
+def set_recompute_policy(transfer: Any) -> None:
+    """Make vLLM recompute blocks that cannot be loaded; by default it fails the request.
 
-    Its scheduler reads the policy from this configuration after it has made the connector. Inside a MultiConnector it
-    reads that of the outer configuration, which a connector does not see.
+    vLLM's scheduler reads the policy from this configuration after it has created the connector. For a connector inside
+    a `MultiConnector` it reads the outer configuration, which the connector cannot change.
     """
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
@@ -112,43 +107,43 @@ def recompute_failed_loads(transfer: Any) -> None:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Refuse ways of spreading a model over ranks in which a block is not what it is on one rank."""
+    """Refuse kinds of parallelism in which a block differs from a block on one rank."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConnectorRefused(
-                f"{name}={size}: kvferry does not support context parallelism, in which a block's tokens are spread "
-                f"over ranks; leave --{name.replace('_', '-')} out, or set it to 1"
+                f"{name}={size}: kvferry does not support context parallelism, which distributes a block's tokens "
+                f"over ranks; remove --{name.replace('_', '-')} or set it to 1"
             )
     if getattr(parallel, "nnodes", 1) > 1:
         raise ConnectorRefused(
-            f"nnodes={parallel.nnodes}: the ranks of one engine must be on one host for kvferry; set nnodes to 1"
+            f"nnodes={parallel.nnodes}: kvferry needs all ranks of an engine on one host; set nnodes to 1"
         )
 
 
-def check_caching(config: Any) -> None:
-    """Refuse a `VllmConfig` without prefix caching, and name vLLM where it was switched off by vLLM itself."""
+def check_prefix_caching(config: Any) -> None:
+    """Refuse a `VllmConfig` without prefix caching; the message says if vLLM has disabled it."""
     if config.cache_config.enable_prefix_caching:
         return
     reason = _no_caching_reason(config)
     if reason is not None:
         raise ConnectorRefused(
-            f"enable_prefix_caching=False: vLLM switched prefix caching off by itself, since {reason}; kvferry finds "
-            "blocks by their prefix, so leave the connector out"
+            f"enable_prefix_caching=False: vLLM has disabled prefix caching, which kvferry needs: {reason}; remove the "
+            "connector"
         )
     raise ConnectorRefused(
-        "enable_prefix_caching=False: kvferry finds blocks by their prefix; leave --no-enable-prefix-caching out (if "
-        "it was not given, vLLM switched prefix caching off by itself, as its log says: leave the connector out)"
+        "enable_prefix_caching=False: kvferry needs prefix caching; remove --no-enable-prefix-caching, or remove the "
+        "connector if vLLM's log says that vLLM has disabled prefix caching"
     )
 
 
 def _no_caching_reason(config: Any) -> str | None:
-    """Why vLLM switches prefix caching off for this model and platform, whatever was asked for; None if it does not."""
+    """Return why vLLM disables prefix caching for this model and platform, or None if it does not."""
     model = config.model_config
     if not model.is_prefix_caching_supported:
-        return f"it has none for {model.runner_type} models of attention type {model.attn_type}"
+        return f"not supported for {model.runner_type} models of attention type {model.attn_type}"
     if getattr(config, "is_mm_encoder_only", False):
         return "this instance runs the multimodal encoder only"
     if current_platform.is_cpu() and model.use_mla:
-        return "its CPU backend has none for MLA models on this processor"
+        return "the CPU backend does not support it for MLA models on this processor"
     return None

@@ -1,9 +1,9 @@
-"""The host pool of an engine: one mapping a node that all of its processes share, rows slots and columns ranks.
+"""Host pool of an engine: one mapping per node that all of its processes share; rows are slots, columns are ranks.
 
-Workers start before the scheduler. The first rank makes the pool ready, the others map it, and last the scheduler's
-process does where it has to reach it: for tiers, and for a pool that outlives the engine. Without either, and with one
-rank only, the pool is that rank's own memory. A pool that is not kept has lost its name once all have mapped it, so
-that it goes with the last of them, however they end.
+Workers start before the scheduler. The first rank creates the pool, the other ranks map it, and the scheduler process
+maps it last if it needs to, for tiers and for persistent pools. With one rank and neither of these, the pool is private
+memory of that rank. The file of a pool that is not persistent is unlinked when all processes have mapped it, so that
+its memory is freed with the last of them, however they end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from kvferry.app.engines.digests import DigestCache
-from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
-from kvferry.app.engines.vllm.layout import VllmLayout
+from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, start_digest
+from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.versions import hash_block_size
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
@@ -36,15 +38,19 @@ from kvferry.cuda_ops.pool.processors import allowed_processors
 
 _log = logging.getLogger(__name__)
 
+CLOSE_S = 10.0
+_MAX_UNUSED_FRACTION = 0.25
+"""Fraction of unused bytes in slots above which a warning is logged."""
 
-_MUCH_WASTE = 0.25
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSize:
-    """Slots of an engine. `slots` is how groups lie in them, with the bytes of all ranks together.
+class PoolGeometry:
+    """Slots of an engine's pool; `slots` is their layout with the bytes of all ranks together.
 
-    A slot has one column for `ranks_per_copy` consecutive ranks, which hold the same bytes. The first of them stores.
+    A slot has one column for each `ranks_per_copy` consecutive ranks, which hold identical bytes. The first of these
+    ranks stores.
     """
 
     slots: GroupLayout
@@ -54,20 +60,20 @@ class PoolSize:
 
     @property
     def num_columns(self) -> int:
-        """Parts of a slot."""
+        """Number of columns of a slot."""
         return self.num_ranks // self.ranks_per_copy
 
     def column(self, rank: int) -> int:
-        """The part of each slot that a rank loads from."""
+        """Return the column that a rank loads from."""
         return rank // self.ranks_per_copy
 
     def stores(self, rank: int) -> bool:
-        """Whether a rank stores to its column; the others of the column find its bytes there."""
+        """Return whether a rank stores to its column."""
         return rank % self.ranks_per_copy == 0
 
     @property
     def num_slots(self) -> int:
-        """Slots in all. A pool that was kept since it had another size may round them otherwise."""
+        """Number of slots; a persistent pool that was resized may have a few more or less."""
         return self.extents.num_slots
 
     @property
@@ -77,140 +83,145 @@ class PoolSize:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool on all ranks."""
+        """Bytes of the pool on all ranks together."""
         return self.num_slots * self.slots.slot_bytes
 
 
-def size_pool(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolSize:
-    """The pool that `pool_bytes` make. Raises `ConnectorRefused`."""
+def pool_geometry(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolGeometry:
+    """Compute the pool for the setting `pool_bytes`. Raises `ConnectorRefused`."""
     num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
     try:
-        slots = layout.of_core(settings.blocks_per_slot, num_ranks // ranks_per_copy)
+        slots = layout.group_layout(settings.blocks_per_slot, num_ranks // ranks_per_copy)
     except ValueError as error:
         raise ConnectorRefused(str(error)) from error
     extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
     if not extents.num_slots:
         raise ConnectorRefused(
-            f"pool_bytes={settings.pool_bytes} holds no slot: one takes {slots.slot_bytes:,} bytes, of "
-            f"{num_ranks} ranks together; make it larger"
+            f"pool_bytes={settings.pool_bytes}: smaller than one slot, which has {slots.slot_bytes:,} bytes on "
+            f"{num_ranks} ranks together; increase it"
         )
-    return PoolSize(slots, extents, num_ranks, ranks_per_copy)
+    return PoolGeometry(slots, extents, num_ranks, ranks_per_copy)
 
 
-def announce(size: PoolSize, settings: Settings, layout: VllmLayout) -> None:
-    """Say what the pool will be, and check that there is room for it. Raises `NotEnoughMemory`."""
-    device_bytes = layout.device_bytes * size.num_columns
+def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLayout) -> None:
+    """Log the pool's size and check that its memory is available. Raises `NotEnoughMemory`."""
+    device_bytes = layout.device_bytes * geometry.num_columns
     _log.info(
         "host pool: %s slots of %s bytes; %s bytes on each of %d ranks, %s in all, %.2f times the device's KV cache",
-        f"{size.num_slots:,}",
-        f"{size.slots.slot_bytes:,}",
-        f"{size.num_slots * size.rank_slot_bytes:,}",
-        size.num_columns,
-        f"{size.num_bytes:,}",
-        size.num_bytes / device_bytes,
+        f"{geometry.num_slots:,}",
+        f"{geometry.slots.slot_bytes:,}",
+        f"{geometry.num_slots * geometry.rank_slot_bytes:,}",
+        geometry.num_columns,
+        f"{geometry.num_bytes:,}",
+        geometry.num_bytes / device_bytes,
     )
-    if size.ranks_per_copy > 1:
-        _log.info("each block is stored once for %d ranks: they hold identical KV (MLA)", size.ranks_per_copy)
+    if geometry.ranks_per_copy > 1:
+        _log.info("blocks are stored once for %d ranks, which hold identical KV (MLA)", geometry.ranks_per_copy)
     elif layout.replicas > 1:
-        _log.info(
-            "each block is stored %d times: so many ranks hold the same heads, and each stores its own",
-            layout.replicas,
-        )
-    if size.slots.waste() > _MUCH_WASTE:
+        _log.info("blocks are stored %d times: as many ranks hold the same heads, and each stores", layout.replicas)
+    unused = geometry.slots.waste()
+    if unused > _MAX_UNUSED_FRACTION:
         _log.warning(
-            "%.0f%% of the pool stays unused, since blocks of this model's groups differ in size: %s bytes",
-            100 * size.slots.waste(),
-            ", ".join(f"{group.slot_bytes:,}" for group in size.slots.groups),
+            "%.0f%% of the pool is unused, because blocks of the model's KV cache groups differ in size: %s bytes",
+            100 * unused,
+            ", ".join(f"{group.slot_bytes:,}" for group in geometry.slots.groups),
         )
-    if settings.store_mode is StoreMode.EAGER and size.num_bytes < device_bytes:
+    if settings.store_mode is StoreMode.EAGER and geometry.num_bytes < device_bytes:
         _log.warning(
-            "pool_bytes=%d is less than the device's KV cache of %d bytes: in eager mode such a pool mostly holds what "
-            "the device still has, and brings little; make it larger, or set store_mode=lazy",
+            "pool_bytes=%d: less than the device's KV cache of %d bytes, so that in eager mode the pool mostly holds "
+            "blocks that the device still has; increase it, or set store_mode=lazy",
             settings.pool_bytes,
             device_bytes,
         )
     if settings.pool_kind is PoolKind.PINNED:
-        # A pool that is kept may be there already, and then takes nothing.
-        check_fits("pool_bytes", size.num_bytes, memory_limits())
+        # A persistent pool may exist already and then needs no more memory.
+        check_fits("pool_bytes", geometry.num_bytes, memory_limits())
 
 
-CLOSE_S = 10.0
-
-
-class EngineFillings:
-    """A `kvferry.cuda_ops.persistent.record.Fillings`. Any thread, but for `close`."""
+class TierSealer:
+    """Seals slots that tiers wrote to; implements `Fillings` of a pool record. Thread: any, except `close`."""
 
     def __init__(self, headers: Sequence[SlotHeaders]) -> None:
-        """`headers` are those of each rank."""
+        """Create a sealer of the headers of each column."""
         self._headers = headers
         self._thread = ThreadPoolExecutor(1, "kvferry-seal")
         self._last: Future[None] | None = None
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
-        """See `kvferry.cuda_ops.persistent.record.Fillings`. Thread: any but the engine's."""
+        """See `Fillings`. Thread: any except the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
     def end_tier_write(self, labels: SlotLabels) -> None:
-        """See `kvferry.cuda_ops.persistent.record.Fillings`."""
+        """See `Fillings`."""
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:
-            _log.warning("%d blocks of a tier are not sealed, so a restart loses them: %s", len(labels.slots), error)
+            _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all that was filled by now is sealed; whether that came true in time."""
+        """See `Fillings`."""
         last = self._last
         return last is None or bool(wait([last], timeout_s).done)
 
     def close(self) -> None:
-        """Seal what was filled, within its time."""
+        """Seal the remaining slots within `CLOSE_S`."""
         if not self.settle(CLOSE_S):
-            _log.warning("blocks of tiers were not sealed in time: a restart loses them")
+            _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
         self._thread.shutdown(cancel_futures=True)
 
     def _seal(self, labels: SlotLabels) -> None:
         try:
             for headers in self._headers:
                 headers.seal(labels)
-        except Exception:  # noqa: BLE001 - these blocks are lost to a restart, the next ones need not be
+        except Exception:  # noqa: BLE001 - only these blocks are lost at a restart
             _log.exception("slots could not be sealed")
 
 
-_Said = TypeVar("_Said")
+@dataclass(frozen=True)
+class EngineConfig:
+    """vLLM's configuration, kvferry's settings, and what every process of an engine computes from them."""
 
-
-@dataclass(frozen=True, slots=True)
-class EnginePool:
-    """What the pool is to be. Every process of an engine comes to the same wanted."""
-
+    vllm: Any
+    cache: Any
     settings: Settings
-    size: PoolSize
-    name: str
-    """The engine's, with `rank_suffix`."""
-    rank_suffix: str
-    """The data-parallel rank as part of a name; empty for an engine that is the only one."""
-    fingerprint: dict[str, object]
-    start: str
-    """Tells this start of the engine from all others."""
-    has_random_hashes: bool
+    layout: VllmLayout
+    geometry: PoolGeometry
 
     @classmethod
-    def make(cls, config: Any, cache: Any, settings: Settings, layout: VllmLayout, size: PoolSize) -> EnginePool:
-        """What follows from vLLM's configuration and ours."""
-        digests = DigestCache(settings.state_dir) if settings.has_lasting_blocks else None
-        about = fingerprint(config, cache, layout, digests)
-        name = settings.engine_name or engine_name(config, about)
-        parallel = config.parallel_config
-        # vLLM runs the engines of a dense model as if each were alone: they still have their number.
+    def make(cls, vllm_config: Any, cache: Any, settings: Settings) -> EngineConfig:
+        """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `ConnectorRefused`."""
+        layout = read_layout(cache, hash_block_size(vllm_config, cache))
+        return cls(vllm_config, cache, settings, layout, pool_geometry(settings, layout, vllm_config.parallel_config))
+
+    @property
+    def rank(self) -> int:
+        """Number of this process's worker rank."""
+        return int(self.vllm.parallel_config.rank)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, object]:
+        """Fingerprint of the engine; reads the model's files if blocks outlive the engine."""
+        digests = DigestCache(self.settings.state_dir) if self.settings.has_lasting_blocks else None
+        return fingerprint(self.vllm, self.cache, self.layout, digests)
+
+    @property
+    def rank_suffix(self) -> str:
+        """Data-parallel rank as part of a name; empty for a single engine."""
+        parallel = self.vllm.parallel_config
+        # For a dense model, vLLM configures each data-parallel engine as a single one, except for its index.
         is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index
-        suffix = f"-dp{parallel.data_parallel_index}" if is_one_of_several else ""
-        return cls(settings, size, name + suffix, suffix, about, start_digest(config), has_random_hashes(config))
+        return f"-dp{parallel.data_parallel_index}" if is_one_of_several else ""
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the engine and its pool."""
+        return (self.settings.engine_name or engine_name(self.vllm, self.fingerprint)) + self.rank_suffix
 
     def shared_name(self, claimed: str) -> str:
-        """Return the name that all data-parallel ranks of the engine have, given the one that this rank claimed.
+        """Return the common name of an engine's data-parallel ranks, given the name that this rank claimed.
 
-        A number behind the claimed name, which tells apart engines of one default name, stays.
+        A number at the end of the claimed name, which distinguishes engines with the same default name, is kept.
         """
         if not self.rank_suffix:
             return claimed
@@ -218,139 +229,147 @@ class EnginePool:
         return head + number
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the pool outlives the engine."""
-        return self.settings.pool_kind is not PoolKind.PINNED
-
-    @property
-    def is_for_scheduler(self) -> bool:
-        """Whether the scheduler's process has to reach the pool, too."""
+    def is_mapped_by_scheduler(self) -> bool:
+        """Whether the scheduler process maps the pool, too."""
         return self.settings.has_lasting_blocks
 
     @property
     def is_shared(self) -> bool:
-        """Whether several mappings are made of it."""
-        return self.is_for_scheduler or self.size.num_ranks > 1
+        """Whether several processes map the pool."""
+        return self.is_mapped_by_scheduler or self.geometry.num_ranks > 1
 
 
 @dataclass(frozen=True, slots=True)
 class MappedPool:
-    """One process's view of the pool; `file` is that of a kept one. `passing` still has a name."""
+    """One process's mapping of the pool, and its file: `persistent`, or `temporary`, which still has a name.
+
+    `rank` is the rank that mapped it; several ranks may have the same column of the pool.
+    """
 
     pool: HostPool
-    file: KeptFile | None = None
-    passing: PassingFile | None = None
+    persistent: KeptFile | None = None
+    temporary: PassingFile | None = None
     rank: int = 0
-    """The rank whose view this is; several ranks may have one column of the pool."""
 
-    def place(self) -> tuple[object, ...]:
-        """The same for all who have mapped the same memory."""
-        backing = self.file or self.passing
-        if backing is None:
+    def file_id(self) -> tuple[object, ...]:
+        """Return an id of the mapped file that is equal in all processes that map it."""
+        file = self.persistent or self.temporary
+        if file is None:
             return ()
-        about = os.stat(backing.path)
-        return read_boot_id(), about.st_dev, about.st_ino
+        status = os.stat(file.path)
+        return read_boot_id(), status.st_dev, status.st_ino
 
 
-def map_for_rank(wanted: EnginePool, rank: int, preparation: Preparation | None = None) -> MappedPool:
-    """This rank's view of the pool, made ready for its device. Raises `ConnectorRefused`, on every rank if one of them
-    cannot map it, and `NotEnoughMemory`."""
-    if not wanted.is_shared:
-        size = wanted.size
-        extent_bytes = size.extents.extent_slots * size.slots.slot_bytes
-        return MappedPool(HostPool(size.num_slots, size.rank_slot_bytes, extent_bytes, preparation=preparation))
+def map_for_rank(config: EngineConfig, rank: int, preparation: Preparation | None = None) -> MappedPool:
+    """Map the pool on a worker rank and prepare it for the rank's device. Called on every rank.
+
+    Raises:
+        ConnectorRefused: A rank cannot map the pool; raised on every rank.
+        NotEnoughMemory: There is no memory for the pool.
+    """
+    geometry = config.geometry
+    if not config.is_shared:
+        extent_bytes = geometry.extents.extent_slots * geometry.slots.slot_bytes
+        return MappedPool(HostPool(geometry.num_slots, geometry.rank_slot_bytes, extent_bytes, preparation=preparation))
     mapped: MappedPool | None = None
-    problem: str | None = None
-    problems: list[str] = []
-    for turn_of_first in (True, False):
-        if turn_of_first is (rank == 0) and not problems:
+    error_text: str | None = None
+    errors: list[str] = []
+    # First rank 0, which creates the file, then all others.
+    for is_first in (True, False):
+        if is_first is (rank == 0) and not errors:
             try:
-                mapped = _map(wanted, rank, is_first=rank == 0, preparation=preparation)
+                mapped = _map(config, rank, is_first=is_first, preparation=preparation)
             except (OSError, ValueError) as error:
-                problem = str(error) if wanted.size.num_ranks == 1 else f"rank {rank}: {error}"
-        problems = [found for found in _of_all_ranks(wanted, problem) if found is not None]
-    if not problems and len(set(_of_all_ranks(wanted, None if mapped is None else mapped.place()))) > 1:
-        problems = ["the ranks of this engine do not share memory: kvferry wants them on one host, in one container"]
-    if mapped is None or problems:
+                error_text = str(error) if geometry.num_ranks == 1 else f"rank {rank}: {error}"
+        errors = [text for text in _all_gather(config, error_text) if text is not None]
+    if not errors and len(set(_all_gather(config, None if mapped is None else mapped.file_id()))) > 1:
+        errors = ["the ranks of this engine do not share memory; run them on one host, in one container"]
+    if mapped is None or errors:
         if mapped is not None:
             mapped.pool.close()
-        raise ConnectorRefused(wanted.settings.as_written("; ".join(problems)))
-    if mapped.passing is not None and not wanted.is_for_scheduler:
-        mapped.passing.unlink()
+        raise ConnectorRefused(config.settings.as_written("; ".join(errors)))
+    if mapped.temporary is not None and not config.is_mapped_by_scheduler:
+        mapped.temporary.unlink()
     return mapped
 
 
-def processors_beside(wanted: EnginePool) -> frozenset[int]:
-    """Where to copy: the processors that no rank of this engine computes on, to which vLLM's CPU backend binds each.
-    All of the engine's where none is left. Every rank has to ask."""
+def copy_processors(config: EngineConfig) -> frozenset[int]:
+    """Return the CPUs to copy on: those that no rank computes on, or all if there are none. Called on every rank.
+
+    vLLM's CPU backend binds each rank to the CPUs that it computes on.
+    """
     allowed = allowed_processors()
-    computing = frozenset[int]().union(*_of_all_ranks(wanted, frozenset(os.sched_getaffinity(0))))
+    computing = frozenset[int]().union(*_all_gather(config, frozenset(os.sched_getaffinity(0))))
     return allowed - computing or allowed
 
 
-def map_for_scheduler(wanted: EnginePool) -> MappedPool | None:
-    """The scheduler's view of the pool, last of all; None where it has no use for one. Raises `ConnectorRefused`."""
-    if not wanted.is_for_scheduler:
+def map_for_scheduler(config: EngineConfig) -> MappedPool | None:
+    """Map the pool in the scheduler process after all ranks have mapped it; None if it is not needed there.
+
+    Raises:
+        ConnectorRefused: The pool cannot be mapped.
+    """
+    if not config.is_mapped_by_scheduler:
         return None
     try:
-        mapped = _map(wanted, 0, is_first=False, is_ready=True)
+        mapped = _map(config, 0, is_first=False, is_ready=True)
     except FileNotFoundError as error:
         raise ConnectorRefused(
-            f"the pool {error.filename} of this engine's ranks is not there: tiers and kept pools need the ranks and "
-            "the engine's own process on one host, in one container; leave tiers out, and set pool_kind=pinned"
+            f"the pool {error.filename} of this engine's ranks does not exist here: tiers and persistent pools need "
+            "the ranks and the scheduler process on one host, in one container; remove tiers and set pool_kind=pinned"
         ) from error
     except (OSError, ValueError) as error:
-        raise ConnectorRefused(wanted.settings.as_written(str(error))) from error
-    if mapped.passing is not None:
-        mapped.passing.unlink()
+        raise ConnectorRefused(config.settings.as_written(str(error))) from error
+    if mapped.temporary is not None:
+        mapped.temporary.unlink()
     return mapped
 
 
 def _map(
-    wanted: EnginePool, rank: int, *, is_first: bool, is_ready: bool = False, preparation: Preparation | None = None
+    config: EngineConfig, rank: int, *, is_first: bool, is_ready: bool = False, preparation: Preparation | None = None
 ) -> MappedPool:
-    size, slots = wanted.size, wanted.size.extents
-    file = open_kept_file(
-        wanted.settings,
-        wanted.name,
-        wanted.fingerprint,
-        slots,
-        size.rank_slot_bytes,
-        size.num_columns,
+    geometry, plan = config.geometry, config.geometry.extents
+    persistent = open_kept_file(
+        config.settings,
+        config.name,
+        config.fingerprint,
+        plan,
+        geometry.rank_slot_bytes,
+        geometry.num_columns,
         join=not is_first,
     )
-    passing: PassingFile | None = None
-    if file is None:
+    temporary: PassingFile | None = None
+    if persistent is None:
         if is_first:
             sweep_names()
-        passing = PassingFile(wanted.start, is_ready=is_ready)
-    shape = slots if file is None else file.shape
+        temporary = PassingFile(start_digest(config.vllm), is_ready=is_ready)
+    shape = plan if persistent is None else persistent.shape
     pool = HostPool(
         shape.num_slots,
-        size.rank_slot_bytes,
-        shape.extent_slots * size.slots.slot_bytes,
-        backing=file or passing,
-        num_ranks=size.num_columns,
-        rank=size.column(rank),
+        geometry.rank_slot_bytes,
+        shape.extent_slots * geometry.slots.slot_bytes,
+        backing=persistent or temporary,
+        num_ranks=geometry.num_columns,
+        rank=geometry.column(rank),
         preparation=preparation,
     )
-    if file is not None and is_first:
+    if persistent is not None and is_first:
         try:
-            file.share()
+            persistent.share()
         except BaseException:
             pool.close()
             raise
-    return MappedPool(pool, file, passing, rank)
+    return MappedPool(pool, persistent, temporary, rank)
 
 
-def _of_all_ranks(wanted: EnginePool, mine: _Said) -> list[_Said]:
-    """What each rank has to say. Nobody goes on before all have spoken."""
-    if wanted.size.num_ranks == 1:
-        return [mine]
+def _all_gather(config: EngineConfig, value: _T) -> list[_T]:
+    """Return the values of all ranks; waits for every rank."""
+    if config.geometry.num_ranks == 1:
+        return [value]
     import torch.distributed as dist
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    found: list[Any] = [None] * group.world_size
-    dist.all_gather_object(found, mine, group=group.cpu_group)
-    return found
+    values: list[Any] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values

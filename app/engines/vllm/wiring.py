@@ -1,0 +1,277 @@
+"""Construction of the connector's parts, for a worker rank and for the scheduler process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.admin import AdminServer
+from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
+from kvferry.app.engines.vllm.device import VllmDevice
+from kvferry.app.engines.vllm.extents import EngineExtents
+from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, start_digest
+from kvferry.app.engines.vllm.kv_events import KVEventSink
+from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
+from kvferry.app.engines.vllm.metadata import RankHandshake
+from kvferry.app.engines.vllm.metrics import StatsSource
+from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.pool import (
+    EngineConfig,
+    MappedPool,
+    TierSealer,
+    check_pool_memory,
+    copy_processors,
+    map_for_rank,
+    map_for_scheduler,
+)
+from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
+from kvferry.app.engines.vllm.worker import ConnectorWorker
+from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
+from kvferry.app.settings import Settings
+from kvferry.app.settings.fields import LogLevel
+from kvferry.app.store import claim_name
+from kvferry.core.errors import StartError
+from kvferry.core.pool.inventory import Inventory
+from kvferry.cuda_ops.persistent.headers import SlotHeaders
+from kvferry.cuda_ops.persistent.record import KeptRecord
+from kvferry.cuda_ops.persistent.recovery import DropReason
+
+_log = logging.getLogger(__name__)
+
+_HASHES_PER_BLOCK = 4
+"""Limit of extended hashes kept per device block; more than the device can hold."""
+
+
+class SharedLogs:
+    """Reference to the process's log pipe, which is closed with the last one; worker and scheduler may share it."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _pipe: ClassVar[LogPipe | None] = None
+    _num_open: ClassVar[int] = 0
+
+    def __init__(self, settings: Settings) -> None:
+        self._is_open = True
+        with SharedLogs._lock:
+            if SharedLogs._pipe is None:
+                SharedLogs._pipe = start_logging(settings, guest=True)
+            SharedLogs._num_open += 1
+
+    def set_level(self, level: LogLevel) -> None:
+        """Set the level of the log pipe."""
+        with SharedLogs._lock:
+            if SharedLogs._pipe is not None:
+                SharedLogs._pipe.set_level(level)
+
+    def close(self) -> None:
+        """Drop the reference; may be called again."""
+        with SharedLogs._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            SharedLogs._num_open -= 1
+            if not SharedLogs._num_open and SharedLogs._pipe is not None:
+                SharedLogs._pipe.close()
+                SharedLogs._pipe = None
+
+
+def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping[str, Any]) -> RankHandshake:
+    """Map the pool on this rank, start the rank's copy engine, and return the rank's handshake metadata.
+
+    Raises:
+        ConnectorRefused, NotEnoughMemory: The KV caches are not supported, or the pool cannot be mapped.
+    """
+    layout, settings, geometry = config.layout, config.settings, config.geometry
+    check_caches(layout, caches)
+    if config.rank == 0:
+        check_pool_memory(geometry, settings, layout)
+    cuda = cuda_device(layout, caches)
+    mapped = map_for_rank(config, config.rank, pool_preparation(cuda, is_private=not config.is_shared))
+    cpus = copy_processors(config)
+    worker.attach(lambda on_finished: RankCopies(layout, settings, caches, mapped, on_finished, cuda, cpus))
+    handshake = RankHandshake(config.rank, geometry.num_slots, geometry.rank_slot_bytes)
+    if mapped.persistent is not None:
+        handshake.drop_reason = mapped.persistent.found.dropped
+        handshake.foreign_keys = mapped.persistent.take_foreign_keys()
+        handshake.num_truncated = mapped.persistent.num_cut_off
+    return handshake
+
+
+class EngineCore:
+    """kvferry's parts in vLLM's engine-core process, from construction to `close`.
+
+    Exceptions on other threads than the engine's are logged and do not affect vLLM.
+    """
+
+    def __init__(self, config: EngineConfig, logs: SharedLogs) -> None:
+        """Map the pool if it is needed in this process, start the offload service, and reserve the admin port.
+
+        Raises:
+            ConnectorRefused: A part cannot be started; the others are closed.
+        """
+        vllm_config, settings, layout = config.vllm, config.settings, config.layout
+        self._config = config
+        self._is_serving = False
+        self.tier_types = {tier.name: tier.type for tier in settings.tiers}
+        num_hashes = _HASHES_PER_BLOCK * layout.num_blocks
+        adapters = Adapters(start_digest(vllm_config), num_hashes, DigestCache(settings.state_dir))
+        # The first model runner calls `handle_preemptions` before it writes to any block.
+        writes_early = getattr(vllm_config, "use_v2_model_runner", True)
+        self.device = VllmDevice(adapters, hash_bytes(vllm_config), writes_early=writes_early)
+        self.events = KVEventSink.for_config(vllm_config, layout, config.geometry.slots)
+        self._signals = StepSignals(threading.Event() if settings.tiers else None)
+        with ExitStack() as undo:
+            self._open_service(logs, undo)
+            try:
+                self.service.start()
+            except StartError as error:
+                raise ConnectorRefused(str(error)) from error
+            self._report_recovered()
+            self.scheduler = ConnectorScheduler(
+                self.service.guard,
+                self.device,
+                layout,
+                config.geometry.num_ranks,
+                self.events,
+                self._signals,
+                self._extents,
+            )
+            self.stats = StatsSource(self.service.scheduler, self.scheduler)
+            data_parallel_rank = int(vllm_config.parallel_config.data_parallel_index)
+            self.admin = AdminServer(settings, self, self.service.name, self._engine_name, data_parallel_rank)
+            undo.callback(self.admin.close)
+            self._undo = undo.pop_all()
+
+    def context(self, closing: Callable[[], bool]) -> AdminContext:
+        """Return the context of the admin API; `closing` returns true once the server is stopping."""
+        return self.service.context(closing)
+
+    def abort_requests(self) -> None:
+        """Do nothing: vLLM serves the requests and aborts them itself."""
+
+    def check_ranks(self, ranks: Sequence[RankHandshake]) -> None:
+        """Raise `ConnectorRefused` if a rank's pool differs from the scheduler's."""
+        geometry = self._config.geometry
+        for rank in ranks:
+            if (rank.num_slots, rank.slot_bytes) != (geometry.num_slots, geometry.rank_slot_bytes):
+                raise ConnectorRefused(
+                    f"rank {rank.rank} has {rank.num_slots:,} slots of {rank.slot_bytes:,} bytes, the scheduler "
+                    f"{geometry.num_slots:,} of {geometry.rank_slot_bytes:,}: ranks with different shares of the KV "
+                    "cache are not supported; choose a pipeline_parallel_size that divides the layers"
+                )
+
+    def serve(self, ranks: Sequence[RankHandshake]) -> None:
+        """Record what the ranks dropped and start the admin server; has no effect when called again."""
+        if self._is_serving:
+            return
+        self._is_serving = True
+        for rank in ranks:
+            self._record_dropped(rank)
+        self.admin.start()
+
+    def close(self) -> None:
+        """Close all parts in reverse order; may be called again."""
+        self._undo.close()
+
+    # --- construction ---------------------------------------------------------------------------------------------
+
+    def _open_service(self, logs: SharedLogs, undo: ExitStack) -> None:
+        """Map the pool if it is needed here, and create the offload service."""
+        config = self._config
+        vllm_config, layout, geometry, settings = config.vllm, config.layout, config.geometry, config.settings
+        events, request_step, stopping = self.events, self._signals.step_requested.set, threading.Event()
+        if config.is_mapped_by_scheduler and has_random_hashes(vllm_config):
+            _log.warning(
+                "PYTHONHASHSEED is not set and vLLM's hash seed is random: blocks stored now are not found after a "
+                "restart; set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
+            )
+        try:
+            has_default_name = settings.engine_name is None
+            claim = claim_name(settings.resolved_database_url(), config.name, is_default=has_default_name)
+            undo.callback(claim.close)
+            self._engine_name = config.shared_name(claim.name)
+            mapped = map_for_scheduler(config)
+            if mapped is not None:
+                undo.callback(mapped.pool.close)
+            pool = None if mapped is None else mapped.pool
+            record = _open_record(config, mapped, undo)
+            plan = geometry.extents if record is None else record.file.shape.plan
+            self._extents = EngineExtents(
+                plan, geometry.slots.slot_bytes, geometry.num_ranks, pool, step=request_step, stopping=stopping
+            )
+            engine = EngineBinding(
+                name=claim.name,
+                info=EngineInfo(
+                    "vllm",
+                    str(vllm_config.model_config.model),
+                    str(vllm_config.device_config.device_type),
+                    layout.groups[0].spec.block_size,
+                    groups=len(layout.groups),
+                    workers=geometry.num_ranks,
+                ),
+                layout=geometry.slots,
+                fingerprint=config.fingerprint,
+                device=self.device,
+                watermark_blocks=_watermark_blocks(vllm_config, layout),
+                null_block=NULL_BLOCK,
+                hooks=EngineHooks(
+                    wake=self._signals.wake,
+                    step=request_step,
+                    listen=lambda sink: sink if events is None else events.wrap(sink),
+                    reasons=self._signals.reasons,
+                ),
+            )
+            binding = PoolBinding(plan, self._extents, pool, record)
+            self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
+        except ValueError as error:
+            raise ConnectorRefused(settings.as_written(str(error))) from error
+        undo.callback(self.service.close)
+
+    def _report_recovered(self) -> None:
+        """Report blocks recovered from an earlier process in KV events."""
+        if self.events is not None:
+            manager = self.service.manager
+            with manager.lock:
+                self.events.recovered(Inventory(manager).list_blocks(0, manager.counts().slots).keys)
+
+    def _record_dropped(self, rank: RankHandshake) -> None:
+        """Add blocks of a persistent pool that a rank dropped when it opened the pool to the result of the recovery."""
+        recovery = self.service.warm_start
+        if recovery is None:
+            return
+        self.service.manager.history.record_foreign(rank.foreign_keys)
+        counts = {DropReason.TRUNCATED: rank.num_truncated}
+        if rank.drop_reason is not None:
+            counts[DropReason.FOREIGN] = len(rank.foreign_keys)
+            recovery = replace(recovery, foreign=rank.drop_reason)
+        dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
+        self.service.warm_start = replace(recovery, dropped={**recovery.dropped, **dropped})
+
+
+def _open_record(config: EngineConfig, mapped: MappedPool | None, undo: ExitStack) -> KeptRecord | None:
+    """Return the record of a persistent pool. Blocks from tiers are sealed in this process, stores by the ranks."""
+    if mapped is None or mapped.persistent is None:
+        return None
+    record = KeptRecord(mapped.persistent)
+    if config.settings.tiers:
+        columns = range(config.geometry.num_columns)
+        record.fillings = sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
+        undo.callback(sealer.close)
+    return record
+
+
+def _watermark_blocks(config: Any, layout: VllmLayout) -> int:
+    """Return how many blocks of all groups one step may allocate, at most a quarter of the device's blocks."""
+    scheduler = config.scheduler_config
+    step_blocks = sum(
+        -(-scheduler.max_num_batched_tokens // group.spec.block_size) + scheduler.max_num_seqs
+        for group in layout.groups
+    )
+    return max(min(int(step_blocks), layout.num_blocks // 4), 1)
