@@ -1,5 +1,5 @@
-"""What to carry, where to, and who must go: the decisions of kvferry, free of bytes, threads and clocks.
+"""Offload decisions: which KV blocks to store, load and evict. No I/O, threads or clocks.
 
-`core` moves names (keys, slots, jobs) and never bytes. It imports neither a web framework nor a database, CUDA,
-vLLM or transformers; it starts no thread and reads no clock (`now_s` is an argument), so that a simulator can own it.
+`core` handles keys, slots and jobs, never bytes. It imports no web framework, database, CUDA, vLLM or transformers.
+Time is an argument (`now_s`), so that a simulator can drive it.
 """

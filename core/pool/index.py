@@ -59,8 +59,8 @@ class HashTable:
 
         Args:
             size: Numbers to make room for.
-            hashes: The hash of each number, a column of the caller, who sets it before a number is claimed and keeps it
-                until the number is removed.
+            hashes: The hash of each number, a column that the caller sets before a number is claimed and keeps until
+                the number is removed.
         """
         bits = max((max(size, 1) * 3 // 2).bit_length(), _MIN_BITS)
         self.size = (1 << bits) * 2 // 3

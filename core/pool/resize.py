@@ -1,6 +1,6 @@
 """Resize of a pool in use: a state machine, driven in short steps by a thread beside the engine.
 
-The thread calls `step`, and changes the memory of all workers when it is told to:
+The thread calls `step`, and changes the memory of all workers when `step` asks for it:
 
     grow:    memory is added on every worker, and acknowledged -> the slots are allowed to be allocated, a batch a step
     shrink:  the last slots are not allocated any more -> they are emptied, a batch a step, those in use when they are

@@ -67,3 +67,10 @@ def test_its_links_lead_somewhere() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_files_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:app|core|cuda_ops|migrations|tests|bench)/[\w/.]*)`", page)
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists()] == []
