@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.app.engines.naming import is_missing_folder
+from kvferry.app.engines.identity import is_missing_folder
 from kvferry.app.folders import check_writable, nearest_folder
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import Engine, PoolKind

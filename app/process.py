@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.discovery import Announcement, announce_service
-from kvferry.app.engines.naming import name_of_engine
-from kvferry.app.engines.revision import name_in_fingerprint
+from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.logs import LogPipe, start_logging
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
@@ -205,7 +204,7 @@ class Process:
             fingerprint = {"engine": "none", "block_size": settings.block_size}
             device, device_bytes = NoDevice(), 0
         else:
-            from kvferry.app.engines.embedded.hashing import HASH_SEED
+            from kvferry.app.engines.embedded.kv_cache import HASH_SEED
 
             about = engine.info
             info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
-from kvferry.app.engines.embedded.hashing import chain_root, extend_chain
+from kvferry.app.engines.embedded.kv_cache import chain_root, extend_chain
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 

@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.app.engines import digests
-from kvferry.app.engines.digests import DigestCache, FileUnknown
-from kvferry.app.engines.revision import ContentDigest, digest_of_files, name_in_fingerprint, revision_of
+from kvferry.app.engines import identity as digests
+from kvferry.app.engines.identity import (
+    ContentDigest,
+    DigestCache,
+    FileUnknown,
+    digest_of_files,
+    name_in_fingerprint,
+    revision_of,
+)
 
 SIZE = 4 << 20
 UNCACHED = DigestCache(None)
@@ -165,7 +171,7 @@ def test_digest_when_the_cache_cannot_be_written_is_right(tmp_path: Path, caplog
 _READER = """
 import sys
 from pathlib import Path
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 digest = DigestCache(Path(sys.argv[2])).digest(Path(sys.argv[1]))
 print(digest, Path("/proc/self/io").read_text().split()[1])
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
 from kvferry.app.engines.vllm.requests import VllmRequest
 from tests.harness.waiting import wait_until

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from kvferry.app.discovery import find_services
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice

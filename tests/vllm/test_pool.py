@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tests.vllm.fabricated as fake
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvferry.app.engines.digests import DigestCache
 from kvferry.app.engines.embedded.attention import ATTENTION_NAME
 from kvferry.app.engines.embedded.config import EngineStartError
 from kvferry.app.engines.embedded.tokenizer import (
@@ -26,8 +25,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from kvferry.app.engines.naming import is_missing_folder
-from kvferry.app.engines.revision import ContentDigest, revision_of
+from kvferry.app.engines.identity import ContentDigest, DigestCache, is_missing_folder, revision_of
 
 log = logging.getLogger(__name__)
 

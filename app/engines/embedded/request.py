@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvferry.app.engines.embedded.admission import Call
-from kvferry.app.engines.embedded.hashing import chain_root, extend_chain
+from kvferry.app.engines.embedded.kv_cache import chain_root, extend_chain
 from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
 

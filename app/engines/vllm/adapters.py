@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from kvferry.app.engines.digests import DigestCache, FileUnknown
-from kvferry.app.engines.revision import digest_of_files
+from kvferry.app.engines.identity import DigestCache, FileUnknown, digest_of_files
 
 _log = logging.getLogger(__name__)
 

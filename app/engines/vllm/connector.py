@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.fingerprint import prefetch_digests
 from kvferry.app.engines.vllm.metadata import RankHandshake, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, hits_by_source

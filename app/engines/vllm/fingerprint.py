@@ -18,9 +18,15 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from kvferry.app.engines.digests import DigestCache, FileUnknown
-from kvferry.app.engines.naming import name_of_engine
-from kvferry.app.engines.revision import ContentDigest, digest_of_files, name_in_fingerprint, revision_of
+from kvferry.app.engines.identity import (
+    ContentDigest,
+    DigestCache,
+    FileUnknown,
+    digest_of_files,
+    name_in_fingerprint,
+    name_of_engine,
+    revision_of,
+)
 from kvferry.app.engines.vllm.layout import VllmLayout
 
 _DIGITS = 16

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.options import ConnectorRefused

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.engines.digests import DigestCache
+from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.admin import AdminServer
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
