@@ -1,4 +1,4 @@
-"""Default name of an engine, under which its pool, database rows and discovery file are found again."""
+"""Identity of an engine and its model: default name, revision of the weights, and digests of their files."""
 
 from __future__ import annotations
 
