@@ -91,7 +91,7 @@ class Cascades:
 
     def _submit(self, client: TierClient, state: RequestState, slots: Slots, now_s: float) -> None:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""
-        session, table, pins = state.tiers.session, self._manager.table, self._manager.pins
+        session, manager, table = state.tiers.session, self._manager, self._manager.table
         wanted = len(slots)
         if session is None or not session.knows(client):
             client.use.cascades_dropped += wanted
@@ -116,11 +116,11 @@ class Cascades:
             if pin is not None:
                 self._num_readers[slots] -= 1
                 self.num_held -= int(np.count_nonzero(self._num_readers[slots] == 0))
-                pins.end_read(pin)
+                manager.end_read(pin)
 
         job = OpenTierJob(number, len(slots), now_s, end, slots)
-        pin = pins.pin(slots)
-        pins.begin_read(pin)
+        pin = manager.pin(slots)
+        manager.begin_read(pin)
         self._open[number] = pin
         self.num_held += int(np.count_nonzero(self._num_readers[slots] == 0))
         self._num_readers[slots] += 1

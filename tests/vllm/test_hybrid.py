@@ -84,7 +84,7 @@ def test_blocks_that_left_their_window_are_not_stored(gemma: Path) -> None:
                     assert set(run.block_ids.tolist()) <= live - {0}
             return orders
 
-        engine.connector._scheduler.plan = watch  # type: ignore[method-assign,union-attr]
+        engine.scheduler.plan = watch  # type: ignore[method-assign]
         engine.add("one", PROMPTS[0], max_tokens=200)
         while engine.vllm_scheduler.requests:
             engine.step()

@@ -88,7 +88,7 @@ class Router:
             self.events.append(event)
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
-                self.index.reset()
+                self.index.clear()
                 self.patient.pop("GPU", None)
             for index in (self.index, self.patient):
                 for block_hash in getattr(event, "block_hashes", ()):

@@ -155,7 +155,8 @@ def test_resize_when_one_rank_cannot_map_more_is_rolled_back(
 ) -> None:
     server.resize(64 * MIB)
     server.resized(64 * MIB)
-    wait_until(lambda: has_memory(server, 64 * MIB), "the size to begin with", 60.0)
+    with server.stepping():
+        wait_until(lambda: has_memory(server, 64 * MIB), "the size to begin with", 60.0)
     worker = worker_of(server, rank)
     # The first takes memory, by making a file longer; the other only maps it.
     what = resource.RLIMIT_FSIZE if rank == 0 else resource.RLIMIT_AS

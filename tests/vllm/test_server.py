@@ -286,9 +286,10 @@ def test_kv_events_report_changes_of_host_memory(server: VllmServer, events_port
         server.settled()
         listen()
         assert known
-        # Also while the engine has nothing to do.
+        # Events of an idle engine leave with its next step.
         server.admin.post("/admin/v1/reset", json={}).raise_for_status()
-        wait_until(lambda: (listen(), not known)[1], "it is said that all is gone", 30.0)
+        with server.stepping():
+            wait_until(lambda: (listen(), not known)[1], "all blocks are reported as removed", 30.0)
     finally:
         socket.close(0)
         context.term()
