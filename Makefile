@@ -27,11 +27,11 @@ serve: $(STAMP)
 	@exec $(BIN)/kvferry serve
 
 test: $(STAMP)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What takes long: kill rounds, fault storms, simulated worlds, PostgreSQL, benchmarks, all examples of property tests.
 test-long: $(STAMP)
-	TEST_LONG=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
+	TEST_LONG=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest $(XDIST) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # One simulated world for as long as one likes; what it prints when it fails shows the failure again.
 soak: $(STAMP)

@@ -27,13 +27,18 @@ settings.register_profile("unshrunk", settings.get_profile("kvferry"), phases=(P
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kvferry"))
 
 
+SLOW_FOLDERS = ("tests/service/", "tests/kill/", "tests/sim/", "tests/cli/")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of one suite."""
+    """Leave the tests of one suite, the slowest files first."""
     chosen = [item for item in items if _is_chosen(item)]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if not _is_chosen(item)])
         items[:] = chosen
+    # The files that take longest first, so that the processes of a parallel run end together.
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOW_FOLDERS))
 
 
 def _is_chosen(item: pytest.Item) -> bool:
