@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import AHEAD_S, OVERTAKEN, JobLedger
 from kvferry.cuda_ops.copy.layout import DeviceLayout
-from kvferry.cuda_ops.copy.native import Addresses, segment_copier
+from kvferry.cuda_ops.copy.native import Int64s
 from kvferry.cuda_ops.copy.segments import SegmentBuffer, SegmentPlanner, Segments
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from kvferry.cuda_ops.pool.processors import run_on
@@ -56,6 +56,9 @@ class CpuCopyEngine:
             cpus: processors of the copy threads; by default those of the calling thread.
             before: called on a copy thread before a job's first byte is copied; the job fails if it raises.
         """
+        # Imported here, as it imports Numba and compiles, and the command line imports this module, too.
+        from kvferry.cuda_ops.copy.segment_copier import copy_segments
+
         if num_threads is None:
             num_threads = default_threads(len(os.sched_getaffinity(0) if cpus is None else cpus))
         if num_threads < 1:
@@ -64,7 +67,7 @@ class CpuCopyEngine:
         self._pool = pool
         self._ledger = JobLedger(worker, on_finished)
         self._before = before
-        self._copy = segment_copier()
+        self._copy = copy_segments
         self._buffers: deque[SegmentBuffer] = deque()
         self._cpus = cpus
         self._work: deque[TransferJob | _Share] = deque()
@@ -302,7 +305,7 @@ class _Share:
     start: int
     stop: int
 
-    def segments(self) -> tuple[Addresses, Addresses, Addresses]:
+    def segments(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return targets, sources and sizes."""
         device, host, sizes = (array[self.start : self.stop] for array in self.plan.segments)
         return (host, device, sizes) if self.plan.job.direction is Direction.STORE else (device, host, sizes)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cuda_ops.copy.native import segment_copier
+from kvferry.cuda_ops.copy.segment_copier import copy_segments
 from tests.harness.effort import examples
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 8192, 16384, 20_000, 65_535, 65_536, 70_001]
@@ -35,7 +38,7 @@ def test_every_segment_arrives_and_nothing_else_is_touched(sizes: list[int], dat
     expected = target.copy()
     for start, to, size in zip(source_at, target_at, sizes, strict=True):
         expected[to : to + size] = source[start : start + size]
-    segment_copier()(
+    copy_segments(
         np.array(target_at, dtype=np.int64) + target.ctypes.data,
         np.array(source_at, dtype=np.int64) + source.ctypes.data,
         np.array(sizes, dtype=np.int64),
@@ -51,9 +54,8 @@ def test_a_copy_runs_without_the_interpreters_lock() -> None:
 
     def copy() -> None:
         running.set()
-        segment_copier()(target, source, size)
+        copy_segments(target, source, size)
 
-    segment_copier()
     sys.setswitchinterval(10.0)
     try:
         thread = threading.Thread(target=copy)
@@ -64,3 +66,14 @@ def test_a_copy_runs_without_the_interpreters_lock() -> None:
         thread.join()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_copier_when_compiled_before_is_read_by_the_next_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", "import kvferry.cuda_ops.copy.segment_copier"]
+    times = []
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+        times.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")})
+    assert len(times[0]) == 1
+    assert times[0] == times[1]

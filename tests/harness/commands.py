@@ -30,7 +30,6 @@ import httpx
 import kvferry.app
 from kvferry.app.cli import main
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.cuda_ops.copy.native import segment_copier
 
 ROOT = Path(__file__).parents[2]
 # Read by libraries while they are imported, so one value holds for all commands.
@@ -154,9 +153,9 @@ def _import_everything() -> None:
             importlib.import_module(module.name)
     # What these import when they are used first.
     httpx.Client().close()
-    for name in ("anyio._backends._asyncio", "pydantic.v1", "rich._emoji_codes", "uvicorn.lifespan.off", "uvloop"):
+    lazily = ("anyio._backends._asyncio", "pydantic.v1", "rich._emoji_codes", "uvicorn.lifespan.off", "uvloop")
+    for name in (*lazily, "kvferry.cuda_ops.copy.segment_copier"):
         importlib.import_module(name)
-    segment_copier()
     OffloadManager(1, 1)
     # Handlers of libraries are for the process that imported them.
     atexit._clear()
