@@ -160,7 +160,7 @@ class OffloadService:
                 epoch=0 if kept is None else kept.file.min_epoch,
                 max_slots=plan.max_slots,
             )
-            self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
+            self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler = self._make_scheduler(settings, tiers)
             self.guard = OffloadGuard(self.scheduler, engine.info.workers, errors, wake=engine.hooks.step)
             undo.callback(lambda: self.scheduler.tiers.close(time.time()))
@@ -331,10 +331,10 @@ class OffloadService:
         """Apply settings that can change while running."""
         self._set_log_level(settings.log_level)
         with self.guard.guarding("settings"):
-            self.manager.operator_pins.max_fraction = settings.max_pinned_fraction
+            self.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
             self.scheduler.choice.decision = settings.load_decision
             self.scheduler.set_store_mode(settings.store_mode)
-            self.manager.admission.threshold = settings.store_threshold
+            self.manager.admission.set_threshold(settings.store_threshold)
             while self.manager.switch_policy(settings.eviction_policy):
                 # In batches, between which the engine can acquire the lock.
                 continue

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.index import KeyHashes
-from kvferry.core.pool.native import resident_zeros
+from kvferry.core.pool.native import KeyHashes, resident_zeros
 
 _COUNT_BITS = 6
 _COUNT = np.uint8((1 << _COUNT_BITS) - 1)
@@ -32,20 +31,15 @@ class Admission:
     def __init__(self, num_slots: int, threshold: int) -> None:
         self._num_slots = num_slots
         self._filter: AdmissionFilter | None = None
-        self.threshold = threshold
+        self.set_threshold(threshold)
 
-    @property
-    def threshold(self) -> int:
-        """A block is stored from its offer of this number on; with 1 offers are not counted."""
-        return self._threshold
-
-    @threshold.setter
-    def threshold(self, threshold: int) -> None:
+    def set_threshold(self, threshold: int) -> None:
+        """Store a block from its offer of this number on; with 1 offers are not counted."""
         if not 1 <= threshold <= MAX_THRESHOLD:
             raise ValueError(f"store_threshold={threshold} has to be between 1 and {MAX_THRESHOLD}")
         if threshold > 1 and self._filter is None:
             self._filter = AdmissionFilter(self._num_slots)
-        self._threshold = threshold
+        self.threshold = threshold
         self.is_counting = threshold > 1
 
     def plan_size(self, num_slots: int) -> Callable[[], object]:
@@ -65,7 +59,7 @@ class Admission:
         """Return which of these keys are stored if they are offered now."""
         if self._filter is None:
             return np.ones(len(hashes), dtype=np.bool_)
-        admitted: NDArray[np.bool_] = self._filter.counts(hashes) >= self._threshold - 1
+        admitted: NDArray[np.bool_] = self._filter.counts(hashes) >= self.threshold - 1
         return admitted
 
     def count(self, hashes: KeyHashes) -> None:

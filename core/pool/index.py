@@ -11,40 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
-from kvferry.core.pool.native import NUMBER_BITS, key_hasher, resident_zeros, table_functions
+from kvferry.core.pool.native import NUMBER_BITS, KeyHashes, hash_keys, key_hasher, resident_zeros, table_functions
 
-KeyHashes = NDArray[np.uint64]
-"""64-bit hashes of keys. Where only they are compared, one key may be taken for another with a chance of 2**-64."""
 Numbers = NDArray[np.int64]
 
 _CELL = np.dtype([("hash", np.uint64), ("entry", np.uint64)])
 _EPOCHS = 1 << 64 - NUMBER_BITS
 _MIN_BITS = 4
 _FIRST_CHUNK, _LAST_CHUNK = 64, 1024
-
-
-def hash_keys(keys: Sequence[Key]) -> KeyHashes:
-    """Hash keys, in one native call where they have one length.
-
-    Keys of three lengths or more in one call, which no engine has, may get wrong hashes; see `hash_any_keys`.
-    """
-    # Joined first, which waits for the memory of all keys at once. A hashing library takes one call for each key.
-    joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
-    if len(joined) != key_bytes * len(keys):
-        return hash_any_keys(keys)
-    hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
-    key_hasher()(joined, key_bytes, hashes)
-    return hashes
-
-
-def hash_any_keys(keys: Sequence[Key]) -> KeyHashes:
-    """Hash keys of any lengths."""
-    if len(set(map(len, keys))) <= 1:
-        return hash_keys(keys)
-    hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
-    for i, key in enumerate(keys):
-        key_hasher()(key, len(key), hashes[i : i + 1])
-    return hashes
 
 
 class HashTable:
@@ -64,20 +38,22 @@ class HashTable:
         """
         bits = max((max(size, 1) * 3 // 2).bit_length(), _MIN_BITS)
         self.size = (1 << bits) * 2 // 3
+        """Numbers that the table has room for."""
         self._hashes = hashes
         self._cells: NDArray[np.uint64] = resident_zeros(1 << bits, _CELL).view(np.uint64).reshape(-1, 2)
         self._shift = 64 - bits
         self._epoch = 1
         self._num_held = 0
-        self._native = table_functions()
+        self._find, self._claim, self._remove = table_functions()
 
     def __len__(self) -> int:
         return self._num_held
 
-    def find(self, hashes: KeyHashes) -> tuple[Numbers, int]:
-        """Return the number of each hash, -1 where there is none, and how many were found."""
+    def find_hashes(self, hashes: KeyHashes) -> Numbers:
+        """Return the number of each hash, -1 where there is none."""
         numbers: Numbers = np.empty(len(hashes), dtype=np.int64)
-        return numbers, self._native.find(self._cells, self._shift, self._epoch, hashes, numbers)
+        self._find(self._cells, self._shift, self._epoch, hashes, numbers)
+        return numbers
 
     def claim(self, numbers: Numbers) -> Numbers:
         """Enter numbers by their hashes, unless a hash has a number already.
@@ -87,14 +63,12 @@ class HashTable:
         """
         holders: Numbers = np.empty(len(numbers), dtype=np.int64)
         num_free = self.size - self._num_held
-        self._num_held += self._native.claim(
-            self._cells, self._shift, self._epoch, self._hashes, numbers, num_free, holders
-        )
+        self._num_held += self._claim(self._cells, self._shift, self._epoch, self._hashes, numbers, num_free, holders)
         return holders
 
     def remove(self, numbers: Numbers) -> None:
         """Remove those of these numbers that hold their hash."""
-        self._num_held -= self._native.remove(self._cells, self._shift, self._epoch, self._hashes, numbers)
+        self._num_held -= self._remove(self._cells, self._shift, self._epoch, self._hashes, numbers)
 
     def reset(self) -> None:
         """Remove all numbers, in O(1)."""
@@ -105,33 +79,32 @@ class HashTable:
             self._epoch = 1
 
 
-class BlockIndex:
-    """Numbers below `size`, such as slots, by their keys."""
+class BlockIndex(HashTable):
+    """Numbers below `size`, such as slots, by their keys. It can grow."""
 
-    def __init__(self, size: int, keys: NDArray[np.object_], hashes: KeyHashes) -> None:
+    def __init__(
+        self,
+        size: int,
+        keys: NDArray[np.object_],
+        hashes: KeyHashes,
+        hash_all: Callable[[Sequence[Key]], KeyHashes] = hash_keys,
+    ) -> None:
         """Make an empty index.
 
         Args:
             size: Numbers to make room for.
             keys: The key of each number, a column of the caller, as `hashes`.
             hashes: See `HashTable`.
+            hash_all: Hashes keys to be found.
         """
+        super().__init__(size, hashes)
         self._keys = keys
-        self._hashes = hashes
-        self._table = HashTable(size, hashes)
+        self._hash_all = hash_all
         # Compiled here instead of in the first lookup.
         key_hasher()
         # While it is filled, each claim and removal is done in both tables.
         self._larger: HashTable | None = None
         self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @property
-    def size(self) -> int:
-        """Numbers that the index has room for."""
-        return self._table.size
 
     @property
     def is_growing(self) -> bool:
@@ -143,11 +116,17 @@ class BlockIndex:
         number = int(self.find([key])[0])
         return None if number < 0 else number
 
-    def find(self, keys: Sequence[Key], hashes: KeyHashes | None = None) -> Numbers:
-        """Return the number of each key, -1 where there is none; `hashes` of the keys if known."""
-        numbers, num_found = self._table.find(hash_keys(keys) if hashes is None else hashes)
+    def find(self, keys: Sequence[Key]) -> Numbers:
+        """Return the number of each key, -1 where there is none."""
+        return self.find_and_hash(keys)[0]
+
+    def find_and_hash(self, keys: Sequence[Key]) -> tuple[Numbers, KeyHashes]:
+        """Return the number of each key, -1 where there is none, and the hash of each key."""
+        hashes = self._hash_all(keys)
+        numbers: Numbers = np.empty(len(hashes), dtype=np.int64)
+        num_found = self._find(self._cells, self._shift, self._epoch, hashes, numbers)
         if not num_found:
-            return numbers
+            return numbers, hashes
         if num_found == len(numbers):
             wanted, held = keys, self._keys[numbers]
         else:
@@ -157,11 +136,11 @@ class BlockIndex:
             for i in (numbers >= 0).nonzero()[0].tolist():
                 if self._keys[numbers[i]] != keys[i]:
                     numbers[i] = -1
-        return numbers
+        return numbers, hashes
 
     def find_some(self, keys: Sequence[Key]) -> Numbers:
         """Return the numbers of the keys that are present."""
-        numbers = self.find(keys)
+        numbers = self.find_and_hash(keys)[0]
         return numbers[numbers >= 0]
 
     def find_prefix(self, keys: Sequence[Key]) -> Numbers:
@@ -180,21 +159,21 @@ class BlockIndex:
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def claim(self, numbers: Numbers) -> Numbers:
-        """Enter numbers by their keys; see `HashTable.claim`."""
-        holders = self._table.claim(numbers)
+        """See `HashTable`."""
+        holders = super().claim(numbers)
         if self._larger is not None:
             self._larger.claim(numbers[holders == numbers])
         return holders
 
     def remove(self, numbers: Numbers) -> None:
-        """Remove numbers that are in the index."""
-        self._table.remove(numbers)
+        """See `HashTable`."""
+        super().remove(numbers)
         if self._larger is not None:
             self._larger.remove(numbers)
 
     def reset(self) -> None:
-        """Remove all keys, in O(1)."""
-        self._table.reset()
+        """See `HashTable`."""
+        super().reset()
         if self._larger is not None:
             self._larger.reset()
 
@@ -207,20 +186,22 @@ class BlockIndex:
 
         return begin
 
-    def move(self, end: int, limit: int) -> HashTable | None:
+    def move(self, end: int, limit: int) -> object | None:
         """Move the entries of up to `limit` of the numbers below `end` to the larger table.
 
         Returns:
-            The smaller table once all entries were moved, to be freed by the caller without a lock; None before.
+            The cells of the smaller table once all entries were moved, to be freed by the caller without a lock; None
+            before.
         """
         larger = self._larger
         if larger is None:
             return None
         numbers = np.arange(self._next, min(self._next + limit, end))
         self._next += len(numbers)
-        found, _ = self._table.find(self._hashes[numbers])
-        larger.claim(numbers[found == numbers])
+        larger.claim(numbers[self.find_hashes(self._hashes[numbers]) == numbers])
         if self._next < end:
             return None
-        replaced, self._table, self._larger = self._table, larger, None
+        replaced, self._larger = self._cells, None
+        self.size, self._cells, self._shift = larger.size, larger._cells, larger._shift
+        self._epoch, self._num_held = larger._epoch, larger._num_held
         return replaced

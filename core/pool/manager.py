@@ -10,7 +10,7 @@ knows keys and slots; requests, jobs and request policies belong to the schedule
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
 from kvferry.core.pool.admission import Admission
-from kvferry.core.pool.events import EventSink, EvictionBatch, NullSink, ResetEvent, StoreBatch
+from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
 from kvferry.core.pool.eviction.history import MissHistory
-from kvferry.core.pool.index import BlockIndex, KeyHashes, hash_keys
+from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState, SlotTable
@@ -31,9 +32,18 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
 _EVICTION_ROUNDS = 4
 """Rounds of eviction in one offer while the pool shrinks, as victims in leaving slots make no space."""
+_LARGE_POOL = 8
+"""A pool of so many times a request's slots does not come to evict them while the request runs."""
+_RESIDENCY_FACTOR = 4
+"""Candidates checked for residency on the device, for each victim wanted."""
+_MIN_RESIDENCY = 16
+_MAX_CANDIDATES = 1000
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
 _COUNTING = np.arange(BATCH_SLOTS)
 _COUNTING.flags.writeable = False
+
+Residency = Callable[[Sequence[Key]], Sequence[bool]]
+"""Returns which keys the device holds. Thread: engine."""
 
 
 class Offer(NamedTuple):
@@ -56,34 +66,21 @@ class ChangeLock:
     Index, slots, pins and eviction policy of a torn pool may disagree. Re-entrant, as the lock is.
     """
 
-    __slots__ = ("is_torn",)
+    __slots__ = ("_lock", "is_torn")
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self.is_torn = False
 
-    def __enter__(self) -> bool:
-        raise NotImplementedError
+    def __enter__(self) -> None:
+        self._lock.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        raise NotImplementedError
-
-
-def _change_lock(lock: threading.RLock) -> ChangeLock:
-    """Return the `ChangeLock` of a lock: of a class that has the lock's own `__enter__`, which saves two calls."""
-    release = lock.__exit__
-
-    def leave(
-        self: ChangeLock, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
         if kind is not None:
             self.is_torn = True
-        release(kind, error, trace)
-
-    namespace = {"__slots__": (), "__enter__": lock.__enter__, "__exit__": leave}
-    made: ChangeLock = type("BoundChangeLock", (ChangeLock,), namespace)()
-    return made
+        self._lock.__exit__(kind, error, trace)
 
 
 class OffloadManager:
@@ -117,9 +114,9 @@ class OffloadManager:
             max_slots: Number of slots up to which the pool may grow; 0: `num_slots`.
         """
         self.lock = threading.RLock()
-        self.changing = _change_lock(self.lock)
-        """The same lock, for changes of the pool: after an exception there, `recover` drops all blocks."""
-        self.sink = sink if sink is not None else NullSink()
+        self.changing = ChangeLock(self.lock)
+        """The same lock, for changes of the pool: after an exception there, recovery drops all blocks."""
+        self.sink = sink
         self.evictions = EvictionCounts()
         self.table = SlotTable(num_slots, slot_bytes, epoch, max_slots)
         self.index = BlockIndex(num_slots, self.table.keys, self.table.hashes)
@@ -127,7 +124,9 @@ class OffloadManager:
         self.pins = Pins(self.table, self.evictor)
         self.operator_pins = OperatorPins(self.table, self.index, self.pins, self.changing)
         self.admission = Admission(num_slots, store_threshold)
-        self.history = MissHistory(self.table, self.index, self.evictions, self.sink)
+        self.history = MissHistory(self.table, self.index, self.evictions, sink)
+        self.residency: Residency | None = None
+        """In lazy mode: blocks that the device still holds are evicted first."""
         self._record = record
         self._counts = PoolCounts()
 
@@ -186,11 +185,10 @@ class OffloadManager:
             size_bytes: Size of each block; None: a whole slot.
             is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
         """
-        hashes = hash_keys(keys)
         with self.changing:
             table = self.table
             num_answered = len(keys)
-            found = self.index.find(keys, hashes)
+            found, hashes = self.index.find_and_hash(keys)
             absent = found < 0
             if int(np.count_nonzero(absent)) == num_answered:
                 own, wanted_at = NO_SLOTS, _counting(num_answered)
@@ -236,7 +234,7 @@ class OffloadManager:
             if holders.tobytes() != slots.tobytes():
                 won = holders == slots
                 lost = slots[~won]
-                self._raise_class(holders[(holders >= 0) & ~won], int(table.classes.column[lost].max()))
+                self._raise_class(holders[(holders >= 0) & ~won], int(table.classes[lost].max()))
                 self.abort_store(lost)
                 slots = slots[won]
             keys = table.keys.take(slots).tolist()
@@ -244,8 +242,7 @@ class OffloadManager:
             self.evictor.policy.admit(slots)
             if chain:
                 self.touch(chain)
-            self.evictor.version += 1
-            if keys:
+            if keys and self.sink is not None:
                 self.sink.stored(StoreBatch(now_s, table.origins[slots[0]], keys))
             return len(slots)
 
@@ -254,7 +251,7 @@ class OffloadManager:
         with self.changing:
             self.table.end_storing(slots)
             self.invalidate(slots)
-            self.evictor.free(slots)
+            self.table.free(slots)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Move keys of one request, in order, to the MRU end, the last of them to be evicted first.
@@ -267,7 +264,7 @@ class OffloadManager:
 
     def record_origin(self, slots: Slots, origin: RequestIdentity) -> None:
         """Set the request that once stored the blocks of reserved slots, which a tier fills for another request."""
-        with self.lock:
+        with self.changing:
             self.table.origins[slots] = origin
 
     # --- load -------------------------------------------------------------------------------------------------------
@@ -330,7 +327,7 @@ class OffloadManager:
             is_pinned = table.pins[slots] > 0
             idle, pinned = slots[~is_pinned], slots[is_pinned]
             self.evictor.policy.remove(idle)
-            self.evictor.free(idle)
+            table.free(idle)
             if len(pinned):
                 self.pins.free_when_unpinned(pinned)
             return len(slots)
@@ -368,44 +365,29 @@ class OffloadManager:
             now_s: The time.
         """
         with self.changing:
-            dropped = self._begin_epoch(filled)
-            self._emit_reset(dropped, now_s)
-            self.evictor.reset()
+            dropped, errors = self.begin_epoch(filled, now_s)
+            if errors:
+                raise errors[0]
             return dropped
 
-    def recover(self, filled: Slots, loads: Iterable[Pin], now_s: float) -> list[Exception]:
-        """Undo the effects of an exception, and drop all blocks if it interrupted a change of the pool.
+    def begin_epoch(self, filled: Slots, now_s: float) -> tuple[int, list[Exception]]:
+        """Do what `reset` does, and return also the exceptions of the eviction policy, the record and the sink.
 
-        Slots that are being stored are freed and blocks unpinned, except those of open transfers and of operators. No
-        store that was open before may be completed. Takes time proportional to the pool.
-
-        Args:
-            filled: Slots that open transfers write to.
-            loads: The pins of open loads.
-            now_s: The time.
-
-        Returns:
-            Exceptions in the eviction policy, the record or the sink, which did not prevent the recovery. Blocks of an
-            older epoch that a restart finds because of them still have the bytes of their keys.
+        None of them prevents a later step. Requires: manager lock held.
         """
+        dropped = self.table.num_ready
+        self.pins.reset(filled)
+        self.index.reset()
+        self.history.reset()
+        self.operator_pins.reset()
+        self._count_evicted(EvictionReason.RESET, dropped)
         errors: list[Exception] = []
-        with self.lock:
-            self.pins.keep_loads(loads)
-            if not self.changing.is_torn:
-                try:
-                    if self._keep_blocks(filled):
-                        return errors
-                except Exception as error:  # noqa: BLE001 - returned; dropping all blocks relies on none of its effects
-                    errors.append(error)
-                self.changing.is_torn = True
-            dropped = self._begin_epoch(filled)
-            for step in (self.evictor.reset, lambda: self._emit_reset(dropped, now_s)):
-                try:
-                    step()
-                except Exception as error:  # noqa: BLE001 - returned
-                    errors.append(error)
-            self.changing.is_torn = False
-        return errors
+        for step in (self.evictor.reset, lambda: self._emit_reset(dropped, now_s)):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - returned
+                errors.append(error)
+        return dropped, errors
 
     # --- pool files -------------------------------------------------------------------------------------------------
 
@@ -468,6 +450,11 @@ class OffloadManager:
         counts.eviction_policy = self.evictor.policy.name
         return counts
 
+    def set_residency(self, residency: Residency | None) -> None:
+        """Evict blocks first that the device still holds, or not; see `Residency`."""
+        with self.changing:
+            self.residency = residency
+
     def switch_policy(self, name: str) -> bool:
         """Exchange the eviction policy, keeping blocks and their order. Returns True while it has to be called again.
 
@@ -493,7 +480,7 @@ class OffloadManager:
         slots = table.take_free(len(wanted))
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self.evictor.take_victims(wanted, slots, own, prefix)
+                victims = self._take_victims(wanted, slots, own, prefix)
                 staying = self._retire_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
@@ -501,9 +488,71 @@ class OffloadManager:
                 if len(staying) == len(victims):
                     break
         except BaseException:
-            self.evictor.free(slots)
+            table.free(slots)
             raise
         return slots
+
+    def _take_victims(self, wanted: KeyHashes, free: Slots, own: Slots, prefix: Prefix) -> Slots:
+        """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
+
+        Slots of `own` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those that
+        the policy takes are put back behind the other candidates, a bounded number a call.
+
+        Args:
+            wanted: Hashes of the new keys.
+            free: Slots for the first of them; the others need victims.
+            own: Slots of the request that were just used.
+            prefix: The request's earlier keys.
+        """
+        table, missing = self.table, len(wanted) - len(free)
+        protected = own = own[table.pins[own] == 0]
+        if missing > 0 and prefix.num_keys * _LARGE_POOL > table.num_slots:
+            # In a larger pool the request's earlier blocks are among the latest used.
+            coldest = self.evictor.policy.peek_victims(min(missing + prefix.num_keys, _MAX_CANDIDATES))
+            coldest = coldest[self._are_in(prefix, coldest)]
+            protected = np.concatenate((own, coldest[~np.isin(coldest, own)]))
+        victims = self._take(wanted, free, protected)
+        if not prefix.num_keys or not len(victims):
+            return victims
+        is_prefix = self._are_in(prefix, victims)
+        if not is_prefix.any():
+            return victims
+        taken, put_back = [victims[~is_prefix]], [victims[is_prefix]]
+        num_taken, num_put_back = len(taken[0]), len(put_back[0])
+        while num_taken < missing and len(victims):
+            if num_put_back >= _MAX_CANDIDATES:
+                # The offer ends here and may be repeated at once: other candidates come first then.
+                table.space_version += 1
+                break
+            # Victims are no candidates any more: protecting them would add them again.
+            own = own[~np.isin(own, victims)]
+            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, own)
+            is_prefix = self._are_in(prefix, victims)
+            taken.append(victims[~is_prefix])
+            put_back.append(victims[is_prefix])
+            num_taken += len(taken[-1])
+            num_put_back += len(put_back[-1])
+        # They were taken from a request's end to its beginning.
+        self.evictor.policy.add(np.concatenate(put_back)[::-1])
+        return np.concatenate(taken)
+
+    def _take(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
+        """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""
+        policy, missing = self.evictor.policy, len(wanted) - len(free)
+        if self.residency is None or missing <= 0:
+            return policy.take_victims(wanted, free, protected)
+        candidates = policy.peek_victims(min(_RESIDENCY_FACTOR * max(missing, _MIN_RESIDENCY), _MAX_CANDIDATES))
+        candidates = candidates[~np.isin(candidates, protected)]
+        is_held: NDArray[np.bool_] = np.array(self.residency(self.table.keys[candidates].tolist()), dtype=np.bool_)
+        resident = candidates[is_held][:missing]
+        policy.remove(resident)
+        others = policy.take_victims(wanted, np.concatenate((free, resident)), protected)
+        return np.concatenate((resident, others))
+
+    def _are_in(self, prefix: Prefix, slots: Slots) -> NDArray[np.bool_]:
+        """Return which slots hold blocks of a prefix."""
+        table = self.table
+        return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
 
     def _retire_leaving(self, victims: Slots, now_s: float) -> Slots:
         """Free those of the victims that leave the pool in a resize, and return the others."""
@@ -511,7 +560,7 @@ class OffloadManager:
         leaving = victims[is_leaving]
         if len(leaving):
             self._evict(leaving, EvictionReason.SHRINK, None, now_s)
-            self.evictor.free(leaving)
+            self.table.free(leaving)
         return victims[~is_leaving]
 
     def _evict(self, slots: Slots, reason: EvictionReason, needed_by: str | None, now_s: float) -> None:
@@ -530,12 +579,20 @@ class OffloadManager:
         if self._record is not None:
             self.invalidate(slots)
         self._count_evicted(reason, count)
-        self.sink.evicted(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
+        if self.sink is not None:
+            self.sink.evicted(EvictionBatch(now_s, reason, self.evictor.policy.name, rows, needed_by))
 
     def _count_evicted(self, reason: EvictionReason, count: int) -> None:
         self.evictions.total += count
         by_reason = self.evictions.by_reason
         by_reason[reason.value] = by_reason.get(reason.value, 0) + count
+
+    def _emit_reset(self, dropped: int, now_s: float) -> None:
+        """Queue the invalidation of all blocks before this epoch, and emit the reset."""
+        if self._record is not None:
+            self._record.invalidate_before(self.table.epoch)
+        if self.sink is not None:
+            self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
 
     def _use_again(self, slots: Slots, positions: NDArray[np.int64], priority_class: int) -> None:
         """Count a use of ready slots that a request offered at these positions, with this priority class."""
@@ -550,54 +607,17 @@ class OffloadManager:
 
     def _raise_class(self, slots: Slots, priority_class: int) -> None:
         """Set the priority class of ready slots that have a lower one."""
-        classes = self.table.classes
-        if classes.uniform is not None and classes.uniform >= priority_class:
+        table = self.table
+        if table.uniform_class is not None and table.uniform_class >= priority_class:
             return
-        slots = slots[classes.column[slots] < priority_class]
+        slots = slots[table.classes[slots] < priority_class]
         # Distinct slots in their order, as a key may be offered twice.
         slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
-        candidates = slots[self.table.pins[slots] == 0]
+        candidates = slots[table.pins[slots] == 0]
         self.evictor.policy.remove(candidates)
-        classes.assign(slots, priority_class)
-        self.table.dirty[slots] = True
+        table.set_class(slots, priority_class)
+        table.dirty[slots] = True
         self.evictor.policy.add(candidates)
-
-    def _begin_epoch(self, filled: Slots) -> int:
-        """Begin a new epoch, in which only slots of open transfers are not free, and return how many were ready.
-
-        The caller resets the evictor afterwards.
-        """
-        dropped = self.table.num_ready
-        self.pins.reset(filled)
-        self.index.reset()
-        self.history.reset()
-        self.operator_pins.reset()
-        self._count_evicted(EvictionReason.RESET, dropped)
-        return dropped
-
-    def _emit_reset(self, dropped: int, now_s: float) -> None:
-        """Queue the invalidation of all blocks before this epoch, and emit the reset."""
-        if self._record is not None:
-            self._record.invalidate_before(self.table.epoch)
-        self.sink.was_reset(ResetEvent(now_s, self.table.epoch, dropped))
-
-    def _keep_blocks(self, filled: Slots) -> bool:
-        """Free slots and undo pins without an owner. Returns False if the pool is inconsistent."""
-        table = self.table
-        with self.changing:
-            self.invalidate(filled)
-            is_lost = table.current_states(0, table.end_slot) == SlotState.STORING
-            is_lost[filled] = False
-            self.abort_store(is_lost.nonzero()[0])
-            if not self.pins.recount(filled, self.operator_pins.slots()):
-                return False
-            states, pins = table.current_states(0, table.end_slot), table.pins[: table.end_slot]
-            is_ready = states == SlotState.READY
-            return (
-                int(np.count_nonzero(is_ready)) == table.num_ready == len(self.index)
-                and len(self.evictor.policy) == int(np.count_nonzero(is_ready & (pins == 0)))
-                and table.num_free == int(np.count_nonzero(states == SlotState.FREE))
-            )
 
 
 def _counting(count: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ Functions come in groups, one for each data structure, which are compiled on the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from kvferry.core.pool.records import SLOT_RECORD
 
 F = TypeVar("F", bound=Callable[..., Any])
-_Hashes = NDArray[np.uint64]
+KeyHashes = NDArray[np.uint64]
+"""64-bit hashes of keys. Where only they are compared, one key may be taken for another with a chance of 2**-64."""
 _Numbers = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
 _Ring = NDArray[np.int32]
@@ -75,14 +76,14 @@ _FIRST_MIX, _SECOND_MIX = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 
 @functools.cache
-def key_hasher() -> Callable[[bytes, int, _Hashes], None]:
+def key_hasher() -> Callable[[bytes, int, KeyHashes], None]:
     """Return the function (joined keys, bytes of each key, out) that hashes adjacent keys of one length."""
     from numba import types
 
     text = types.Bytes(types.uint8, 1, "C", readonly=True)
 
     @compiled(types.void(text, types.int64, types.uint64[::1]))
-    def hash_keys(joined: bytes, key_bytes: int, hashes: _Hashes) -> None:
+    def hash_joined(joined: bytes, key_bytes: int, hashes: KeyHashes) -> None:
         spread, half = np.uint64(_SPREAD), np.uint64(32)
         for i in range(len(hashes)):
             at = i * key_bytes
@@ -104,7 +105,28 @@ def key_hasher() -> Callable[[bytes, int, _Hashes], None]:
             key_hash = (key_hash ^ key_hash >> np.uint64(33)) * np.uint64(_SECOND_MIX)
             hashes[i] = key_hash ^ key_hash >> np.uint64(33)
 
-    return hash_keys
+    return hash_joined
+
+
+def hash_keys(keys: Sequence[bytes]) -> KeyHashes:
+    """Hash keys, in one native call where they have one length.
+
+    Keys of three lengths or more in one call, which no engine has, may get wrong hashes; see `hash_any_keys`.
+    """
+    # Joined first, which waits for the memory of all keys at once. A hashing library takes one call for each key.
+    joined, key_bytes = b"".join(keys), len(keys[0]) if keys else 0
+    if len(joined) != key_bytes * len(keys):
+        return hash_any_keys(keys)
+    hashes: KeyHashes = np.empty(len(keys), dtype=np.uint64)
+    key_hasher()(joined, key_bytes, hashes)
+    return hashes
+
+
+def hash_any_keys(keys: Sequence[bytes]) -> KeyHashes:
+    """Hash keys of any lengths."""
+    if len(set(map(len, keys))) <= 1:
+        return hash_keys(keys)
+    return np.concatenate([hash_keys([key]) for key in keys])
 
 
 # --- hash tables ------------------------------------------------------------------------------------------------
@@ -113,21 +135,16 @@ NUMBER_BITS = 32
 """A cell of a hash table is a hash and an entry: a number in the low bits of the entry, the epoch above them."""
 
 
-class TableFunctions(NamedTuple):
-    """Functions over the cells of a `HashTable`. `table` is (cells, shift, epoch)."""
-
-    find: Callable[..., int]
-    """(*table, hashes, out): write the number of each hash, -1 if absent; return how many were found."""
-    claim: Callable[..., int]
-    """(*table, column of hashes, numbers, free cells, out): enter numbers by their hash unless it is present, write the
-    number that holds each hash afterwards; return how many were entered."""
-    remove: Callable[..., int]
-    """(*table, column of hashes, numbers): remove numbers that hold their hash; return how many."""
-
-
 @functools.cache
-def table_functions() -> TableFunctions:
-    """Return the functions of `HashTable`."""
+def table_functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
+    """Return the functions over the cells of a `HashTable`, which is (cells, shift, epoch).
+
+    Returns:
+        find: (*table, hashes, out): write the number of each hash, -1 if absent; return how many were found.
+        claim: (*table, column of hashes, numbers, free cells, out): enter numbers by their hash unless it is present,
+            write the number that holds each hash afterwards; return how many were entered.
+        remove: (*table, column of hashes, numbers): remove numbers that hold their hash; return how many.
+    """
     from numba import types
 
     number, unsigned, column = types.int64, types.uint64, types.uint64[::1]
@@ -136,7 +153,7 @@ def table_functions() -> TableFunctions:
     given_numbers = types.Array(types.int64, 1, "A", readonly=True)
 
     @compiled(number(*table, given_hashes, types.int64[::1]))
-    def find(cells: _Hashes, shift: np.uint64, epoch: np.uint64, hashes: _Hashes, numbers: _Numbers) -> int:
+    def find(cells: KeyHashes, shift: np.uint64, epoch: np.uint64, hashes: KeyHashes, numbers: _Numbers) -> int:
         last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
         num_found = 0
         for i in range(len(hashes)):
@@ -152,10 +169,10 @@ def table_functions() -> TableFunctions:
 
     @compiled(number(*table, column, given_numbers, number, types.int64[::1]))
     def claim(
-        cells: _Hashes,
+        cells: KeyHashes,
         shift: np.uint64,
         epoch: np.uint64,
-        hashes: _Hashes,
+        hashes: KeyHashes,
         numbers: _Numbers,
         num_free: int,
         holders: _Numbers,
@@ -179,7 +196,7 @@ def table_functions() -> TableFunctions:
         return added
 
     @compiled(number(*table, column, given_numbers))
-    def remove(cells: _Hashes, shift: np.uint64, epoch: np.uint64, hashes: _Hashes, numbers: _Numbers) -> int:
+    def remove(cells: KeyHashes, shift: np.uint64, epoch: np.uint64, hashes: KeyHashes, numbers: _Numbers) -> int:
         last, one, above = np.uint64(len(cells) - 1), np.uint64(1), np.uint64(NUMBER_BITS)
         removed = 0
         for i in range(len(numbers)):
@@ -203,7 +220,7 @@ def table_functions() -> TableFunctions:
             cells[hole, 1] = np.uint64(0)
         return removed
 
-    return TableFunctions(find, claim, remove)
+    return find, claim, remove
 
 
 # --- slot records -----------------------------------------------------------------------------------------------
@@ -252,10 +269,10 @@ def record_functions() -> RecordFunctions:
     @compiled(types.uint64(table, hashes_type, hashes_type, given_slots, given_hashes, given_slots, *[number] * 5))
     def begin_storing(
         records: Any,
-        all_hashes: _Hashes,
-        in_flight: _Hashes,
+        all_hashes: KeyHashes,
+        in_flight: KeyHashes,
         slots: _Numbers,
-        hashes: _Hashes,
+        hashes: KeyHashes,
         positions: _Numbers,
         state: int,
         epoch: int,
@@ -291,8 +308,8 @@ def record_functions() -> RecordFunctions:
     def make_ready(
         records: Any,
         dirty: _Flags,
-        all_hashes: _Hashes,
-        in_flight: _Hashes,
+        all_hashes: KeyHashes,
+        in_flight: KeyHashes,
         slots: _Numbers,
         state: int,
         now_s: float,
@@ -314,7 +331,7 @@ def record_functions() -> RecordFunctions:
                     break
 
     @compiled(types.void(hashes_type, hashes_type, given_slots))
-    def end_storing(all_hashes: _Hashes, in_flight: _Hashes, slots: _Numbers) -> None:
+    def end_storing(all_hashes: KeyHashes, in_flight: KeyHashes, slots: _Numbers) -> None:
         shift = np.uint64(64 - IN_FLIGHT_BITS)
         for i in range(len(slots)):
             key_hash = all_hashes[slots[i]]
@@ -325,7 +342,7 @@ def record_functions() -> RecordFunctions:
                     in_flight[at] = np.uint64(0)
 
     @compiled(types.void(hashes_type, given_hashes, types.boolean[::1]))
-    def are_in_flight(in_flight: _Hashes, hashes: _Hashes, out: _Flags) -> None:
+    def are_in_flight(in_flight: KeyHashes, hashes: KeyHashes, out: _Flags) -> None:
         shift = np.uint64(64 - IN_FLIGHT_BITS)
         for i in range(len(hashes)):
             first = hashes[i] >> shift & ~np.uint64(WAYS - 1)
@@ -371,20 +388,15 @@ def record_functions() -> RecordFunctions:
 # --- queues -----------------------------------------------------------------------------------------------------
 
 
-class QueueFunctions(NamedTuple):
-    """Functions over the ring of a `RecencyQueue` and the column of positions, which may be part of slot records."""
-
-    append: Callable[..., None]
-    """(ring, positions, tail, slots): write slots at the tail, the last of them first."""
-    take: Callable[..., tuple[int, int]]
-    """(ring, positions, head, tail, read, write, out): write the oldest live slots; return new head and count."""
-    squeeze: Callable[..., int]
-    """(ring, positions, start, end, write): move live entries to `write` on; return where that ends."""
-
-
 @functools.cache
-def queue_functions() -> QueueFunctions:
-    """Return the functions of `RecencyQueue`."""
+def queue_functions() -> tuple[Callable[..., None], Callable[..., tuple[int, int]], Callable[..., int]]:
+    """Return the functions over the ring of a `RecencyQueue` and the column of positions, which may be part of records.
+
+    Returns:
+        append: (ring, positions, tail, slots): write slots at the tail, the last of them first.
+        take: (ring, positions, head, tail, read, write, out): write the oldest live slots; return new head and count.
+        squeeze: (ring, positions, start, end, write): move live entries to `write` on; return where that ends.
+    """
     from numba import types
 
     ring_type, number = types.int32[::1], types.int64
@@ -425,7 +437,7 @@ def queue_functions() -> QueueFunctions:
                 write += 1
         return write
 
-    return QueueFunctions(append, take, squeeze)
+    return append, take, squeeze
 
 
 # --- ghosts -----------------------------------------------------------------------------------------------------
@@ -439,21 +451,16 @@ AS_NOTED = 1 << GHOST_NOTE_BITS
 """Passed instead of a note: enter each entry with the note that it has."""
 
 
-class GhostFunctions(NamedTuple):
-    """Functions over the tables of `Ghosts`."""
-
-    put: Callable[..., object]
-    """(table, seconds, shift, hashes, note, seconds of each, seconds of all): both arrays of seconds may be empty.
-
-    An entry displaces one of its own hash, else one of an older epoch, else the one at its first place.
-    """
-    find: Callable[..., None]
-    """(table, shift, wanted, out places, out codes): wanted are hashes with a note of code 0; code 0 where absent."""
-
-
 @functools.cache
-def ghost_functions() -> GhostFunctions:
-    """Return the functions of `Ghosts`."""
+def ghost_functions() -> tuple[Callable[..., object], Callable[..., None]]:
+    """Return the functions over the tables of `Ghosts`.
+
+    Returns:
+        put: (table, seconds, shift, hashes, note, seconds of each, seconds of all): both arrays of seconds may be
+            empty. An entry displaces one of its own hash, else one of an older epoch, else the one at its first place.
+        find: (table, shift, wanted, out places, out codes): wanted are hashes with a note of code 0; code 0 where
+            absent.
+    """
     from numba import types
 
     given, given_seconds = types.Array(types.uint64, 1, "A", readonly=True), types.Array(types.uint32, 1, "A")
@@ -461,10 +468,10 @@ def ghost_functions() -> GhostFunctions:
 
     @compiled(types.uint64(*tables, given, types.uint64, given_seconds, types.uint32))
     def put(
-        table: _Hashes,
+        table: KeyHashes,
         seconds: NDArray[np.uint32],
         shift: np.uint64,
-        hashes: _Hashes,
+        hashes: KeyHashes,
         note: np.uint64,
         times: NDArray[np.uint32],
         now_s: np.uint32,
@@ -494,7 +501,7 @@ def ghost_functions() -> GhostFunctions:
         return touched
 
     @compiled(types.void(types.uint64[::1], types.uint64, given, types.int64[::1], types.int64[::1]))
-    def find(table: _Hashes, shift: np.uint64, wanted: _Hashes, places: _Numbers, codes: _Numbers) -> None:
+    def find(table: KeyHashes, shift: np.uint64, wanted: KeyHashes, places: _Numbers, codes: _Numbers) -> None:
         for i in range(len(wanted)):
             home = np.int64(wanted[i] >> shift)
             places[i], codes[i] = home, 0
@@ -505,4 +512,4 @@ def ghost_functions() -> GhostFunctions:
                     places[i], codes[i] = at, np.int64(code)
                     break
 
-    return GhostFunctions(put, find)
+    return put, find

@@ -95,14 +95,6 @@ class Pins:
         if self._reading.pop(id(pin), None) is not None:
             self._end(pin)
 
-    def keep_loads(self, pins: Iterable[Pin]) -> None:
-        """Record exactly these pins as those of open loads."""
-        self._loading = {id(pin): pin for pin in pins}
-
-    def keep_reads(self, pins: Iterable[Pin]) -> None:
-        """Record exactly these pins as those that tiers read, besides those of verifications."""
-        self._reading = {id(pin): pin for pin in (*pins, *self._verifying.values())}
-
     def loading_slots(self) -> Slots:
         """Return the distinct slots that loads of this epoch read; some may have been dropped."""
         return self._slots_of(self._loading)
@@ -134,6 +126,11 @@ class Pins:
         for slots in read:
             self._table.pin(slots)
 
+    def keep_only(self, loads: Iterable[Pin], reads: Iterable[Pin]) -> None:
+        """Record exactly these pins as those of open loads, and as those that tiers read; verifications go on."""
+        self._loading = {id(pin): pin for pin in loads}
+        self._reading = {id(pin): pin for pin in (*reads, *self._verifying.values())}
+
     def recount(self, filled: Slots, operated: Slots) -> bool:
         """Undo every pin but those of open loads and reads, and of operators, in time proportional to the pool.
 
@@ -161,7 +158,7 @@ class Pins:
         used = (is_ready | is_held).nonzero()[0]
         table.pins[used] = owned[used]
         self._freed_when_unpinned.difference_update(idle.tolist())
-        self._evictor.free(idle)
+        table.free(idle)
         self._evictor.policy.add(unpinned)
         return True
 
@@ -173,7 +170,7 @@ class Pins:
         """Undo the pin of a transfer. Returns False if a slot was dropped meanwhile."""
         if pin.epoch != self._table.epoch:
             # After a reset, a pin of a held slot stands for a transfer that is still open on it.
-            self._evictor.free(self._table.unpin(pin.slots))
+            self._table.free(self._table.unpin(pin.slots))
             return False
         lost = self._lost_any(pin.slots)
         self._unpin(pin.slots)
@@ -187,11 +184,10 @@ class Pins:
         unpinned = self._table.unpin(slots)
         if self._freed_when_unpinned:
             held = self._table.states[unpinned] == SlotState.HELD
-            self._evictor.free(unpinned[held])
+            self._table.free(unpinned[held])
             self._freed_when_unpinned.difference_update(unpinned[held].tolist())
             unpinned = unpinned[~held]
         self._evictor.policy.add(unpinned)
-        self._evictor.version += 1
 
 
 class OperatorPins:
@@ -204,12 +200,17 @@ class OperatorPins:
         self, table: SlotTable, index: BlockIndex, pins: Pins, lock: AbstractContextManager[object, None]
     ) -> None:
         self.max_fraction = 0.25
-        """Maximum share of the pool that may be pinned."""
+        """Maximum share of the pool that may be pinned; see `set_max_fraction`."""
         self._table = table
         self._index = index
         self._pins = pins
         self._lock = lock
         self._until_s: Expiries[Key] = Expiries()
+
+    def set_max_fraction(self, max_fraction: float) -> None:
+        """Set the maximum share of the pool that may be pinned. Pins beyond it stay."""
+        with self._lock:
+            self.max_fraction = max_fraction
 
     def pin(self, key: Key, expires_s: float, now_s: float) -> PinOutcome:
         """Pin one block until `expires_s`, or change the time of its pin."""

@@ -1,13 +1,70 @@
-"""Recovery of the blocks that an earlier process left in the pool, which are verified before their first load."""
+"""Recovery of the pool: of its blocks after an exception, and of those that an earlier process left in its file."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
 
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.pool.records import KeptBlocks
-from kvferry.core.pool.slots import BATCH_SLOTS
+from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import Slots
+
+
+def recover(
+    manager: OffloadManager, filled: Slots, loads: Iterable[Pin], reads: Iterable[Pin], now_s: float
+) -> list[Exception]:
+    """Undo the effects of an exception, and drop all blocks if it interrupted a change of the pool.
+
+    Slots that are being stored are freed and blocks unpinned, except those of open transfers and of operators. No
+    store that was open before may be completed. Takes time proportional to the pool.
+
+    Args:
+        manager: The manager of the pool.
+        filled: Slots that open transfers write to.
+        loads: The pins of open loads.
+        reads: The pins of open cascades.
+        now_s: The time.
+
+    Returns:
+        Exceptions in the eviction policy, the record or the sink, which did not prevent the recovery. Blocks of an
+        older epoch that a restart finds because of them still have the bytes of their keys.
+    """
+    errors: list[Exception] = []
+    with manager.lock:
+        manager.pins.keep_only(loads, reads)
+        try:
+            if not manager.changing.is_torn and _keep_blocks(manager, filled):
+                return errors
+        except Exception as error:  # noqa: BLE001 - returned; dropping all blocks relies on none of its effects
+            errors.append(error)
+        # Torn until all blocks are dropped.
+        manager.changing.is_torn = True
+        errors += manager.begin_epoch(filled, now_s)[1]
+        manager.changing.is_torn = False
+    return errors
+
+
+def _keep_blocks(manager: OffloadManager, filled: Slots) -> bool:
+    """Free slots and undo pins without an owner. Returns False if the pool is inconsistent."""
+    table = manager.table
+    with manager.changing:
+        manager.invalidate(filled)
+        is_lost = table.current_states(0, table.end_slot) == SlotState.STORING
+        is_lost[filled] = False
+        manager.abort_store(is_lost.nonzero()[0])
+        if not manager.pins.recount(filled, manager.operator_pins.slots()):
+            return False
+        states, pins = table.current_states(0, table.end_slot), table.pins[: table.end_slot]
+        is_ready = states == SlotState.READY
+        return (
+            int(np.count_nonzero(is_ready)) == table.num_ready == len(manager.index)
+            and len(manager.evictor.policy) == int(np.count_nonzero(is_ready & (pins == 0)))
+            and table.num_free == int(np.count_nonzero(states == SlotState.FREE))
+        )
 
 
 def import_blocks(manager: OffloadManager, blocks: KeptBlocks, stale: Slots) -> None:

@@ -141,7 +141,7 @@ class PoolResize:
         if self._grow_index(wanted):
             return Todo.AGAIN
         with manager.changing:
-            manager.evictor.grow(min(end, table.num_slots + BATCH_SLOTS))
+            manager.table.grow(min(end, table.num_slots + BATCH_SLOTS))
         return Todo.AGAIN
 
     def _begin_to_shrink(self, wanted: int, now_s: float) -> None:

@@ -17,8 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.pool.index import KeyHashes, hash_keys
-from kvferry.core.pool.native import IN_FLIGHT_BITS, aligned_zeros, record_functions, resident_zeros
+from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.native import (
+    IN_FLIGHT_BITS,
+    KeyHashes,
+    aligned_zeros,
+    hash_keys,
+    record_functions,
+    resident_zeros,
+)
 from kvferry.core.pool.records import SLOT_RECORD, KeptBlocks, SlotRows, lines_of
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 
@@ -42,37 +49,6 @@ class SlotState(IntEnum):
 _FREE, _STORING, _READY, _HELD, _RETIRED = (int(state) for state in SlotState)
 
 
-class PriorityClasses:
-    """Priority class of each slot. `uniform` is the class of all slots while they have one, None after that."""
-
-    def __init__(self, column: NDArray[np.uint8]) -> None:
-        self.column = column
-        self.reset()
-
-    def reset(self) -> None:
-        """Start without classes."""
-        self.uniform: int | None = None
-        self._assigned = False
-
-    def assign(self, slots: Slots, priority_class: int) -> None:
-        """Set the class of slots that are not candidates for eviction."""
-        self.column[slots] = priority_class
-        self.include(priority_class)
-
-    def include(self, priority_class: int) -> None:
-        """Update `uniform` after slots that are not candidates were given this class."""
-        if not self._assigned:
-            self._assigned = True
-            self.uniform = priority_class
-        elif self.uniform != priority_class:
-            self.uniform = None
-
-    def assign_each(self, slots: Slots, classes: NDArray[np.uint8]) -> None:
-        """Set a class for each slot."""
-        for priority_class in np.unique(classes).tolist():
-            self.assign(slots[classes == priority_class], priority_class)
-
-
 class SlotTable:
     """Columns over all slots, and the free slots: a stack of freed ones, then those never allocated in this epoch."""
 
@@ -94,7 +70,7 @@ class SlotTable:
         self.queued_at = records["queued_at"]
         self.sizes = records["size"]
         self.positions = records["position"]
-        self.classes = PriorityClasses(records["priority_class"])
+        self.classes = records["priority_class"]
         self.pins = records["pins"]
         self.stored_s = records["stored_s"]
         self.hit_s = records["hit_s"]
@@ -112,6 +88,10 @@ class SlotTable:
         self.num_free = num_slots
         self.num_ready = 0
         self.num_unverified = 0
+        self.uniform_class: int | None = PRIORITY_CLASS[Priority.NORMAL]
+        """The priority class of all blocks, None once there are several."""
+        self.space_version = 0
+        """Raised whenever space may have appeared, so that refused stores are retried."""
         self._unverified = np.zeros(0, dtype=np.bool_)
         self._native = record_functions()
         self._in_flight: KeyHashes = resident_zeros(1 << IN_FLIGHT_BITS, np.dtype(np.uint64))
@@ -150,7 +130,8 @@ class SlotTable:
         return slots
 
     def free(self, slots: Slots) -> None:
-        """Free allocated slots."""
+        """Free allocated slots, which are no candidates for eviction."""
+        self.space_version += 1
         self.states[slots] = _FREE
         self.num_free += len(slots)
         # Beyond the frontier a free slot is found by its state; on the stack it would be allocated twice.
@@ -165,6 +146,7 @@ class SlotTable:
 
         Requires: `compact_free_list` has returned False.
         """
+        self.space_version += 1
         start = self.num_slots
         old_end = min(end_slot, self.end_slot)
         retired = (self.states[start:old_end] == _RETIRED).nonzero()[0] + start
@@ -250,7 +232,7 @@ class SlotTable:
             self.slot_bytes if size_bytes is None else size_bytes,
             priority_class,
         )
-        self.classes.include(priority_class)
+        self._include_class(priority_class)
         self.keys[slots] = np.fromiter(keys, dtype=object, count=len(slots))
         self.origins[slots] = origin
 
@@ -258,6 +240,7 @@ class SlotTable:
         """Publish slots that were being stored."""
         self._native.make_ready(self._records, self.dirty, self.hashes, self._in_flight, slots, _READY, now_s)
         self.num_ready += len(slots)
+        self.space_version += 1
 
     def end_storing(self, slots: Slots) -> None:
         """Stop counting the keys of slots as in flight, whose store will not be completed."""
@@ -283,7 +266,9 @@ class SlotTable:
         self.keys[slots] = np.fromiter(blocks.keys, dtype=object, count=len(slots))
         self.hashes[slots] = hash_keys(blocks.keys)
         self.origins[slots] = np.fromiter(blocks.origins, dtype=object, count=len(slots))
-        self.classes.assign_each(slots, blocks.classes)
+        self.classes[slots] = blocks.classes
+        for priority_class in np.unique(blocks.classes).tolist():
+            self._include_class(priority_class)
         self._last_generation = int(blocks.generations.max(initial=0))
         self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
@@ -321,8 +306,14 @@ class SlotTable:
 
     def unpin(self, slots: Slots) -> Slots:
         """Remove one pin from each slot, and return the slots that have none left."""
+        self.space_version += 1
         freed = np.empty(len(slots), dtype=np.int64)
         return freed[: self._native.unpin(self._records, slots, freed)]
+
+    def set_class(self, slots: Slots, priority_class: int) -> None:
+        """Set the priority class of slots that are not candidates for eviction."""
+        self.classes[slots] = priority_class
+        self._include_class(priority_class)
 
     def labels(self, slots: Slots) -> SlotLabels:
         """Return what the headers of slots that are being stored have to contain."""
@@ -340,7 +331,8 @@ class SlotTable:
         Takes time proportional to `held`.
         """
         self.epoch += 1
-        self.classes.reset()
+        self.space_version += 1
+        self.uniform_class = PRIORITY_CLASS[Priority.NORMAL]
         self._in_flight[:] = 0
         self.num_ready = 0
         self.num_unverified = 0
@@ -372,3 +364,7 @@ class SlotTable:
             self.origins.take(slots).tolist(),
             self._lines.take(slots, axis=0),
         )
+
+    def _include_class(self, priority_class: int) -> None:
+        if self.uniform_class != priority_class:
+            self.uniform_class = None

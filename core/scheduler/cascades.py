@@ -87,7 +87,10 @@ class Cascades:
         for pin in self._open.values():
             self._num_readers[pin.slots] += 1
         self.num_held = int(np.count_nonzero(self._num_readers))
-        self._manager.pins.keep_reads(self._open.values())
+
+    def open_pins(self) -> list[Pin]:
+        """Return the pins of open cascades."""
+        return list(self._open.values())
 
     def _submit(self, client: TierClient, state: RequestState, slots: Slots, now_s: float) -> None:
         """Submit a job for as many of these ready slots as may be held, from the first on; count the others."""

@@ -45,7 +45,7 @@ class StorePlanner(ABC):
         for progress in groups:
             if progress.refused_version is None:
                 self._decide(state, progress, _STEP_SLOTS)
-            elif progress.refused_version != self._manager.evictor.version:
+            elif progress.refused_version != self._manager.table.space_version:
                 self._decide(state, progress, max(_RETRY_BLOCKS // (progress.group.slot_blocks * len(groups)), 1))
         self._stores.reorder(state)
 
@@ -164,7 +164,7 @@ class StorePlanner(ABC):
             keys = [every[i] for i in chosen]
             block_ids = blocks_at(table, chosen, group.slot_blocks)
         priority = PRIORITY_CLASS[state.policy.policy.priority]
-        version = self._manager.evictor.version
+        version = self._manager.table.space_version
         answered = self._stores.submit(StoreCandidate(state, group, numbers, keys, block_ids, priority), state.now_s)
         if answered < len(keys):
             progress.refused_version = version

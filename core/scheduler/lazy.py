@@ -211,7 +211,7 @@ class LazyPlanner(StorePlanner):
         self._num_ahead = max(self._num_ahead + self._stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         self._stores.num_returned = 0
-        if not self._pending or self._refused_version == self._manager.evictor.version:
+        if not self._pending or self._refused_version == self._manager.table.space_version:
             return
         blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
         if blocks is None:
@@ -289,7 +289,7 @@ class LazyPlanner(StorePlanner):
         self, batch: Sequence[PendingStore], protected: frozenset[Key], now_s: float, ahead: bool
     ) -> bool:
         first = batch[0]
-        version = self._manager.evictor.version
+        version = self._manager.table.space_version
         answered = self._stores.submit(
             StoreCandidate(
                 request=first.request,

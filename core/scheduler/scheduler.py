@@ -18,6 +18,7 @@ from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_request_fields
 from kvferry.core.pool.events import RequestEnd
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.recovery import recover
 from kvferry.core.scheduler.eager import EagerPlanner, StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
@@ -363,7 +364,7 @@ class OffloadScheduler:
             self._counts.running = len(live)
             self._jobs.retain_holds()
             loads = [job.pin for job in self._jobs if job.pin is not None]
-            return self.manager.recover(self.resets.filled_slots(), loads, now_s)
+            return recover(self.manager, self.resets.filled_slots(), loads, self.tiers.cascades.open_pins(), now_s)
 
     # --- operators ------------------------------------------------------------------------------------------------
 
@@ -417,7 +418,7 @@ class OffloadScheduler:
         with self.manager.lock:
             is_lazy = mode is StoreMode.LAZY
             self._planner = self._lazy if is_lazy else self._eager
-            self.manager.evictor.residency = self._lazy.residency if is_lazy else None
+            self.manager.set_residency(self._lazy.residency if is_lazy else None)
 
     # --- internals ------------------------------------------------------------------------------------------------
 
@@ -460,7 +461,8 @@ class OffloadScheduler:
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
         tokens = state.prefill.prompt_tokens.copy()
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
-        self.manager.sink.request_ended(end)
+        if self.manager.sink is not None:
+            self.manager.sink.request_ended(end)
 
     def _may_warn(self, subject: str, now_s: float) -> bool:
         """Return whether a minute has passed since the last warning about a subject."""

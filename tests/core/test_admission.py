@@ -44,7 +44,7 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
 def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:
     manager = OffloadManager(100, 64)
     offer(manager, keys(2, 2))
-    manager.admission.threshold = 2
+    manager.admission.set_threshold(2)
     offer(manager, keys(4, 1))
     answer = offer(manager, keys(0, 6))
     assert answer.num_answered == 6
@@ -66,7 +66,7 @@ def test_what_found_no_space_was_not_offered_yet() -> None:
     manager = OffloadManager(2, 64)
     offer(manager, keys(50, 2))
     pin = manager.pin(manager.lookup(keys(50, 2)))
-    manager.admission.threshold = 2
+    manager.admission.set_threshold(2)
     offer(manager, keys(1, 1))
     answer = manager.prepare_store(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
     assert (answer.num_answered, answer.held_back_at.tolist()) == (1, [0]), "the second key is due, and finds no space"

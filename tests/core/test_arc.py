@@ -100,24 +100,16 @@ class BatchArc:
         absent = [x for x in keys if x not in self.t1 and x not in self.t2]
         self.own = set(present)
         free = self.c - len(self.t1) - len(self.t2)
-        seen_once: set[int] = set()
-        answered = 0
-        # In a large pool the youngest are left alone first, and the request's own are looked for where that is too few.
-        for exact in (True,) if len(present) * 8 > self.c else (False, True):
-            self.exact = exact
-            room = free + sum(len(self.victims(t, one)) for t in (self.t1, self.t2) for one in (LOW, NORMAL, HIGH))
-            now = absent[answered:][:room]
-            answered += len(now)
-            self.awaited = {x for x in now if x in self.b1 or x in self.b2}
-            self.new1 = []
-            for number, x in enumerate(now):
-                self.awaited.discard(x)
-                self.bring(x, number >= free)
-            seen_once.update(self.new1)
-            free = max(free - len(now), 0)
-        for x in reversed(absent[:answered]):
+        room = free + sum(len(self.victims(t, one)) for t in (self.t1, self.t2) for one in (LOW, NORMAL, HIGH))
+        now = absent[:room]
+        self.awaited = {x for x in now if x in self.b1 or x in self.b2}
+        self.new1: list[int] = []
+        for number, x in enumerate(now):
+            self.awaited.discard(x)
+            self.bring(x, number >= free)
+        for x in reversed(now):
             self.classes[x] = priority
-            (self.t1 if x in seen_once else self.t2)[x] = None
+            (self.t1 if x in self.new1 else self.t2)[x] = None
 
     def bring(self, x: int, replaces: bool) -> None:
         if x in self.b1 or x in self.b2:
@@ -150,10 +142,7 @@ class BatchArc:
                 return
 
     def victims(self, t: OrderedDict, one: int) -> list[int]:
-        mine = [x for x in t if self.classes[x] == one]
-        if self.exact:
-            return [x for x in mine if x not in self.own]
-        return mine[: max(len(mine) - len(self.own), 0)]
+        return [x for x in t if self.classes[x] == one and x not in self.own]
 
     def forget(self, b: OrderedDict) -> bool:
         gone = next((x for x in b if x not in self.awaited), None)
@@ -193,7 +182,7 @@ class Ours:
         for segment in (self.policy._recent, self.policy._frequent):
             slots = np.flatnonzero(segment.holds(np.arange(table.num_slots)) & ready)
             slots = slots[np.argsort(table.queued_at[slots])]
-            classes = table.classes.column[slots]
+            classes = table.classes[slots]
             found.append(
                 [[self.number(slot) for slot in slots[classes == one].tolist()] for one in (LOW, NORMAL, HIGH)]
             )

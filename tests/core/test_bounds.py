@@ -43,7 +43,7 @@ def store(manager: OffloadManager, wanted: list[bytes]) -> None:
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
     """Have operators pin all that is in the pool."""
-    engine.manager.operator_pins.max_fraction = 1.0
+    engine.manager.operator_pins.set_max_fraction(1.0)
     held = list(Inventory(engine.manager).list_blocks(0, 10_000).keys)
     for key in held:
         engine.manager.operator_pins.pin(key, engine.now_s + 1e6, engine.now_s)
@@ -258,7 +258,7 @@ def test_the_device_is_asked_after_a_bounded_number_of_victims_and_only_when_roo
         asked.append(len(wanted))
         return [False] * len(wanted)
 
-    manager.evictor.residency = residency
+    manager.set_residency(residency)
     for first in range(0, 5000, 500):
         store(manager, keys(first, 500))
     assert not asked, "there was room"

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvferry.core.keys import Prefix, RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
-from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.native import hash_keys
 from kvferry.core.pool.pins import Pin
 from tests.harness.effort import examples
 
@@ -235,7 +235,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         found = set()
         while len(
             victims := self.manager.evictor.policy.take_victims(
-                hash_keys(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64), 0
+                hash_keys(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64)
             )
         ):
             assert not found & set(victims.tolist()), "a slot goes once"

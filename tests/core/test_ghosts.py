@@ -9,8 +9,8 @@ import numpy as np
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.pool.events import NullSink
 from kvferry.core.pool.eviction.history import Ghosts
-from kvferry.core.pool.index import hash_keys
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.native import hash_keys
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
 
 NOBODY = np.empty(0, dtype=np.int64)

@@ -211,7 +211,7 @@ def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
         answer(engine, f"r{number}", 5, first=1000 * (number + 1))
     for row in Inventory(engine.manager).list_blocks(0, 10).keys:
         engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
-    engine.manager.operator_pins.max_fraction = 1.0
+    engine.manager.operator_pins.set_max_fraction(1.0)
     for row in Inventory(engine.manager).list_blocks(0, 10).keys:
         engine.manager.operator_pins.pin(row, engine.now_s + 1e6, engine.now_s)
     for number in range(10, 20):

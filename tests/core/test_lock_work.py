@@ -55,17 +55,17 @@ def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
     with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=CountingLock)):
         engine = Engine(num_slots, **options)
     lock: Any = engine.scheduler.manager.lock
-    find, reorder = BlockIndex.find, type(engine.scheduler.manager.evictor.policy).reorder
+    find, reorder = BlockIndex.find_and_hash, type(engine.scheduler.manager.evictor.policy).reorder
 
-    def counted_find(self: Any, keys: Any, marks: Any = None) -> Any:
+    def counted_find(self: Any, keys: Any) -> Any:
         lock.counted("keys", len(keys))
-        return find(self, keys, marks)
+        return find(self, keys)
 
     def counted_reorder(self: Any, slots: Any) -> None:
         lock.counted("moves", len(slots))
         reorder(self, slots)
 
-    monkeypatch.setattr(BlockIndex, "find", counted_find)
+    monkeypatch.setattr(BlockIndex, "find_and_hash", counted_find)
     monkeypatch.setattr(type(engine.scheduler.manager.evictor.policy), "reorder", counted_reorder)
     return engine, lock
 

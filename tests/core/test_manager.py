@@ -384,7 +384,7 @@ def test_a_slot_that_comes_back_after_a_reset_is_given_out_once() -> None:
 
 def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
     manager = OffloadManager(6000, 64)
-    manager.operator_pins.max_fraction = 1.0
+    manager.operator_pins.set_max_fraction(1.0)
     store(manager, keys(0, 2600))
     for number, key in enumerate(keys(0, 2600)):
         manager.operator_pins.pin(key, 10.0 if number < 2500 else 30.0, 1.0)
@@ -403,11 +403,11 @@ def test_after_a_reset_a_pool_of_one_priority_is_one_of_one_priority_again() -> 
     manager = OffloadManager(4, 64)
     for priority in (LOW, HIGH):
         store(manager, keys(10 * priority, 1), priority)
-    assert manager.table.classes.uniform is None
+    assert manager.table.uniform_class is None
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
-    store(manager, keys(50, 4), LOW)
-    assert manager.table.classes.uniform == LOW
-    store(manager, keys(60, 2), LOW)
+    store(manager, keys(50, 4))
+    assert manager.table.uniform_class == NORMAL
+    store(manager, keys(60, 2))
     assert holds(manager, keys(50, 4)) == [True, True, False, False]
 
 
@@ -446,7 +446,7 @@ def test_a_large_pool_takes_the_memory_of_its_tables_before_it_is_used(policy: s
     manager = OffloadManager(3_000_000, 64)
     while manager.switch_policy(policy):
         pass
-    tables = [manager.index._table._cells, manager.history.evicted._table]
+    tables = [manager.index._cells, manager.history.evicted._table]
     if isinstance(manager.evictor.policy, ArcPolicy):
         tables.append(manager.evictor.policy._ghosts._table._cells)
     assert [resident_share(table) for table in tables] == [1.0] * len(tables)

@@ -92,7 +92,7 @@ def test_what_found_no_room_says_so() -> None:
 
 def test_what_was_held_back_or_failed_says_so() -> None:
     engine = ToyEngine(num_slots=64, num_blocks=64)
-    engine.offload.manager.admission.threshold = 3
+    engine.offload.manager.admission.set_threshold(3)
     engine.add(request("first", 3))
     engine.run()
     turn_over(engine)

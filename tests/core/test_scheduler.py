@@ -466,7 +466,7 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
 def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: RequestFilter | None) -> None:
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
-    engine.manager.operator_pins.max_fraction = 1.0
+    engine.manager.operator_pins.set_max_fraction(1.0)
     engine.add(request("other", 8, first=900))
     engine.run()
     keys = Inventory(engine.manager).list_blocks(0, 8).keys
@@ -647,7 +647,7 @@ def test_what_found_no_space_in_a_step_that_failed_is_not_offered_again() -> Non
     engine.add(request("x", 4))
     engine.run()
     held = make_keys(request("x", 4).block_hashes, 0)
-    engine.manager.operator_pins.max_fraction = 1.0
+    engine.manager.operator_pins.set_max_fraction(1.0)
     for key in held:
         engine.manager.operator_pins.pin(key, 9e9, 1.0)
     victim = request("victim", 3, first=500)

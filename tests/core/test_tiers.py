@@ -573,7 +573,7 @@ def test_what_comes_back_from_a_tier_was_admitted_once_and_keeps_the_name_of_who
     engine = engine_with()
     serve(engine, request("r", 4, tenant="t1"))
     forget(engine)
-    engine.manager.admission.threshold = 63
+    engine.manager.admission.set_threshold(63)
     serve(engine, request("s", 4, tenant="t1"))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
     assert engine.reset(RequestFilter(request="s")).dropped_blocks == 0

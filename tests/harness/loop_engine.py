@@ -117,7 +117,7 @@ class LoopEngine:
         self, num_slots: int, sink: Any = None, max_pinned_fraction: float = 0.25, record: PoolRecord | None = None
     ) -> None:
         self.manager = OffloadManager(num_slots, BLOCK_BYTES, sink=sink, record=record)
-        self.manager.operator_pins.max_fraction = max_pinned_fraction
+        self.manager.operator_pins.set_max_fraction(max_pinned_fraction)
         sources = {"offload_prompt_only": "env"}
         layout = GroupLayout([GroupSpec(BLOCK_TOKENS, BLOCK_BYTES)])
         policies = PolicyResolver(RequestPolicy(), sources, self.manager.lock)

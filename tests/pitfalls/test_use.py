@@ -93,7 +93,7 @@ def test_stats_say_where_prompt_tokens_came_from_and_why_nothing_came_from_the_h
 def test_what_traffic_without_reuse_costs_shows_and_admission_holds_it_back() -> None:
     """vllm#35343, LMCache#970, LMCache#1109: traffic without reuse paid for stores that nobody read."""
     engine = ToyEngine(num_slots=40, num_blocks=64)
-    engine.manager.admission.threshold = 2
+    engine.manager.admission.set_threshold(2)
     for number in range(20):
         answer(engine, f"r{number}", 5, first=1000 * number)
     store = engine.offload.snapshot().store

@@ -54,7 +54,7 @@ KEEP_OUT = {"load": False, "store": False}
 PATCHED = {
     "kvferry.core": (
         "cost_model", "expiry", "policy", "pool.admission", "pool.eviction.arc", "pool.eviction.evictor",
-        "pool.eviction.history", "pool.eviction.lru", "pool.eviction.queue", "pool.index", "pool.inventory",
+        "pool.eviction.history", "pool.eviction.lru", "pool.index", "pool.inventory",
         "pool.manager", "pool.pins", "pool.resize", "pool.slots", "scheduler.cascades", "scheduler.eager",
         "scheduler.inflight", "scheduler.jobs", "scheduler.lazy", "scheduler.loads", "scheduler.lookup",
         "scheduler.promotions", "scheduler.requests", "scheduler.resets", "scheduler.scheduler", "scheduler.stores",

@@ -392,7 +392,7 @@ class World:
 
     def set_store_threshold(self) -> None:
         """Store blocks from another offer on."""
-        self.engine.manager.admission.threshold = self.picks.choice((1, 2, 2, 3))
+        self.engine.manager.admission.set_threshold(self.picks.choice((1, 2, 2, 3)))
 
     def resize(self) -> None:
         """The pool is to be larger or smaller, whatever was wanted before."""

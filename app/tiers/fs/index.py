@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.queue import RecencyQueue
-from kvferry.core.pool.index import BlockIndex, KeyHashes, hash_any_keys
+from kvferry.core.pool.eviction.lru import RecencyQueue
+from kvferry.core.pool.index import BlockIndex
+from kvferry.core.pool.native import KeyHashes, hash_any_keys
 
 Name = bytes
 
@@ -64,7 +65,8 @@ class FileIndex:
     def _begin(self) -> None:
         self._names = np.empty(self._capacity, dtype=object)
         self._marks: KeyHashes = np.zeros(self._capacity, dtype=np.uint64)
-        self._entries = BlockIndex(min(self._capacity, _FIRST_FILES), self._names, self._marks)
+        # One folder may have names of several lengths.
+        self._entries = BlockIndex(min(self._capacity, _FIRST_FILES), self._names, self._marks, hash_any_keys)
         self._sizes = np.zeros(self._capacity, dtype=np.int64)
         self._order = RecencyQueue(np.zeros(self._capacity, dtype=np.int64))
         self._returned: list[int] = []
@@ -191,8 +193,7 @@ class FileIndex:
             self._taken_bytes -= paid
 
     def _find(self, names: Sequence[Name]) -> NDArray[np.int64]:
-        # One folder may have names of several lengths.
-        return self._entries.find(names, hash_any_keys(names))
+        return self._entries.find(names)
 
     def _touch(self, name: Name) -> bool:
         entry = self._find([name])

@@ -20,8 +20,9 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.queue import NUMBER_SHIFT, RecencyQueue, Segment
-from kvferry.core.pool.index import HashTable, KeyHashes, Numbers
+from kvferry.core.pool.eviction.lru import NUMBER_SHIFT, RecencyQueue, Segment
+from kvferry.core.pool.index import HashTable, Numbers
+from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.transfers import NO_SLOTS, Slots
 
@@ -77,14 +78,14 @@ class ArcPolicy:
         self._recent.remove(recent)
         self._frequent.remove(frequent)
 
-    def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots, young: int) -> Slots:
+    def take_victims(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
         """See `EvictionPolicy`."""
         num_recent = len(self._recent)
         protected_recent, protected_frequent = self._split(protected)
         self._recent.remove(protected_recent)
         self._frequent.remove(protected_frequent)
         classes = [
-            _Class(max(recent.num_live - young, 0), max(frequent.num_live - young, 0))
+            _Class(recent.num_live, frequent.num_live)
             for recent, frequent in zip(self._recent.queues, self._frequent.queues, strict=True)
         ]
         num_answered = min(len(wanted), len(free) + sum(one.recent + one.frequent for one in classes))
@@ -269,7 +270,7 @@ class ArcGhosts:
 
     def find(self, hashes: KeyHashes) -> Numbers:
         """Return the ghost of each hash, -1 where there is none."""
-        return self._table.find(hashes)[0]
+        return self._table.find_hashes(hashes)
 
     def list_of(self, ghosts: Numbers) -> NDArray[np.int64]:
         """Return the list that each ghost is in."""

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink
-from kvferry.core.pool.index import BlockIndex, KeyHashes, hash_keys
+from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import (
     AS_NOTED,
     GHOST_CODE_BITS,
     GHOST_EPOCHS,
     GHOST_NOTE_BITS,
+    KeyHashes,
     ghost_functions,
+    hash_keys,
     resident_zeros,
 )
 from kvferry.core.pool.slots import SlotTable
@@ -77,12 +79,12 @@ class Ghosts(Generic[R]):
         self._table: KeyHashes = resident_zeros(1 << bits, _ENTRY)
         self._seconds: NDArray[np.uint32] = resident_zeros(1 << bits if is_dated else 0, _SECOND)
         self._epoch = 1
-        self._native = ghost_functions()
+        self._put, self._find = ghost_functions()
 
     def add(self, hashes: KeyHashes, reason: R, now_s: float = 0.0) -> None:
         """Add keys that are missing."""
         note = self._epoch << GHOST_CODE_BITS | self._codes[reason]
-        self._native.put(self._table, self._seconds, self._shift, hashes, note, _NO_SECONDS, int(now_s) & _SECONDS)
+        self._put(self._table, self._seconds, self._shift, hashes, note, _NO_SECONDS, int(now_s) & _SECONDS)
 
     def plan_size(self, num_keys: int) -> Callable[[], object]:
         """Prepare a change of the size; see `kvferry.core.pool.resize.plan_size`. Ghosts added meanwhile are lost."""
@@ -98,7 +100,7 @@ class Ghosts(Generic[R]):
             used = entries.nonzero()[0]
             # An entry has the high bits of its hash, which are its place in a table of any size.
             times = old_seconds[start + used] if len(seconds) else _NO_SECONDS
-            self._native.put(table, seconds, shift, entries[used], AS_NOTED, times, 0)
+            self._put(table, seconds, shift, entries[used], AS_NOTED, times, 0)
 
         def put_in_force() -> object:
             self._shift, self._table, self._seconds = shift, table, seconds
@@ -137,7 +139,7 @@ class Ghosts(Generic[R]):
         places = np.empty(len(hashes), dtype=np.int64)
         codes = np.empty(len(hashes), dtype=np.int64)
         wanted = hashes & ~_NOTE | np.uint64(self._epoch << GHOST_CODE_BITS)
-        self._native.find(self._table, self._shift, wanted, places, codes)
+        self._find(self._table, self._shift, wanted, places, codes)
         return places, codes
 
 
@@ -151,7 +153,7 @@ class MissHistory:
     `plan_size` and `record_foreign` need no lock.
     """
 
-    def __init__(self, table: SlotTable, index: BlockIndex, evictions: EvictionCounts, sink: EventSink) -> None:
+    def __init__(self, table: SlotTable, index: BlockIndex, evictions: EvictionCounts, sink: EventSink | None) -> None:
         """Make room for twice as many evicted keys as there are slots, and once as many that were not stored."""
         self.evicted = Ghosts(2 * table.num_slots, EvictionReason, is_dated=True)
         self._table = table
@@ -168,13 +170,14 @@ class MissHistory:
         """
         if not keys:
             return FoundMisses([], None)
-        hashes = hash_keys(keys)
-        is_missing = self._index.find(keys, hashes) < 0
+        found, hashes = self._index.find_and_hash(keys)
+        is_missing = found < 0
         missing = hashes[is_missing]
         evicted = self.evicted.regret(missing)
         count = int(np.count_nonzero(evicted.is_first))
         if count:
             self._evictions.regretted += count
+        if count and self._sink is not None:
             regretted = is_missing.nonzero()[0][evicted.is_first]
             self._sink.regretted([keys[i] for i in regretted.tolist()], now_s)
         not_stored = self._not_stored.reasons(missing)
