@@ -300,7 +300,8 @@ class Process:
                 before,
             )
         if self._kept is not None and headers is not None:
-            copies = self._kept.fillings = KeptCopies(copies, headers, engine.wake)
+            copies = KeptCopies(copies, headers, engine.wake)
+            self._kept.seal_with(copies)
         self.copies = copies
         undo.callback(copies.close)
         engine.attach(service.guard, GuardedCopies(copies, service.guard.record_error))

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvferry.cuda_ops.pool.prepare import PoolPhase, PoolProgress
+from kvferry.cuda_ops.pool.prepare import PoolPhase
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +33,9 @@ class StartProgress:
         """Set the stage."""
         self._stage = stage
 
-    def note_pool(self, progress: PoolProgress) -> None:
+    def note_pool(self, phase: PoolPhase, done_bytes: int, total_bytes: int) -> None:
         """Set the stage to the progress of the pool's memory, and log it now and then: a large pool takes minutes."""
-        done, total = progress.done_bytes, progress.total_bytes
-        self.note(f"mapping the pool: {done:,} of {total:,} bytes {_PHASES[progress.phase]}")
+        self.note(f"mapping the pool: {done_bytes:,} of {total_bytes:,} bytes {_PHASES[phase]}")
         now_s = self._clock()
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s

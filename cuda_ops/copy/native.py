@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +13,17 @@ from kvferry.core.pool.native import compiled
 Words = NDArray[np.int64]
 
 
-class WordCopies(NamedTuple):
-    """Functions over mapped int64 words that run without the interpreter lock.
+@functools.cache
+def word_copies() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """Return functions over mapped int64 words that run without the interpreter lock; compiled once per machine.
 
     A page fault on a file mapping can take milliseconds when the disk is busy; NumPy would hold the lock meanwhile.
+
+    Returns:
+        scatter: (words, places, values): `words[places[i]] = values[i]`.
+        gather_rows: (rows, places, found): `found[i, :] = rows[places[i], :]`.
+        scatter_columns: (rows, places, columns, values): `rows[places[i], c] = values[i, c]`, `columns` in order.
     """
-
-    scatter: Callable[[Words, Words, Words], None]
-    """`scatter(words, places, values)`: `words[places[i]] = values[i]`."""
-    gather_rows: Callable[[Words, Words, Words], None]
-    """`gather_rows(rows, places, found)`: `found[i, :] = rows[places[i], :]`."""
-    scatter_columns: Callable[[Words, Words, Words, Words], None]
-    """`scatter_columns(rows, places, columns, values)`: `rows[places[i], c] = values[i, c]`, `columns` in order."""
-
-
-@functools.cache
-def word_copies() -> WordCopies:
-    """Return the functions; compiled once per machine."""
     from numba import types
 
     words, rows = types.int64[::1], types.int64[:, ::1]
@@ -53,7 +46,7 @@ def word_copies() -> WordCopies:
             for column in columns:
                 rows[places[i], column] = values[i, column]
 
-    return WordCopies(scatter, gather_rows, scatter_columns)
+    return scatter, gather_rows, scatter_columns
 
 
 Int64s = NDArray[np.int64]

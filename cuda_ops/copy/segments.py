@@ -60,33 +60,20 @@ class SegmentBuffer:
         return self._rows
 
 
-class _GroupTable:
-    """A group's regions in the form of the native planner."""
-
-    def __init__(self, group: GroupRegions) -> None:
-        self.num_blocks = group.num_blocks
-        self.slot_blocks = group.slot_blocks
-        self.block_bytes = group.block_bytes
-        self.num_regions = len(group.regions)
-        sizes = [region.block_bytes for region in group.regions]
-        offsets = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        addresses = [region.address for region in group.regions]
-        strides = [region.stride_bytes for region in group.regions]
-        self.regions = np.array([addresses, strides, sizes, offsets], dtype=np.int64)
-
-
 class SegmentPlanner:
     """Plans jobs for one layout. Any thread, each with a buffer of its own."""
 
     def __init__(self, layout: DeviceLayout, slot_bytes: int) -> None:
         """Check the layout. Raises `ValueError`, with both sizes, if a slot is too small for it."""
         layout.check_fits(slot_bytes)
-        self._groups = [_GroupTable(group) for group in layout.groups]
+        self._groups = layout.groups
+        self._regions = [_table(group) for group in layout.groups]
+        self._block_bytes = [group.block_bytes for group in layout.groups]
         self._plan_run = run_planner()
 
     def num_bytes(self, job: TransferJob) -> int:
         """Return the bytes of the job's blocks."""
-        return sum(len(run) * self._groups[run.group].block_bytes for run in job.runs)
+        return sum(len(run) * self._block_bytes[run.group] for run in job.runs)
 
     def plan(self, job: TransferJob, table: PoolTable, buffer: SegmentBuffer, *, coalesce: bool) -> Segments:
         """Compute the segments of a job, in the order of its runs and blocks.
@@ -104,7 +91,7 @@ class SegmentPlanner:
         count = 0
         for run in job.runs:
             self._check(run)
-            count += len(run) * self._groups[run.group].num_regions
+            count += len(run) * len(self._groups[run.group].regions)
         out = buffer.take(count)
         end = 0
         for run in job.runs:
@@ -113,10 +100,10 @@ class SegmentPlanner:
                 np.ascontiguousarray(run.block_ids),
                 np.ascontiguousarray(run.slots),
                 np.ascontiguousarray(run.parts),
-                group.regions,
+                self._regions[run.group],
                 group.num_blocks,
                 group.slot_blocks,
-                group.block_bytes,
+                self._block_bytes[run.group],
                 table.places,
                 table.num_slots,
                 table.row_bytes,
@@ -142,3 +129,12 @@ class SegmentPlanner:
                 f"columns of a run differ in length: {len(run.block_ids)} blocks, {len(run.slots)} slots, "
                 f"{len(run.parts)} parts"
             )
+
+
+def _table(group: GroupRegions) -> Int64s:
+    """Return a group's regions in the form of the native planner."""
+    sizes = [region.block_bytes for region in group.regions]
+    offsets = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    addresses = [region.address for region in group.regions]
+    strides = [region.stride_bytes for region in group.regions]
+    return np.array([addresses, strides, sizes, offsets], dtype=np.int64)

@@ -79,7 +79,7 @@ class CudaCopyEngine:
         self._context = driver.retain_context(self._device)
         self._ready_events = _Events(driver, timing=False)
         self._timing_events = _Events(driver, timing=True)
-        self._pinned = _PinnedMemory(driver)
+        self._pinned: deque[int] = deque()
         self._buffers: deque[SegmentBuffer] = deque()
         self._loaded: deque[int] = deque()
         self._lock = threading.Lock()
@@ -239,7 +239,13 @@ class CudaCopyEngine:
         try:
             return self._buffers.pop()
         except IndexError:
-            return SegmentBuffer(allocate=self._pinned.take)
+            return SegmentBuffer(allocate=self._allocate_pinned)
+
+    def _allocate_pinned(self, count: int) -> Int64s:
+        """Allocate an array that the device reads in place. Any thread. Requires: context current."""
+        address = self._driver.allocate_host(8 * count)
+        self._pinned.append(address)
+        return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
     def _finish(self, lane: _Lane, running: _Running) -> None:
         """Wait until a job's copies have run, and end the job."""
@@ -333,7 +339,8 @@ class CudaCopyEngine:
                 for lane in self._all_lanes():
                     self._driver.destroy_stream(lane.stream)
                 self._mover.close()
-                self._pinned.free()
+                while self._pinned:
+                    self._driver.free_host(self._pinned.popleft())
                 self._ready_events.destroy()
                 self._timing_events.destroy()
             self._driver.release_context(self._device)
@@ -545,23 +552,6 @@ class _Events:
     def destroy(self) -> None:
         while self._all:
             self._driver.destroy_event(self._all.popleft())
-
-
-class _PinnedMemory:
-    """Allocator of pinned arrays that the device reads in place. Any thread. Requires: context current."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        self._addresses: deque[int] = deque()
-
-    def take(self, count: int) -> Int64s:
-        address = self._driver.allocate_host(8 * count)
-        self._addresses.append(address)
-        return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
-
-    def free(self) -> None:
-        while self._addresses:
-            self._driver.free_host(self._addresses.popleft())
 
 
 def _describe(failure: BaseException) -> str:

@@ -60,11 +60,11 @@ TABLE_ROWS = 16_384
 WORDS_BYTES = (16, 8, 4, 1)
 
 
-class LaunchCopy(Protocol):
-    """Queues a kernel that copies segments, from arrays of int64 in device memory."""
+LaunchCopy = Callable[[int, int, int, int, int, int], None]
+"""Queues a kernel that copies segments: (targets, sources, sizes, count, word_bytes, stream).
 
-    def __call__(self, targets: int, sources: int, sizes: int, count: int, word_bytes: int, stream: int) -> None:
-        """Launch the kernel. Every address and size is a multiple of `word_bytes`."""
+The first three are addresses of int64 arrays in device memory. Every address and size is a multiple of `word_bytes`.
+"""
 
 
 class KernelMover:

@@ -57,7 +57,7 @@ class SlotHeaders:
         self._pool = pool
         self._rank = pool.rank if rank is None else rank
         self._words = file.header_words(self._rank)
-        self._copies = word_copies()
+        _, self._gather_rows, self._scatter_columns = word_copies()
         self._lock = threading.Lock()
 
     def before_copy(self, job: TransferJob) -> None:
@@ -72,7 +72,7 @@ class SlotHeaders:
         marks = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         marks["state"], marks["generation"] = HeaderState.WRITING, labels.generations
         with self._lock:
-            self._copies.scatter_columns(self._words, labels.slots, _MARKED, _as_words(marks))
+            self._scatter_columns(self._words, labels.slots, _MARKED, _as_words(marks))
 
     def seal(self, labels: SlotLabels) -> int:
         """Seal slots whose store has ended; return how many are valid now. Raises `PoolCut`."""
@@ -117,7 +117,7 @@ class SlotHeaders:
         with self._lock:
             ours = self._are_ours(labels)
             slots = labels.slots[ours]
-            self._copies.scatter_columns(self._words, slots, _STATE_LAST, _as_words(written[ours]))
+            self._scatter_columns(self._words, slots, _STATE_LAST, _as_words(written[ours]))
         return len(slots)
 
     def _check(self) -> None:
@@ -130,7 +130,7 @@ class SlotHeaders:
 
     def _read(self, slots: Slots) -> Headers:
         found = np.empty((len(slots), _WORDS), dtype=np.int64)
-        self._copies.gather_rows(self._words, slots, found)
+        self._gather_rows(self._words, slots, found)
         return found.view(SLOT_HEADER).ravel()
 
     def _are_ours(self, labels: SlotLabels) -> NDArray[np.bool_]:

@@ -260,7 +260,8 @@ class KeptFile:
     def write_min_epoch(self, epoch: int) -> None:
         """Invalidate the slots of all other epochs. May block on the disk; releases the interpreter lock."""
         words = np.frombuffer(self._headers, dtype=np.int64, count=POOL_HEADER.itemsize // 8)
-        word_copies().scatter(words, _MIN_EPOCH_WORD, np.array([epoch]))
+        scatter, _, _ = word_copies()
+        scatter(words, _MIN_EPOCH_WORD, np.array([epoch]))
 
     def take_foreign_keys(self) -> list[Key]:
         """Return the keys in a pool that was dropped for its fingerprint or sizes, as read from its headers. Empties

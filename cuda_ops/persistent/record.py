@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,8 @@ class Fillings(Protocol):
         """Wait until no thread reads slots filled so far; return whether that happened in time."""
 
 
-class _Round(NamedTuple):
-    """Invalidations being written: all up to number `last`. `epoch` is None unless a reset is among them."""
-
-    last: int
-    slots: Slots
-    generations: NDArray[np.int64]
-    epoch: int | None
+_Round = tuple[int, Slots, NDArray[np.int64], int | None]
+"""Invalidations being written: the number of the last, slots, generations, and the epoch if a reset is among them."""
 
 
 class KeptRecord:
@@ -52,8 +47,7 @@ class KeptRecord:
 
     def __init__(self, file: KeptFile) -> None:
         """Prepare the queue. Nothing is written before `start`."""
-        self.fillings: Fillings | None = None
-        """Without it, blocks promoted from tiers do not outlive this process."""
+        self._fillings: Fillings | None = None
         self.file = file
         self._dropped = file.header_words(0).reshape(-1)
         self._words_per_slot = SLOT_HEADER.itemsize // 8
@@ -69,6 +63,10 @@ class KeptRecord:
         self._has_work = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def seal_with(self, fillings: Fillings) -> None:
+        """Seal blocks promoted from tiers; without it, they do not outlive this process. Call before the first one."""
+        self._fillings = fillings
 
     # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
@@ -104,15 +102,15 @@ class KeptRecord:
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`. `before_tier_write` marks the slots."""
-        if self.fillings is not None:
+        if self._fillings is not None:
             parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
                 self._unmarked |= parts
 
     def end_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`."""
-        if self.fillings is not None:
-            self.fillings.end_tier_write(labels)
+        if self._fillings is not None:
+            self._fillings.end_tier_write(labels)
 
     # --- other threads ------------------------------------------------------------------------------------------------
 
@@ -121,15 +119,15 @@ class KeptRecord:
         self.file.check()
         with self._lock:
             labels = self._unmarked.pop(slot, None)
-        if labels is not None and self.fillings is not None:
-            self.fillings.begin_tier_write(labels)
+        if labels is not None and self._fillings is not None:
+            self._fillings.begin_tier_write(labels)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots that have left the pool; return whether that happened in time.
 
         Requires: no lock held.
         """
-        return self.fillings is None or self.fillings.settle(timeout_s)
+        return self._fillings is None or self._fillings.settle(timeout_s)
 
     def start(self) -> None:
         """Start the thread unless it runs. After a thread's death its unfinished round is written again."""
@@ -175,15 +173,16 @@ class KeptRecord:
         """Write one round; return False if the queue was empty."""
         if self._round is None:
             self._round = self._take_round()
-        now = self._round
-        if now is None:
+        if self._round is None:
             return False
+        last, slots, generations, epoch = self._round
         self.file.check()
-        if now.epoch is not None:
-            self.file.write_min_epoch(now.epoch)
-        places = now.slots * self._words_per_slot + _DROPPED_WORD
-        word_copies().scatter(self._dropped, places, now.generations)
-        self._num_written = now.last
+        if epoch is not None:
+            self.file.write_min_epoch(epoch)
+        places = slots * self._words_per_slot + _DROPPED_WORD
+        scatter, _, _ = word_copies()
+        scatter(self._dropped, places, generations)
+        self._num_written = last
         self._round = None
         return True
 
@@ -203,7 +202,7 @@ class KeptRecord:
             generations = self._waiting[slots]
             self._waiting[slots] = 0
             epoch, self._epoch = self._epoch, None
-            return _Round(last if self._queue else self._num_queued, slots, generations, epoch)
+            return last if self._queue else self._num_queued, slots, generations, epoch
 
     def _wake(self) -> None:
         if not self._has_work.is_set():

@@ -40,13 +40,8 @@ class PoolPhase(StrEnum):
     REGISTER = "register"
 
 
-@dataclass(frozen=True, slots=True)
-class PoolProgress:
-    """Progress of a phase."""
-
-    phase: PoolPhase
-    done_bytes: int
-    total_bytes: int
+Progress = Callable[[PoolPhase, int, int], None]
+"""Receives a phase, the bytes done in it, and all its bytes."""
 
 
 class HostRegistrar(Protocol):
@@ -72,7 +67,7 @@ class Preparation:
     numa_node: int | None = None
     num_threads: int = 0
     registrar: HostRegistrar | None = None
-    progress: Callable[[PoolProgress], None] | None = None
+    progress: Progress | None = None
 
 
 def prepare(parts: Sequence[NDArray[np.uint8]], how: Preparation) -> bool:
@@ -106,28 +101,28 @@ def default_threads() -> int:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
-class _Progress:
-    def __init__(self, phase: PoolPhase, parts: Sequence[NDArray[np.uint8]], how: Preparation) -> None:
-        self._phase = phase
-        self._total_bytes = sum(part.nbytes for part in parts)
-        self._tell = how.progress
-        self._done_bytes = 0
-        self._lock = threading.Lock()
+def _counter(phase: PoolPhase, parts: Sequence[NDArray[np.uint8]], how: Preparation) -> Callable[[int], None]:
+    """Return a function that counts bytes done and reports the progress, from any thread."""
+    total_bytes = sum(part.nbytes for part in parts)
+    report, done_bytes, lock = how.progress, 0, threading.Lock()
 
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done_bytes += num_bytes
-            if self._tell is None:
+    def add(num_bytes: int) -> None:
+        nonlocal report, done_bytes
+        with lock:
+            done_bytes += num_bytes
+            if report is None:
                 return
             try:
-                self._tell(PoolProgress(self._phase, self._done_bytes, self._total_bytes))
+                report(phase, done_bytes, total_bytes)
             except Exception:  # # noqa: BLE001 - a callback must not stop the preparation
                 _log.exception("progress callback of the host pool raised, and is not called again")
-                self._tell = None
+                report = None
+
+    return add
 
 
 def _touch(parts: Sequence[NDArray[np.uint8]], how: Preparation, threads: ThreadPoolExecutor) -> None:
-    progress = _Progress(PoolPhase.TOUCH, parts, how)
+    count = _counter(PoolPhase.TOUCH, parts, how)
 
     def touch(piece: NDArray[np.uint8]) -> None:
         if can_populate():
@@ -142,7 +137,7 @@ def _touch(parts: Sequence[NDArray[np.uint8]], how: Preparation, threads: Thread
         else:
             # Kernels without `populate`: only writing allocates a page, and the write must not change its contents.
             piece[:: mmap.PAGESIZE] |= 0
-        progress.add(piece.nbytes)
+        count(piece.nbytes)
 
     pieces = [part[at : at + _TOUCH_BYTES] for part in parts for at in range(0, part.nbytes, _TOUCH_BYTES)]
     for _ in threads.map(touch, pieces):
@@ -152,14 +147,14 @@ def _touch(parts: Sequence[NDArray[np.uint8]], how: Preparation, threads: Thread
 def _register(
     parts: Sequence[NDArray[np.uint8]], how: Preparation, registrar: HostRegistrar, threads: ThreadPoolExecutor
 ) -> bool:
-    progress = _Progress(PoolPhase.REGISTER, parts, how)
+    count = _counter(PoolPhase.REGISTER, parts, how)
 
     def register(part: NDArray[np.uint8]) -> OSError | None:
         try:
             registrar.register(part.ctypes.data, part.nbytes)
         except OSError as error:
             return error
-        progress.add(part.nbytes)
+        count(part.nbytes)
         return None
 
     errors = list(threads.map(register, parts))

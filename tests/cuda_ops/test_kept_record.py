@@ -104,7 +104,7 @@ def test_a_tiers_fill_is_marked_by_the_thread_that_fills_it(tmp_path: Path) -> N
     with attached(tmp_path / "engine.pool", SHAPE) as kept:
         layout = DeviceLayout.of_arrays([np.zeros((1, 8), dtype=np.uint8)])
         copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
-        kept.record.fillings = copies
+        kept.record.seal_with(copies)
         labels = on_other_pages(1)
         states = kept.file.headers(0)["state"]
         assert faults_on_headers(kept, lambda: kept.record.begin_tier_write(labels)) < VICTIMS / 2

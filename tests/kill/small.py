@@ -147,7 +147,8 @@ class Small:
         self._scheduler, self._manager = self._service.scheduler, self._service.manager
         layout, before = DeviceLayout.of_arrays([self._device.blocks]), self._headers.before_copy
         copies = CpuCopyEngine(layout, pool, lambda: None, num_threads=2, before=before)
-        self._copies = kept.fillings = KeptCopies(copies, self._headers, lambda: None)
+        self._copies = KeptCopies(copies, self._headers, lambda: None)
+        kept.seal_with(self._copies)
         self._running: list[ToyRequest] = []
         self._storing: dict[int, set[int]] = {}
         self._number = 0

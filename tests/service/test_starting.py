@@ -26,7 +26,7 @@ from kvferry.core.errors import StartError
 from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
-from kvferry.cuda_ops.pool.prepare import PoolProgress, Preparation
+from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation
 from tests.harness.commands import run_command
 from tests.harness.service_process import environment, serving, wait_until
 
@@ -164,10 +164,10 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
     now_s, reasons = 100.0, list[str]()
     progress = StartProgress(clock=lambda: now_s)
 
-    def tell(told: PoolProgress) -> None:
+    def tell(phase: PoolPhase, done_bytes: int, total_bytes: int) -> None:
         nonlocal now_s
         now_s += 2.0
-        progress.note_pool(told)
+        progress.note_pool(phase, done_bytes, total_bytes)
         reasons.append(progress.reason)
 
     with caplog.at_level("INFO", logger="kvferry.app.service.startup"):

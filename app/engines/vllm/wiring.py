@@ -262,7 +262,8 @@ def _open_record(config: EngineConfig, mapped: MappedPool | None, undo: ExitStac
     record = KeptRecord(mapped.persistent)
     if config.settings.tiers:
         columns = range(config.geometry.num_columns)
-        record.fillings = sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
+        sealer = TierSealer([SlotHeaders(record.file, mapped.pool, column) for column in columns])
+        record.seal_with(sealer)
         undo.callback(sealer.close)
     return record
 
