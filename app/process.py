@@ -204,21 +204,21 @@ class Process:
             fingerprint = {"engine": "none", "block_size": settings.block_size}
             device, device_bytes = NoDevice(), 0
         else:
-            from kvferry.app.engines.embedded.kv_cache import HASH_SEED
+            from kvferry.app.engines.embedded.block_pool import HASH_SEED
 
-            about = engine.info
-            info = EngineInfo(about.name, about.model, about.device, about.block_size, groups=1, workers=1)
-            group = GroupSpec(about.block_size, about.block_bytes)
+            model, block_size = engine.model, engine.config.block_size
+            info = EngineInfo("embedded", model.name, str(model.device), block_size, groups=1, workers=1)
+            group = GroupSpec(block_size, engine.block_bytes)
             fingerprint = {
-                "model": name_in_fingerprint(about.model, about.revision),
-                "revision": about.revision,
-                "dtype": about.dtype,
-                "block_size": about.block_size,
-                "block_bytes": about.block_bytes,
-                "num_layers": about.num_layers,
+                "model": name_in_fingerprint(model.name, model.revision),
+                "revision": model.revision,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "block_size": block_size,
+                "block_bytes": engine.block_bytes,
+                "num_layers": engine.cache.shape.num_layers,
                 "hash_seed": HASH_SEED.hex(),
             }
-            device, device_bytes = engine.pool, about.kv_bytes
+            device, device_bytes = engine.pool, engine.pool.num_blocks * engine.block_bytes
         name = settings.engine_name or name_of_engine(info.model, fingerprint)
         # Before the pool, whose file has the same name.
         claim = claim_name(settings.resolved_database_url(), name, is_default=settings.engine_name is None)

@@ -118,7 +118,7 @@ class Bench:
         self.rng = np.random.default_rng(found.seed)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        tokens: list[int] = self.rng.integers(3, min(self.engine.info.vocab_size, 250), num_tokens).tolist()
+        tokens: list[int] = self.rng.integers(3, min(self.engine.model.vocab_size, 250), num_tokens).tolist()
         return tokens
 
     async def ask(self, prompt: Sequence[int], **more: Any) -> tuple[float, list[int], int]:
@@ -144,7 +144,7 @@ class Bench:
 
     def flush_device(self) -> None:
         """Use every device block for content that is not stored in the pool."""
-        limit = self.engine.info.served_tokens - self.scale.answer_tokens
+        limit = self.engine.served_tokens - self.scale.answer_tokens
         held = self.engine.config.device_blocks * self.engine.config.block_size
         for _ in range(-(-held // limit)):
             asyncio.run(self.ask(self.prompt(limit), kv_transfer_params=WITHOUT))
@@ -234,7 +234,7 @@ def serve(options: argparse.Namespace, scale: Scale, found: Found, parts: Parts)
                 engine = process.engine
                 if engine is None:
                     raise RuntimeError("the process has no engine")
-                found.where = f"{environment('torch', 'transformers')}, {engine.info.device}, {engine.info.dtype}"
+                found.where = f"{environment('torch', 'transformers')}, {engine.model.device}, {engine.model.dtype}"
                 if settings.device != "cpu":
                     found.where += f", {torch.cuda.get_device_name()}"
                 print(f"{found.where}, seed {options.seed}, ready with {parts.left_s:.0f} s left\n", flush=True)

@@ -89,7 +89,7 @@ class Arm:
 
     def __init__(self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack) -> None:
         engine = EmbeddedEngine(EngineConfig(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
-        block_bytes = engine.info.block_bytes
+        block_bytes = engine.block_bytes
         shape = PoolShape(POOL_SLOTS, block_bytes, 1, POOL_SLOTS)
         file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})
         pool = HostPool(POOL_SLOTS, block_bytes, POOL_SLOTS * block_bytes, backing=file)

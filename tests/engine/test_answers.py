@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
-from kvferry.app.engines.embedded.kv_cache import chain_root, extend_chain
+from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
 
@@ -114,7 +114,7 @@ def test_float64_is_float64_throughout(model: str, checkpoints: dict[str, str], 
     engine.start()
     ask_all(engine, [[5, 6, 7]], greedy(2))
     assert seen == {torch.float64}
-    assert len(handles) == engine.info.num_layers
+    assert len(handles) == engine.cache.shape.num_layers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -123,7 +123,7 @@ def test_other_precisions_serve_too(dtype: str, make_engine: Make) -> None:
     engine.start()
     answers = ask_all(engine, random_prompts(5, 4, 40), greedy(5))
     assert [len(answer.token_ids) for answer in answers] == [5] * 4
-    assert engine.info.block_bytes <= 256 * 1024
+    assert engine.block_bytes <= 256 * 1024
 
 
 @pytest.mark.long

@@ -20,9 +20,8 @@ from fastapi import FastAPI
 
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, completions
 from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
-from kvferry.app.engines.embedded.completion_models import CompletionRequest
 from kvferry.app.engines.embedded.completions import completions_router
-from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, read_completion
+from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, CompletionRequest, read_completion
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.core.engine_api import EngineRequest

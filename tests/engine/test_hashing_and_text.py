@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvferry.app.engines.embedded.kv_cache import HASH_BYTES, chain_root, extend_chain
+from kvferry.app.engines.embedded.block_pool import HASH_BYTES, chain_root, extend_chain
 from kvferry.app.engines.embedded.request import StopScanner
 from kvferry.app.engines.embedded.tokenizer import (
     BYTE_VOCAB_SIZE,

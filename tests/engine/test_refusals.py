@@ -29,9 +29,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, EngineStartError
+from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
 from kvferry.app.engines.embedded.model import load_model
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
+from kvferry.core.errors import StartError
 from tests.harness.checkpoints import SMALL
 
 
@@ -53,7 +54,7 @@ from tests.harness.checkpoints import SMALL
     ],
 )
 def test_a_bad_setting_is_named(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(EngineStartError, match=message.replace("(", r"\(")):
+    with pytest.raises(StartError, match=message.replace("(", r"\(")):
         EmbeddedEngine(EngineConfig(**settings))  # type: ignore[arg-type]
 
 
@@ -99,7 +100,7 @@ def small_models() -> dict[str, tuple[PreTrainedModel, str]]:
 def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -> None:
     module, message = small_models()[name]
     module.save_pretrained(tmp_path)
-    with pytest.raises(EngineStartError, match=message) as refused:
+    with pytest.raises(StartError, match=message) as refused:
         EmbeddedEngine(EngineConfig(model=str(tmp_path), device="cpu"))
     assert str(tmp_path) in str(refused.value)
 
@@ -108,8 +109,8 @@ def test_tiny_says_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=8))
     assert "UNTRAINED" in caplog.text
-    assert (engine.info.context_tokens, engine.info.served_tokens) == (8192, 8 * 16)
-    assert engine.info.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
+    assert (engine.model.context_tokens, engine.served_tokens) == (8192, 8 * 16)
+    assert engine.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
     assert engine.cache.block_bytes.is_contiguous()
 
 

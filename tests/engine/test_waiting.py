@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.app.engines.embedded import EmbeddedEngine, scheduler
-from kvferry.app.engines.embedded.waiting import MAX_IDLE_CALLERS, WaitingQueue
+from kvferry.app.engines.embedded.admission import MAX_IDLE_CALLERS, WaitingQueue
 from tests.harness.effort import examples
 from tests.harness.embedded import ask_all, collect, greedy, random_prompts, run
 

@@ -102,11 +102,11 @@ class Offloaded:
         self, engine: EmbeddedEngine, num_slots: int = 400, prompt_only: bool = False, cuda: FakeCuda | None = None
     ) -> None:
         self.engine = engine
-        self.pool = HostPool(num_slots, engine.info.block_bytes)
-        self.manager = OffloadManager(num_slots, engine.info.block_bytes)
+        self.pool = HostPool(num_slots, engine.block_bytes)
+        self.manager = OffloadManager(num_slots, engine.block_bytes)
         policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
-        layout = GroupLayout([GroupSpec(engine.info.block_size, engine.info.block_bytes)])
+        layout = GroupLayout([GroupSpec(engine.config.block_size, engine.block_bytes)])
         self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]])
         inner: CopyEngine

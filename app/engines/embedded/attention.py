@@ -1,37 +1,98 @@
-"""Paged attention as a transformers attention function: write this step's KV into blocks, attend through block tables.
+"""Paged KV cache, and paged attention as a transformers attention function.
 
-The tokens of all sequences of a step are concatenated in one row. transformers makes no mask for an unknown attention
-function and passes the keyword `paged` down to it, so that no global state is needed.
+Attention writes a step's KV into blocks and reads through block tables. The tokens of all sequences of a step are
+concatenated in one row. transformers makes no mask for an unknown attention function and passes the keyword `paged`
+down to it, so that no global state is needed. A copy engine moves whole blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kvferry.app.engines.embedded.config import EngineStartError
-from kvferry.app.engines.embedded.kv_cache import PagedKVCache
+from kvferry.core.errors import StartError
+from kvferry.cuda_ops.pool.limits import MemoryLimit, memory_limits
 
 ATTENTION_NAME = "kvferry_paged"
 REFUSED_FEATURES = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "position biases"}
 
 
-class Attend(Protocol):
-    """Type of the keyword `paged`: computes the attention of one layer.
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Shape of one token's KV, equal in all layers."""
 
-    `query` is `[heads, tokens, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`; the result is `[tokens,
-    heads, head_dim]`. `window` is the number of tokens that a token attends to, itself included.
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one block of `block_size` tokens: all layers, keys and values."""
+        return self.num_layers * 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """KV cache on the device: a tensor `[blocks, layers, 2, block_size, kv_heads, head_dim]`, each block contiguous.
+
+    `block_bytes[i]` is block i as bytes, sharing memory with `tensor[i]`.
     """
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
-    ) -> Tensor: ...
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.tensor = torch.zeros(
+            (num_blocks, shape.num_layers, 2, block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=shape.dtype,
+            device=device,
+        )
+        self.block_bytes: Tensor = self.tensor.view(num_blocks, -1).view(torch.uint8)
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write token i's key and value (`[tokens, kv_heads, head_dim]`) at `offsets[i]` of block `blocks[i]`."""
+        of_layer = self.tensor[:, layer]
+        of_layer[blocks, 0, offsets] = key
+        of_layer[blocks, 1, offsets] = value
+
+    def read(self, layer: int, blocks: Tensor, skipped: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each `[kv_heads, tokens, head_dim]`, of a run of blocks after `skipped` tokens."""
+        of_layer = self.tensor[:, layer]
+        key, value = (
+            of_layer[:, part].index_select(0, blocks).flatten(0, 1)[skipped : skipped + num_tokens].transpose(0, 1)
+            for part in (0, 1)
+        )
+        return key, value
+
+
+def check_fits(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+    """Raise `StartError` if the device has less memory than the cache needs; the message has both sizes."""
+    needed_bytes = num_blocks * shape.block_bytes(block_size)
+    on_cuda = device.type == "cuda"
+    limits = (
+        [MemoryLimit(f"memory free on {device}", torch.cuda.mem_get_info(device)[0])] if on_cuda else memory_limits()
+    )
+    tightest = min(limits, key=lambda limit: limit.available_bytes)
+    if needed_bytes > tightest.available_bytes:
+        most = tightest.available_bytes // shape.block_bytes(block_size)
+        raise StartError(
+            f"KVFERRY_DEVICE_BLOCKS={num_blocks} of {shape.block_bytes(block_size):,} bytes need {needed_bytes:,} "
+            "bytes, but "
+            f"{tightest.name} is {tightest.available_bytes:,}: set KVFERRY_DEVICE_BLOCKS to {most} or less"
+        )
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float | None, int | None], Tensor]
+"""Type of the keyword `paged`: computes the attention of one layer from layer, query, key, value, scale and window.
+
+The query is `[heads, tokens, head_dim]`, key and value are `[tokens, kv_heads, head_dim]`; the result is `[tokens,
+heads, head_dim]`. The window is the number of tokens that a token attends to, itself included.
+"""
 
 
 def paged_attention(
@@ -48,11 +109,11 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attention function called by transformers, once per layer."""
     if paged is None:
-        raise EngineStartError(f"{type(module).__name__} does not pass keyword arguments to its attention function")
+        raise StartError(f"{type(module).__name__} does not pass keyword arguments to its attention function")
     for name, description in REFUSED_FEATURES.items():
         if features.get(name) is not None:
-            raise EngineStartError(f"{type(module).__name__} uses {description}, which this engine does not support")
-    output = paged.attend(
+            raise StartError(f"{type(module).__name__} uses {description}, which this engine does not support")
+    output = paged(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0],
         key[0].transpose(0, 1),

@@ -1,4 +1,4 @@
-"""Device blocks: reference counts, prefix cache and free queue.
+"""Device blocks: hashes of their contents, reference counts, prefix cache and free queue.
 
 A block is free when no request references it and no transfer holds it. Free blocks keep their contents, and can be
 found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block.
@@ -6,12 +6,47 @@ found by hash, until they are allocated again, least recently used first. Every 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from kvferry.core.keys import Key, hash_of, make_keys
 
+log = logging.getLogger(__name__)
+
+HASH_BYTES = 32
+HASH_SEED = b"kvferry/blocks/1"
 _OUTSIDE = -1
+
+
+def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
+    """Return the parent hash of a request's first block. Parts are length-prefixed, so that no two pairs have equal
+    roots.
+    """
+    root = hashlib.blake2b(HASH_SEED, digest_size=HASH_BYTES)
+    for part in (cache_salt, lora):
+        data = b"" if part is None else part.encode("utf-8", "surrogatepass")
+        root.update((-1 if part is None else len(data)).to_bytes(8, "little", signed=True))
+        root.update(data)
+    return root.digest()
+
+
+def extend_chain(
+    hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, first_token: int = 0
+) -> None:
+    """Append the hashes of full blocks that `hashes` lacks; `token_ids[0]` is token `first_token`."""
+    num_full = (first_token + len(token_ids)) // block_size
+    start = len(hashes) * block_size - first_token
+    if num_full <= len(hashes):
+        return
+    data = np.asarray(token_ids[start : num_full * block_size - first_token], dtype="<u4").tobytes()
+    parent = hashes[-1] if hashes else root
+    step = block_size * 4
+    for offset in range(0, len(data), step):
+        parent = hashlib.blake2b(parent + data[offset : offset + step], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
 
 
 class FreeQueue:
@@ -70,9 +105,6 @@ class FreeQueue:
         self._next[block], self._previous[block] = behind, before
         self._next[before] = self._previous[behind] = block
         self._length += 1
-
-
-log = logging.getLogger(__name__)
 
 
 class BlockPool:

@@ -20,12 +20,10 @@ from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 
 from kvferry.app.api.sse import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
-from kvferry.app.engines.embedded.completion_models import CompletionRequest
 from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
-from kvferry.app.engines.embedded.intake import ApiError, Intake, too_busy
+from kvferry.app.engines.embedded.intake import ApiError, CompletionRequest, Intake, too_busy
 from kvferry.app.engines.embedded.loop import EngineStoppedError
-from kvferry.app.engines.embedded.request import FinishReason, OutputDelta
-from kvferry.app.engines.embedded.stream import RequestStream
+from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, RequestStream
 from kvferry.core.policy import bounded_repr
 
 SMALL_ANSWER_TOKENS = 4096
@@ -160,11 +158,11 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
 
     router = APIRouter(prefix="/v1", tags=["engine"], route_class=EngineRoute)
     card = {
-        "id": engine.info.model,
+        "id": engine.config.model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "kvferry",
-        "max_model_len": engine.info.served_tokens,
+        "max_model_len": engine.served_tokens,
     }
 
     @router.get("/models", responses=_errors(400, 401, 403))
@@ -191,7 +189,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         num_bytes = request.num_bytes if isinstance(request, _ReadRequest) else 0
         requests = await intake_of_engine.prepare(body, num_bytes, request_id)
         streams = engine.submit_all(requests, request.state.call)
-        answer = Answer(engine.info.model, request_id, streams, body.return_token_ids)
+        answer = Answer(engine.config.model, request_id, streams, body.return_token_ids)
         headers = {"X-Request-ID": request_id}
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -331,6 +329,6 @@ async def _disconnected(request: Request) -> None:
 
 
 def _check_model(engine: EmbeddedEngine, model: str | None) -> None:
-    if model is not None and model != engine.info.model:
-        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.info.model!r}"
+    if model is not None and model != engine.config.model:
+        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.config.model!r}"
         raise ApiError(404, message, "model", "model_not_found")

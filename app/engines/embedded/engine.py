@@ -13,20 +13,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kvferry.app.engines.embedded.admission import Admission, Call
+from kvferry.app.engines.embedded.admission import Admission
+from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.engines.embedded.check import inspect_model
-from kvferry.app.engines.embedded.config import EngineConfig
-from kvferry.app.engines.embedded.kv_cache import PagedKVCache, check_fits
-from kvferry.app.engines.embedded.loop import CanceledRequest, EngineLoop, EngineStoppedError, NewRequest
-from kvferry.app.engines.embedded.model import TINY, load_model
+from kvferry.app.engines.embedded.loop import EngineLoop, EngineStoppedError
+from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
-from kvferry.app.engines.embedded.request import Request, Sampling
+from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
-from kvferry.app.engines.embedded.stream import RequestStream
+from kvferry.app.settings.fields import MAX_BLOCK_SIZE_TOKENS
+from kvferry.core.errors import StartError
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 HUNG_STEP_S = 10.0
 """A longer step makes the engine not ready."""
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 class EngineBusyError(RuntimeError):
@@ -50,52 +51,53 @@ class InvalidRequestError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """Properties of an engine. `block_bytes` is one block on the device, `kv_bytes` all of them."""
+class EngineConfig:
+    """Settings of the embedded engine, validated when created. Fields are named like the environment variables.
 
-    name: str
-    model: str
-    revision: str | None
-    device: str
-    dtype: str
-    block_size: int
-    block_bytes: int
-    device_blocks: int
-    kv_bytes: int
-    num_layers: int
-    vocab_size: int
-    context_tokens: int
+    `block_size` and `max_batched_tokens` are in tokens, `device_blocks` is the device's KV cache in blocks.
+    `max_running` requests run at once, `max_waiting` more are accepted, `max_wait_s` bounds the expected wait of calls.
+    `state_dir` caches digests of model files; None if nothing outlives the process, so that the files of a local model
+    need not be read.
+    """
 
-    @property
-    def served_tokens(self) -> int:
-        """Return the most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
-        return min(self.context_tokens, self.device_blocks * self.block_size)
+    model: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    device_blocks: int = 512
+    block_size: int = 16
+    max_batched_tokens: int = 2048
+    max_running: int = 8
+    max_waiting: int = 2048
+    max_wait_s: int = 2
+    state_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise StartError(f"KVFERRY_DTYPE={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        if not self.model:
+            raise StartError("KVFERRY_MODEL is empty; set `tiny`, a local folder or a hub id")
+        for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise StartError(f"KVFERRY_{name.upper()}={getattr(self, name)}: must be at least 1")
+        if self.max_waiting < 0:
+            raise StartError(f"KVFERRY_MAX_WAITING={self.max_waiting}: must be at least 0")
+        if self.max_wait_s < 1:
+            raise StartError(f"KVFERRY_MAX_WAIT_S={self.max_wait_s}: must be at least 1")
+        if self.block_size > MAX_BLOCK_SIZE_TOKENS:
+            raise StartError(f"KVFERRY_BLOCK_SIZE={self.block_size}: must be at most {MAX_BLOCK_SIZE_TOKENS} tokens")
 
 
 class EmbeddedEngine:
     """Loads the model and allocates its KV when created; serves from `start` to `close`."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
-        """Load the model. Raises `EngineStartError` if it cannot be served. `clock` returns Unix time in seconds."""
+        """Load the model. Raises `StartError` if it cannot be served. `clock` returns Unix time in seconds."""
         self.config = config
         self.model = load_model(config.model, config.device, config.dtype, config.state_dir)
         shape = inspect_model(self.model)
-        kv_bytes = check_fits(shape, config.device_blocks, config.block_size, self.model.device)
-        self.info = EngineInfo(
-            name="embedded",
-            model=config.model,
-            revision=self.model.revision,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            block_size=config.block_size,
-            block_bytes=shape.block_bytes(config.block_size),
-            device_blocks=config.device_blocks,
-            kv_bytes=kv_bytes,
-            num_layers=shape.num_layers,
-            vocab_size=self.model.vocab_size,
-            context_tokens=self.model.context_tokens,
-        )
-        _log_start(self.info)
+        check_fits(shape, config.device_blocks, config.block_size, self.model.device)
+        self.block_bytes = shape.block_bytes(config.block_size)
+        self._log_start()
         self.cache = PagedKVCache(shape, config.device_blocks, config.block_size, self.model.device)
         self.pool = BlockPool(config.device_blocks)
         self._clock = clock
@@ -233,7 +235,7 @@ class EmbeddedEngine:
         if call is not None:
             call.num_open = len(requests)
         try:
-            self._loop.post(*map(NewRequest, requests))
+            self._loop.post(*requests)
         except BaseException:
             for request in requests:
                 self._release_id(request.request_id)
@@ -247,6 +249,11 @@ class EmbeddedEngine:
     def retry_after_s(self, client: str) -> int | None:
         """Return after how many seconds a client address should call again; None if it may now. Any thread."""
         return self.admission.retry_after_s(client) if self.has_room() else 1
+
+    @property
+    def served_tokens(self) -> int:
+        """Return the most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
+        return min(self.model.context_tokens, self.config.device_blocks * self.config.block_size)
 
     @property
     def num_live(self) -> int:
@@ -295,11 +302,11 @@ class EmbeddedEngine:
             raise InvalidRequestError(
                 f"max_tokens={bounded_repr(sampling.max_tokens)}: must be at least 1", "max_tokens"
             )
-        return self.info.served_tokens
+        return self.served_tokens
 
     def _cancel(self, request: Request) -> None:
         try:
-            self._loop.post(CanceledRequest(request))
+            self._loop.post(request, is_new=False)
         except EngineStoppedError:
             log.debug("request ends with the engine: %s", request.request_id)
 
@@ -335,16 +342,15 @@ class EmbeddedEngine:
         runner = ModelRunner(self.model, self.cache)
         return EngineLoop(scheduler, runner, copies, self.model.eos_token_ids, self._release_id, self._clock)
 
-
-def _log_start(info: EngineInfo) -> None:
-    log.info(
-        "model %s%s on %s in %s: %d device blocks of %d tokens, %s bytes each, %s bytes in all",
-        info.model,
-        ", which is UNTRAINED and answers noise," if info.model == TINY else "",
-        info.device,
-        info.dtype,
-        info.device_blocks,
-        info.block_size,
-        f"{info.block_bytes:,}",
-        f"{info.kv_bytes:,}",
-    )
+    def _log_start(self) -> None:
+        log.info(
+            "model %s%s on %s in %s: %d device blocks of %d tokens, %s bytes each, %s bytes in all",
+            self.config.model,
+            ", which is UNTRAINED and answers noise," if self.config.model == TINY else "",
+            self.model.device,
+            str(self.model.dtype).removeprefix("torch."),
+            self.config.device_blocks,
+            self.config.block_size,
+            f"{self.block_bytes:,}",
+            f"{self.config.device_blocks * self.block_bytes:,}",
+        )

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import FinishReason, Request
@@ -31,20 +30,6 @@ ERROR_BACKOFF_S = 1.0
 
 class EngineStoppedError(RuntimeError):
     """The engine accepts no requests: it has not started, is closing, or its thread has died."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """Message: a client submitted this request."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class CanceledRequest:
-    """Message: the client of this request is gone. Holds the request itself, because its id may be in use again."""
-
-    request: Request
 
 
 class EngineLoop:
@@ -74,7 +59,8 @@ class EngineLoop:
         self._on_ended = on_ended
         self._clock = clock
         self._condition = threading.Condition()
-        self._inbox: deque[NewRequest | CanceledRequest] = deque()
+        self._inbox: deque[tuple[Request, bool]] = deque()
+        """Requests in order, and whether each is new or canceled: ids may be in use again."""
         self._woken = False
         self._closing = False
         self._close_deadline_s = 0.0
@@ -97,12 +83,12 @@ class EngineLoop:
         """Return whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def post(self, *messages: NewRequest | CanceledRequest) -> None:
-        """Send new or canceled requests to the engine, all or none. Raises `EngineStoppedError`."""
+    def post(self, *requests: Request, is_new: bool = True) -> None:
+        """Send new requests, or those whose clients are gone, all or none. Raises `EngineStoppedError`."""
         with self._condition:
             if self._closing or not self.is_alive():
                 raise EngineStoppedError("the engine is not running")
-            self._inbox.extend(messages)
+            self._inbox.extend((request, is_new) for request in requests)
             self._condition.notify_all()
 
     def wake(self) -> None:
@@ -212,9 +198,8 @@ class EngineLoop:
         with self._condition:
             messages = list(self._inbox)
             self._inbox.clear()
-        for message in messages:
-            request = message.request
-            if isinstance(message, NewRequest):
+        for request, is_new in messages:
+            if is_new:
                 self._announce(request, now_s)
             elif self._scheduler.is_live(request):
                 self._finish(request, now_s)

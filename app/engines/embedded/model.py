@@ -1,4 +1,8 @@
-"""Model loading: a causal LM from a local folder or a hub id, or the built-in `tiny`, generated from a seed."""
+"""Model loading: a causal LM from a local folder or a hub id, or the built-in `tiny`, generated from a seed.
+
+A model that this engine would serve wrongly is refused: its KV must have one shape in all layers, and paged attention
+must compute what the model's own attention computes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvferry.app.engines.embedded.attention import ATTENTION_NAME
-from kvferry.app.engines.embedded.config import EngineStartError
+from kvferry.app.engines.embedded.attention import ATTENTION_NAME, Attend, KVShape, PagedBatch, PagedKVCache, Span
 from kvferry.app.engines.embedded.tokenizer import (
     BYTE_VOCAB_SIZE,
     EOS_ID,
@@ -26,6 +31,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     load_tokenizer,
 )
 from kvferry.app.engines.identity import ContentDigest, DigestCache, is_missing_folder, revision_of
+from kvferry.core.errors import StartError
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +41,13 @@ TINY_SEED = 20
 TINY_GAIN = 1.5
 TINY_QUERY_KEY_GAIN = 1.5
 """Gains of `tiny`'s random weights over 1/sqrt(fan in): attention is peaked, so that wrong KV changes the output."""
+PROBE_TOKENS = 24
+PROBE_CHUNKS = (13, 10, 1)
+PROBE_BLOCK_SIZE = 4
+MAX_DEVIATION = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
+"""Limit of the deviation between two results, relative to that between different tokens: rounding stays below, a wrong
+mask or wrong positions do not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +76,7 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto", state_dir: 
     revision.
 
     Raises:
-        EngineStartError: the model cannot be served.
+        StartError: the model cannot be served.
     """
     where = resolve_device(device)
     with ExitStack() as reading:
@@ -112,17 +125,17 @@ def _num_embeddings(module: PreTrainedModel) -> int:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that KVFERRY_DEVICE names. Raises `EngineStartError` if it is missing."""
+    """Return the device that KVFERRY_DEVICE names. Raises `StartError` if it is missing."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
+        raise StartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]") from error
     if where.type not in ("cpu", "cuda"):
-        raise EngineStartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]")
+        raise StartError(f"KVFERRY_DEVICE={device!r} is not auto, cpu or cuda[:index]")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise EngineStartError(
+        raise StartError(
             f"KVFERRY_DEVICE={device}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu or auto"
         )
     return where
@@ -141,13 +154,13 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
             attn_implementation=ATTENTION_NAME,
         )
         return module
-    except EngineStartError:
+    except StartError:
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         if ATTENTION_NAME in str(error):
             raise refusal(name, "its attention cannot be replaced by paged attention") from error
         reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
-        raise EngineStartError(
+        raise StartError(
             f"KVFERRY_MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
         ) from error
 
@@ -169,9 +182,9 @@ def refuse_by_config(name: str, config: Any) -> None:
             raise refusal(name, reason)
 
 
-def refusal(name: str, reason: str) -> EngineStartError:
+def refusal(name: str, reason: str) -> StartError:
     """Return the error for a model that loads but that this engine does not serve."""
-    return EngineStartError(
+    return StartError(
         f"KVFERRY_MODEL={name} cannot be served: {reason}. This engine serves decoder-only models with plain or "
         "sliding-window "
         "attention in every layer, such as Llama, Qwen and Mistral"
@@ -220,3 +233,69 @@ def _tiny(dtype: str) -> PreTrainedModel:
             weight.copy_(torch.randn(weight.shape, generator=generator) * gain)
     torch.nn.Module.to(module, torch.float32 if dtype == "auto" else getattr(torch, dtype))
     return module
+
+
+@torch.inference_mode()
+def inspect_model(model: LoadedModel) -> KVShape:
+    """Return the shape of the model's KV.
+
+    Raises:
+        StartError: its layers are not all plain attention of one shape.
+    """
+    ids = (torch.arange(PROBE_TOKENS, device=model.device) * 7 + 3) % model.vocab_size
+    shape_of: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Attend within one row, and record the shape of the layer's keys and values."""
+        shape_of[layer] = (tuple(key.shape[1:]), tuple(value.shape[1:]))
+        row = (query[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None])
+        return scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+    try:
+        _forward(model, ids, 0, attend)
+    except StartError as error:
+        raise refusal(model.name, str(error)) from error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise refusal(model.name, f"it does not run on plain attention ({type(error).__name__}: {error})") from error
+    num_layers = int(model.module.config.get_text_config().num_hidden_layers)
+    if sorted(shape_of) != list(range(num_layers)):
+        raise refusal(model.name, f"{len(shape_of)} of its {num_layers} layers are plain attention")
+    shapes = {shape for pair in shape_of.values() for shape in pair}
+    if len(shapes) != 1:
+        raise refusal(model.name, f"its layers' keys and values differ in heads or size: {sorted(shapes)}")
+    heads, head_dim = shapes.pop()
+    shape = KVShape(num_layers, heads, head_dim, model.dtype)
+    _compare(model, ids, shape)
+    return shape
+
+
+def _compare(model: LoadedModel, ids: Tensor, shape: KVShape) -> None:
+    """Compare the model's own attention with paged attention, in chunks and scattered pages. Raises if they differ."""
+    num_blocks = -(-PROBE_TOKENS // PROBE_BLOCK_SIZE)
+    cache = PagedKVCache(shape, num_blocks, PROBE_BLOCK_SIZE, model.device)
+    blocks = torch.arange(num_blocks, device=model.device).flip(0)
+    paged, done = [], 0
+    for num_new in PROBE_CHUNKS:
+        at = torch.arange(done, done + num_new, device=model.device)
+        span = Span(0, num_new, done + num_new, blocks[: -(-(done + num_new) // PROBE_BLOCK_SIZE)])
+        batch = PagedBatch(cache, [span], blocks[at // PROBE_BLOCK_SIZE], at % PROBE_BLOCK_SIZE)
+        paged.append(_forward(model, ids[done : done + num_new], done, batch.attend))
+        done += num_new
+    model.module.set_attn_implementation("eager")
+    try:
+        own = model.module(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
+    own = own.double()
+    deviation = ((torch.cat(paged).double() - own).norm() / (own - own.mean(dim=0)).norm()).item()
+    if not deviation <= MAX_DEVIATION[shape.dtype]:
+        raise refusal(model.name, f"paged attention differs from its own attention by {deviation:.1%}")
+
+
+def _forward(model: LoadedModel, ids: Tensor, start: int, paged: Attend) -> Tensor:
+    positions = torch.arange(start, start + len(ids), device=model.device)
+    output = model.module(input_ids=ids[None], position_ids=positions[None], use_cache=False, paged=paged)
+    logits: Tensor = output.logits[0]
+    return logits

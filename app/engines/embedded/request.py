@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,19 +10,9 @@ from typing import Any
 
 import torch
 
-from kvferry.app.engines.embedded.admission import Call
-from kvferry.app.engines.embedded.kv_cache import chain_root, extend_chain
+from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
 from kvferry.app.engines.embedded.tokenizer import TextStream
 from kvferry.core.keys import tenant_digest
-
-
-class RequestState(StrEnum):
-    """State of a request. Every state may change to `finished` at any time."""
-
-    WAITING = "waiting"
-    LOADING = "waiting_for_load"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
@@ -61,6 +52,49 @@ class OutputDelta:
     error: str | None = None
 
 
+class RequestStream:
+    """Async iterator over the output of each step; ends after the delta with a `finish_reason`."""
+
+    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
+        """Bind to the running event loop. `cancel` stops the request; it is called when the client is gone."""
+        self.request_id = request_id
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        delta = await self._deltas.get()
+        self._ended = delta.finish_reason is not None
+        return delta
+
+    def cancel(self) -> None:
+        """Stop the request because its client is gone. Harmless once the answer has ended."""
+        if not self._ended:
+            self._cancel()
+
+    def push(self, delta: OutputDelta) -> None:
+        """Add output. Thread: engine. Ignored if the event loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
+        except RuntimeError:
+            self._cancel()
+
+
+@dataclass(slots=True)
+class Call:
+    """An accepted call. `num_open` counts its requests that have not ended in the engine."""
+
+    client: str
+    num_open: int = 0
+    has_ended: bool = False
+
+
 class Request:
     """A prompt and its growing answer. Created by any thread, then accessed by the engine thread only.
 
@@ -90,7 +124,6 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
         self.block_hashes: list[bytes] = []
-        self.state = RequestState.WAITING
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_loading_tokens = 0

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvferry.app.engines.embedded.attention import PagedBatch, Span
-from kvferry.app.engines.embedded.kv_cache import PagedKVCache
+from kvferry.app.engines.embedded.attention import PagedBatch, PagedKVCache, Span
 from kvferry.app.engines.embedded.model import LoadedModel
 from kvferry.app.engines.embedded.request import Request
 from kvferry.app.engines.embedded.scheduler import Chunk
@@ -93,7 +92,7 @@ class ModelRunner:
             position_ids=self._to_device(at)[None],
             use_cache=False,
             logits_to_keep=self._to_device(np.asarray(last_rows, dtype=np.int64)),
-            paged=batch,
+            paged=batch.attend,
         )
         logits: Tensor = output.logits[0]
         return logits

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kvferry.app.engines.embedded.admission import WaitingQueue
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.offload import Offload
-from kvferry.app.engines.embedded.request import Request, RequestState
-from kvferry.app.engines.embedded.waiting import WaitingQueue
+from kvferry.app.engines.embedded.request import Request
 from kvferry.core.engine_api import StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later
 from kvferry.core.transfers import LoadOutcome
@@ -107,7 +107,7 @@ class StepScheduler:
         step = Step(budget_tokens=self.max_batched_tokens)
         preempted = False
         for request in self._running_in_order():
-            if request.state is not RequestState.RUNNING or step.budget_tokens == 0:
+            if request.request_id not in self.running or step.budget_tokens == 0:
                 continue
             num_new = min(request.num_tokens - request.num_computed_tokens, step.budget_tokens)
             while not self._grow(request, request.num_computed_tokens + num_new):
@@ -117,7 +117,7 @@ class StepScheduler:
                 preempted = True
                 if victim is request:
                     break
-            if request.state is RequestState.RUNNING:
+            if request.request_id in self.running:
                 step.add(request, num_new)
         if not preempted:
             self._start_waiting(step, now_s)
@@ -138,13 +138,12 @@ class StepScheduler:
         if outcome.ok:
             request.num_computed_tokens += request.num_loading_tokens
             request.note_cached(request.num_computed_tokens)
-            request.state = RequestState.RUNNING
             self.running[request.request_id] = request
             first = outcome.first_token // self.block_size
             self._register(request, first, first + outcome.num_tokens // self.block_size)
         else:
             self._give_back(request)
-            self._queue_first(request)
+            self.waiting.add_first(request)
         request.num_loading_tokens = 0
 
     def finish(self, request: Request, now_s: float) -> None:
@@ -152,7 +151,6 @@ class StepScheduler:
         for queue in (self.running, self.loading):
             queue.pop(request.request_id, None)
         self.waiting.discard(request)
-        request.state = RequestState.FINISHED
         try:
             self.offload.on_request_finished(request.request_id, now_s)
         finally:
@@ -189,11 +187,9 @@ class StepScheduler:
             request.num_computed_tokens = num_hit
             request.num_loading_tokens = num_load
             if num_load:
-                request.state = RequestState.LOADING
                 self.loading[request.request_id] = request
             else:
                 request.note_cached(num_hit)
-                request.state = RequestState.RUNNING
                 self.running[request.request_id] = request
                 step.add(request, num_new)
             self.offload.commit(request.request_id, (table,), num_load, now_s)
@@ -223,18 +219,13 @@ class StepScheduler:
         """Free a request's blocks. It keeps its answer so far, and recomputes or reloads all tokens."""
         del self.running[request.request_id]
         if is_slice:
-            request.state = RequestState.WAITING
             self.waiting.add_again(request)
         else:
-            self._queue_first(request)
+            self.waiting.add_first(request)
         try:
             self.offload.on_preempted(request.request_id, now_s)
         finally:
             self._give_back(request)
-
-    def _queue_first(self, request: Request) -> None:
-        request.state = RequestState.WAITING
-        self.waiting.add_first(request)
 
     def _give_back(self, request: Request) -> None:
         self.pool.free(request.block_table)
