@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvferry.app.engines.identity import DigestCache
-from kvferry.app.engines.vllm.adapters import SUFFIX_BYTES, Adapters
-from kvferry.app.engines.vllm.requests import VllmRequest
+from kvferry.app.engines.vllm.requests import SUFFIX_BYTES, Adapters, VllmRequest
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
 from tests.vllm.workload import BLOCK, random_tokens
@@ -159,43 +158,26 @@ def test_adapter_when_unreadable_is_not_stored(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def use_many(adapters: Adapters, count: int, first: int = 1) -> None:
-    for number in range(first, first + count):
-        assert Hashes(adapters, lora(f"many/{number}", f"many-{number}", number)).known()
+def test_adapter_beyond_the_limit_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
+    adapters = Adapters("a start", 4, UNCACHED, max_adapters=2)
+    found = [Hashes(adapters, lora(f"hub/{number}")) for number in range(4)]
+    assert found[0].known()
+    assert found[1].known()
+    assert found[2].now() == found[3].now() == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "further LoRA adapters are not offloaded, the limit is reached: 2"
+    ]
 
 
-def test_adapters_when_many_are_used_once_are_removed() -> None:
-    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
-    use_many(adapters, 40)
-    wait_until(lambda: len(adapters._recent) + len(adapters._in_use) <= 3, "reading threads have ended", 20.0)
-    for number in range(40):
-        Hashes(adapters, lora("hub/one", number=number + 1))
-    (loads,) = [loads for loads in adapters._recent.values() if loads.path == "hub/one"]
-    assert len(loads.by_number) <= 16
-
-
-def test_removed_adapter_when_loaded_again_is_not_stored(tmp_path: Path) -> None:
-    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
-    path = write_adapter(tmp_path / "a", seed=1)
-    assert Hashes(adapters, lora(path)).known()
-    use_many(adapters, 4)
-    wait_until(lambda: not adapters._in_use, "reading threads have ended", 20.0)
-    write_adapter(path, seed=2)
-    assert Hashes(adapters, lora(path, number=2)).now() == []
-
-
-def test_adapter_of_live_request_when_many_follow_is_not_removed(tmp_path: Path) -> None:
-    adapters = Adapters("a start", 4, UNCACHED, max_adapters=3)
+def test_adapter_of_dropped_load_is_not_stored(tmp_path: Path, adapters: Adapters) -> None:
     path = write_adapter(tmp_path / "a", seed=1)
     live = Hashes(adapters, lora(path))
     first = live.known()
-    use_many(adapters, 4)
-    assert Hashes(adapters, lora(path, number=2)).known() == first
-    use_many(adapters, 4, first=100)
-    write_adapter(path, seed=2)
-    other = Hashes(adapters, lora(path, number=3))
-    wait_until(lambda: live.now() == [], "the other weights are noticed", 20.0)
-    assert other.now() == []
+    for number in range(2, 40):
+        assert Hashes(adapters, lora(path, number=number)).known() == first
+    assert live.now() == []
+    assert Hashes(adapters, lora(path)).known() == first
+    assert len(adapters.find(lora(path)).loads) <= 16
 
 
 # --- vLLM itself ------------------------------------------------------------------------------------------------------
@@ -228,7 +210,7 @@ def test_blocks_are_loaded_for_their_own_adapter_only(llama: Path, tmp_path: Pat
     for number in range(2):
         with in_process(llama, kept, **options) as engine:
             wait_until(
-                lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix is not None,
+                lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix(1) is not None,
                 "it is known",
                 20.0,
             )
@@ -241,7 +223,7 @@ def test_blocks_are_loaded_for_their_own_adapter_only(llama: Path, tmp_path: Pat
     with in_process(llama, kept, **options) as engine:
         assert engine.snapshot().pool.unverified > 0
         wait_until(
-            lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix is not None,
+            lambda: engine.scheduler.device.adapters.find(lora(path, "adapter-1")).suffix(1) is not None,
             "it is known",
             20.0,
         )

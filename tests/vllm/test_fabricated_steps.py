@@ -19,13 +19,13 @@ import pytest
 
 from kvferry.app.discovery import find_services
 from kvferry.app.engines.identity import DigestCache
-from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents, EngineStops
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
 from kvferry.app.engines.vllm.metadata import RankHandshake, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.service.server import listen

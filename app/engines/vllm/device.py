@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.core.engine_api import OVERWRITTEN
 from kvferry.core.keys import GROUP_BYTES, Key, group_of, hash_of
 

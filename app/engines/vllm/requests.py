@@ -1,14 +1,32 @@
-"""vLLM's requests as core's `EngineRequest`, and the ids that clients gave them."""
+"""vLLM's requests as core's `EngineRequest`, with the ids that clients gave them and their LoRA adapters.
+
+vLLM's block hashes identify an adapter by name and path only, so the hashes of a request with an adapter are extended
+by a digest of the adapter's files. A thread reads the files; until it is done, and if it fails, the request's blocks
+are neither stored nor looked up.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvferry.app.engines.vllm.adapters import Adapters
+from kvferry.app.engines.identity import DigestCache, FileUnknown, digest_of_files
 from kvferry.core.keys import tenant_digest
 
+_log = logging.getLogger(__name__)
+
+SUFFIX_BYTES = 16
+
+_MAX_ADAPTERS = 10_000
+"""Limit of adapters that are offloaded, by name and path."""
+_MAX_LOADS = 16
+"""Limit of loads kept for each adapter."""
 _INDEX_BY_PREFIX = {
     "cmpl-": re.compile(r"-\d+$"),
     "chatcmpl-": re.compile(r"_\d+$"),
@@ -40,6 +58,116 @@ def aliases_of(request_id: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(found) if name and name != request_id)
 
 
+class Adapter:
+    """All loads of one name and path, which have the same block hashes in vLLM."""
+
+    def __init__(self, name: str, path: str, *, is_ambiguous: bool = False) -> None:
+        self.name = name
+        self.path = path
+        self.digest: bytes | None = None
+        """Digest of the loads whose files have been read."""
+        self.is_ambiguous = is_ambiguous
+        """Whether vLLM's cache may hold blocks of different weights under the same hashes."""
+        self.loads: dict[int, bool] = {}
+        """Numbers of the latest loads, and whether their files have been read."""
+
+    def suffix(self, number: int) -> bytes | None:
+        """Return the suffix for the hashes of a load's blocks; None until its files are read, and if ambiguous."""
+        return self.digest if self.loads.get(number) and not self.is_ambiguous else None
+
+
+class Adapters:
+    """LoRA adapters of an engine's requests, and the extended hashes of blocks computed with them.
+
+    Thread: engine, except the reading of files.
+    """
+
+    def __init__(self, start_id: str, max_hashes: int, digests: DigestCache, max_adapters: int = _MAX_ADAPTERS) -> None:
+        """Create an empty table.
+
+        Args:
+            start_id: Identifies this start of the engine.
+            max_hashes: Limit of extended hashes kept.
+            digests: Cache of file digests.
+            max_adapters: Limit of adapters; further ones are not offloaded. None is removed, because vLLM's cache may
+                hold blocks of its earlier weights.
+        """
+        self._digests = digests
+        self._start_id = start_id
+        self._max_hashes = max_hashes
+        self._max_adapters = max_adapters
+        self._lock = threading.Lock()
+        self._adapters: dict[tuple[str, str], Adapter] = {}
+        self._has_logged_limit = False
+        self._hashes: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def find(self, lora: Any) -> Adapter:
+        """Return the adapter of a request, given vLLM's `LoRARequest`."""
+        name, path, number = str(lora.lora_name), str(lora.lora_path), int(lora.lora_int_id)
+        with self._lock:
+            adapter = self._adapters.get((name, path)) or self._add(name, path)
+            if lora.load_inplace:
+                self._set_ambiguous(adapter)
+            if not adapter.is_ambiguous and number not in adapter.loads:
+                if len(adapter.loads) >= _MAX_LOADS:
+                    del adapter.loads[next(iter(adapter.loads))]
+                adapter.loads[number] = False
+                thread = threading.Thread(
+                    target=self._read, args=(adapter, number), name="kvferry-adapter", daemon=True
+                )
+                thread.start()
+        return adapter
+
+    def extend_hashes(self, hashes: Sequence[bytes], suffix: bytes) -> list[bytes]:
+        """Return vLLM's hashes with an adapter's suffix, and record them for `extended_hash`."""
+        extended = [block_hash + suffix for block_hash in hashes]
+        self._hashes.update(zip(hashes, extended, strict=True))
+        while len(self._hashes) > self._max_hashes:
+            self._hashes.popitem(last=False)
+        return extended
+
+    def extended_hash(self, block_hash: bytes) -> bytes:
+        """Return the extended hash recorded for one of vLLM's, or the hash itself."""
+        return self._hashes.get(block_hash, block_hash)
+
+    def _add(self, name: str, path: str) -> Adapter:
+        """Add an adapter, if the limit allows it. Requires: lock held."""
+        if len(self._adapters) < self._max_adapters:
+            return self._adapters.setdefault((name, path), Adapter(name, path))
+        if not self._has_logged_limit:
+            self._has_logged_limit = True
+            _log.warning("further LoRA adapters are not offloaded, the limit is reached: %d", self._max_adapters)
+        return Adapter(name, path, is_ambiguous=True)
+
+    def _read(self, adapter: Adapter, number: int) -> None:
+        try:
+            content = digest_of_files(Path(adapter.path).expanduser(), self._digests)
+        except (FileUnknown, RuntimeError) as error:
+            _log.warning("LoRA adapter is not offloaded, its files cannot be read: %s: %s", adapter.name, error)
+            return
+        if content is None:
+            # For an adapter on the hub, only this load of it is known to stay unchanged.
+            content = f"{self._start_id}-{adapter.path}-{number}"
+        digest = hashlib.sha256(content.encode()).digest()[:SUFFIX_BYTES]
+        with self._lock:
+            adapter.digest = adapter.digest or digest
+            if adapter.digest != digest:
+                self._set_ambiguous(adapter)
+            elif number in adapter.loads:
+                adapter.loads[number] = True
+
+    def _set_ambiguous(self, adapter: Adapter) -> None:
+        """Stop offloading an adapter whose blocks vLLM's cache may mix with those of other weights."""
+        if not adapter.is_ambiguous:
+            adapter.is_ambiguous = True
+            _log.warning(
+                "LoRA adapter is no longer offloaded, it was loaded again: %s from %s; vLLM's block hashes do not "
+                "distinguish the weights, so load other weights from another path",
+                adapter.name,
+                adapter.path,
+            )
+
+
 class VllmRequest:
     """A live vLLM request with the interface `kvferry.core.engine_api.EngineRequest`."""
 
@@ -48,6 +176,7 @@ class VllmRequest:
         self.request = request
         self._adapters = adapters
         self._adapter = None if lora is None else adapters.find(lora)
+        self._load_number = 0 if lora is None else int(lora.lora_int_id)
         self._hashes: list[bytes] = []
         self.request_id: str = request.request_id
         self.aliases: tuple[str, ...] = aliases_of(self.request_id)
@@ -73,7 +202,7 @@ class VllmRequest:
         hashes: Sequence[bytes] = self.request.block_hashes
         if self._adapter is None:
             return hashes
-        suffix = self._adapter.suffix
+        suffix = self._adapter.suffix(self._load_number)
         if suffix is None:
             return ()
         known = len(self._hashes)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
 from kvferry.app.engines.identity import DigestCache
-from kvferry.app.engines.vllm.adapters import Adapters
 from kvferry.app.engines.vllm.admin import AdminServer
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
@@ -31,6 +30,7 @@ from kvferry.app.engines.vllm.pool import (
     map_for_rank,
     map_for_scheduler,
 )
+from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.logs import LogPipe, start_logging
