@@ -28,7 +28,7 @@ import numpy as np
 from bench.report import environment, spread
 from kvferry.app.pool.recovery import warm_start
 from kvferry.app.store import MetadataStore
-from kvferry.app.store.schema import SlotRow
+from kvferry.app.store.schema import SLOTS
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.transfers import BlockRun, Direction, SlotLabels, TransferJob
@@ -93,7 +93,7 @@ def fill(folder: Path, num_slots: int) -> None:
         for slot in range(num_slots)
     ]
     with store.database.write() as connection:
-        connection.execute(SlotRow.__table__.insert(), rows)
+        connection.execute(SLOTS.__table__.insert(), rows)
     store.database.close()
 
 

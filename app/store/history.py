@@ -8,6 +8,7 @@ began after the oldest remaining row; the spans at both ends of a window, and th
 
 from __future__ import annotations
 
+import operator
 import time
 from bisect import bisect_left
 from collections import deque
@@ -20,7 +21,7 @@ from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, inser
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
-from kvferry.app.store.schema import EvictionRow, EvictionSumRow, ResetRow, accumulate, clean
+from kvferry.app.store.schema import EVICTION_SUMS, EVICTIONS, RESETS, Merge, clean, upsert
 from kvferry.core.keys import Key, group_of
 from kvferry.core.pool.events import EvictionBatch, ResetEvent
 
@@ -31,6 +32,12 @@ AGE_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 86400.0, 7 * 
 SPAN_S = 300.0
 
 _SumKey = tuple[int, str, int]
+_MERGED_SUMS: dict[str, Merge] = {
+    **dict.fromkeys(("number", "never_hit", "regretted", "age_sum"), operator.add),
+    "age_min": lambda old, new: case((new < old, new), else_=old),
+    "age_max": lambda old, new: case((new > old, new), else_=old),
+}
+"""How a sum's columns take further evictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +176,12 @@ class HistoryWriter:
             if isinstance(item, Regrets):
                 _mark_regrets(connection, self._engine, item)
             else:
-                connection.execute(insert(ResetRow), rows)
+                connection.execute(insert(RESETS), rows)
         self._insert_evictions(connection, evictions)
 
     def _insert_evictions(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
         if rows:
-            connection.execute(insert(EvictionRow), rows)
+            connection.execute(insert(EVICTIONS), rows)
             _add_evictions(connection, self._engine, rows)
 
 
@@ -222,18 +229,18 @@ def _mark_regrets(connection: Connection, engine: str, regrets: Regrets) -> None
     for start in range(0, len(regrets.keys), BATCH_ROWS):
         keys = [key.hex() for key in regrets.keys[start : start + BATCH_ROWS]]
         latest = (
-            select(func.max(EvictionRow.id))
-            .where(EvictionRow.engine == engine, EvictionRow.key.in_(keys))
-            .group_by(EvictionRow.key)
+            select(func.max(EVICTIONS.c.id))
+            .where(EVICTIONS.c.engine == engine, EVICTIONS.c.key.in_(keys))
+            .group_by(EVICTIONS.c.key)
         )
-        which = (EvictionRow.id.in_(latest), EvictionRow.regretted_at.is_(None))
-        marked = update(EvictionRow).where(*which).values(regretted_at=regrets.time_s)
-        returned = connection.execute(marked.returning(EvictionRow.time, EvictionRow.reason, EvictionRow.age_s))
+        which = (EVICTIONS.c.id.in_(latest), EVICTIONS.c.regretted_at.is_(None))
+        marked = update(EVICTIONS).where(*which).values(regretted_at=regrets.time_s)
+        returned = connection.execute(marked.returning(EVICTIONS.c.time, EVICTIONS.c.reason, EVICTIONS.c.age_s))
         sums: dict[_SumKey, dict[str, Any]] = {}
         for time_s, reason, age in returned.all():
             key = (_span_of(time_s), reason, _bucket_of(age))
             sums.setdefault(key, _empty_sum(engine, key, age))["regretted"] += 1
-        accumulate(connection, EvictionSumRow, list(sums.values()), sums=("regretted",))
+        upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 
 def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -250,14 +257,7 @@ def _add_evictions(connection: Connection, engine: str, rows: Iterable[dict[str,
         found["age_sum"] += age_s
         found["age_min"] = min(found["age_min"], age_s)
         found["age_max"] = max(found["age_max"], age_s)
-    accumulate(
-        connection,
-        EvictionSumRow,
-        list(sums.values()),
-        sums=("number", "never_hit", "regretted", "age_sum"),
-        least=("age_min",),
-        greatest=("age_max",),
-    )
+    upsert(connection, EVICTION_SUMS, list(sums.values()), _MERGED_SUMS)
 
 
 def _span_of(time_s: float) -> int:
@@ -277,10 +277,10 @@ def _empty_sum(engine: str, key: _SumKey, age_s: float) -> dict[str, Any]:
 def trim_sums(connection: Connection, engine: str) -> None:
     """Delete the sums of spans without remaining rows."""
     oldest_s = _oldest_s(connection, engine)
-    expired = [EvictionSumRow.engine == engine]
+    expired = [EVICTION_SUMS.c.engine == engine]
     if oldest_s is not None:
-        expired.append(EvictionSumRow.span < _span_of(oldest_s))
-    connection.execute(delete(EvictionSumRow).where(*expired))
+        expired.append(EVICTION_SUMS.c.span < _span_of(oldest_s))
+    connection.execute(delete(EVICTION_SUMS).where(*expired))
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,16 +330,16 @@ def summarize(connection: Connection, engine: str, since_s: float | None, until_
             edges = [(since_s, until_s)]
         else:
             edges = [(since_s, first * SPAN_S)]
-            spans = [EvictionSumRow.engine == engine, EvictionSumRow.span >= first]
+            spans = [EVICTION_SUMS.c.engine == engine, EVICTION_SUMS.c.span >= first]
             if last is not None:
                 edges.append((last * SPAN_S, until_s))
-                spans.append(EvictionSumRow.span < last)
+                spans.append(EVICTION_SUMS.c.span < last)
             groups += connection.execute(_sum_of_sums(*spans)).all()
         for edge in edges:
-            rows = _sum_of_rows(EvictionRow.engine == engine, *in_window(EvictionRow.time, *edge))
+            rows = _sum_of_rows(EVICTIONS.c.engine == engine, *in_window(EVICTIONS.c.time, *edge))
             groups += connection.execute(rows).all()
-    resets = select(func.count(), func.coalesce(func.sum(ResetRow.dropped), 0)).where(
-        ResetRow.engine == engine, *in_window(ResetRow.time, since_s, until_s)
+    resets = select(func.count(), func.coalesce(func.sum(RESETS.c.dropped), 0)).where(
+        RESETS.c.engine == engine, *in_window(RESETS.c.time, since_s, until_s)
     )
     num_resets, reset_blocks = connection.execute(resets).one()
     return _add_up(groups, num_resets, int(reset_blocks))
@@ -357,32 +357,32 @@ def in_window(column: Any, since_s: float | None, until_s: float | None) -> list
 
 def _oldest_s(connection: Connection, engine: str) -> float | None:
     # Not every database reads a filtered `min` from the index.
-    first = select(EvictionRow.time).where(EvictionRow.engine == engine)
-    return connection.scalar(first.order_by(EvictionRow.time, EvictionRow.id).limit(1))
+    first = select(EVICTIONS.c.time).where(EVICTIONS.c.engine == engine)
+    return connection.scalar(first.order_by(EVICTIONS.c.time, EVICTIONS.c.id).limit(1))
 
 
 def _sum_of_rows(*conditions: ColumnElement[bool]) -> Any:
-    steps = [(EvictionRow.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
+    steps = [(EVICTIONS.c.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
     bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
-    age = EvictionRow.age_s
+    age = EVICTIONS.c.age_s
     return (
         select(
-            EvictionRow.reason,
+            EVICTIONS.c.reason,
             bucket,
             func.count().label("number"),
-            func.count(EvictionRow.regretted_at).label("regretted"),
-            func.sum(case((EvictionRow.hits == 0, 1), else_=0)).label("never_hit"),
+            func.count(EVICTIONS.c.regretted_at).label("regretted"),
+            func.sum(case((EVICTIONS.c.hits == 0, 1), else_=0)).label("never_hit"),
             func.min(age).label("age_min"),
             func.sum(age).label("age_sum"),
             func.max(age).label("age_max"),
         )
         .where(*conditions)
-        .group_by(EvictionRow.reason, bucket)
+        .group_by(EVICTIONS.c.reason, bucket)
     )
 
 
 def _sum_of_sums(*conditions: ColumnElement[bool]) -> Any:
-    row = EvictionSumRow
+    row = EVICTION_SUMS.c
     return (
         select(
             row.reason,

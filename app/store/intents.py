@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import delete, insert, update
 
 from kvferry.app.store.database import Database
-from kvferry.app.store.schema import AuditRow, OverrideRow, RuleRow, clean, upsert
+from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, clean, upsert
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Intents:
             "expires_at": expires_s,
         }
         with self._database.write_for_caller() as connection:
-            upsert(connection, OverrideRow, [row])
+            upsert(connection, OVERRIDES, [row])
 
     def delete_override(self, request_id: str, now_s: float) -> bool:
         """Delete an override; return False without one that holds at `now_s`."""
-        which = (OverrideRow.engine == self._engine, OverrideRow.request == clean(request_id))
+        which = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.request == clean(request_id))
         with self._database.write_for_caller() as connection:
-            connection.execute(delete(OverrideRow).where(*which, OverrideRow.expires_at <= now_s))
-            return connection.execute(delete(OverrideRow).where(*which)).rowcount > 0
+            connection.execute(delete(OVERRIDES).where(*which, OVERRIDES.c.expires_at <= now_s))
+            return connection.execute(delete(OVERRIDES).where(*which)).rowcount > 0
 
     def save_rule(self, rule: RuleRecord) -> None:
         """Add a rule, or replace the one of the same name."""
@@ -90,13 +90,13 @@ class Intents:
             "updated_at": now_s,
         }
         with self._database.write_for_caller() as connection:
-            upsert(connection, RuleRow, [row], keep=("created_at",))
+            upsert(connection, RULES, [row], {"created_at": lambda old, _: old})
 
     def delete_rule(self, name: str) -> bool:
         """Delete a rule; return False without one of this name."""
-        which = (RuleRow.engine == self._engine, RuleRow.name == clean(name))
+        which = (RULES.c.engine == self._engine, RULES.c.name == clean(name))
         with self._database.write_for_caller() as connection:
-            return connection.execute(delete(RuleRow).where(*which)).rowcount > 0
+            return connection.execute(delete(RULES).where(*which)).rowcount > 0
 
     def begin_audit(self, entry: AuditEntry) -> int:
         """Record a call, before or after it was carried out; return the record's id."""
@@ -113,11 +113,11 @@ class Intents:
             "outcome": clean(entry.outcome),
         }
         with self._database.write_for_caller() as connection:
-            return connection.execute(insert(AuditRow).returning(AuditRow.id), row).scalar_one()
+            return int(connection.execute(insert(AUDIT).returning(AUDIT.c.id), row).scalar_one())
 
     def end_audit(self, audit_id: int, status: int, outcome: str | None) -> bool:
         """Record the outcome of a call; return False if its record is gone."""
-        which = (AuditRow.engine == self._engine, AuditRow.id == audit_id)
+        which = (AUDIT.c.engine == self._engine, AUDIT.c.id == audit_id)
         changed = {"status": status, "outcome": clean(outcome)}
         with self._database.write_for_caller() as connection:
-            return connection.execute(update(AuditRow).where(*which).values(changed)).rowcount > 0
+            return connection.execute(update(AUDIT).where(*which).values(changed)).rowcount > 0

@@ -18,7 +18,7 @@ from kvferry.app.store.errors import Diagnosis, FailureKind, diagnose
 from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, Regrets
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
-from kvferry.app.store.schema import EngineRow, upsert
+from kvferry.app.store.schema import ENGINES, upsert
 from kvferry.app.store.slot_rows import DirtySource, SlotProjection
 from kvferry.core.counters import counter, gauge
 from kvferry.core.keys import Key
@@ -258,7 +258,7 @@ class Journal(NullSink):
             "eviction_days": self._limits.eviction_days,
         }
         with self._database.write() as connection:
-            upsert(connection, EngineRow, [row])
+            upsert(connection, ENGINES, [row])
         self._seen_s = time.monotonic()
         return False
 

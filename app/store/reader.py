@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import ColumnElement, Row, Select, select, tuple_
+from sqlalchemy import ColumnElement, Row, Select, Table, select, tuple_
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import EvictionSummary, in_window, summarize
 from kvferry.app.store.intents import AuditEntry, OverrideRecord, RuleRecord
-from kvferry.app.store.schema import AuditRow, EvictionRow, OverrideRow, RuleRow, clean
+from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
 
 T = TypeVar("T")
 
@@ -112,24 +112,24 @@ class AuditRecord:
 
 def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None, limit: int) -> Select[Any]:
     """Select `limit + 1` evictions, newest first, so that a full page knows whether it is the last."""
-    conditions = [EvictionRow.engine == engine, *in_window(EvictionRow.time, wanted.since_s, wanted.until_s)]
+    conditions = [EVICTIONS.c.engine == engine, *in_window(EVICTIONS.c.time, wanted.since_s, wanted.until_s)]
     for column, value in (
-        (EvictionRow.reason, wanted.reason),
-        (EvictionRow.request, wanted.request),
-        (EvictionRow.tenant, wanted.tenant),
+        (EVICTIONS.c.reason, wanted.reason),
+        (EVICTIONS.c.request, wanted.request),
+        (EVICTIONS.c.tenant, wanted.tenant),
     ):
         if value is not None:
             conditions.append(column == clean(value))
-    return _newest_first(EvictionRow, conditions, "evictions", cursor, limit)
+    return _newest_first(EVICTIONS, conditions, "evictions", cursor, limit)
 
 
 def audit_statement(engine: str, cursor: str | None, limit: int) -> Select[Any]:
     """Select `limit + 1` recorded calls, newest first."""
-    return _newest_first(AuditRow, [AuditRow.engine == engine], "audit", cursor, limit)
+    return _newest_first(AUDIT, [AUDIT.c.engine == engine], "audit", cursor, limit)
 
 
 def _newest_first(
-    table: type[EvictionRow] | type[AuditRow],
+    table: Table,
     conditions: list[ColumnElement[bool]],
     kind: str,
     cursor: str | None,
@@ -140,8 +140,8 @@ def _newest_first(
     statement = select(table).where(*conditions)
     if cursor is not None:
         time_s, number = decode_cursor(kind, [float, int], cursor)
-        statement = statement.where(tuple_(table.time, table.id) < tuple_(time_s, number))
-    return statement.order_by(table.time.desc(), table.id.desc()).limit(limit + 1)
+        statement = statement.where(tuple_(table.c.time, table.c.id) < tuple_(time_s, number))
+    return statement.order_by(table.c.time.desc(), table.c.id.desc()).limit(limit + 1)
 
 
 class StoreReader:
@@ -175,14 +175,14 @@ class StoreReader:
 
     def load_overrides(self, now_s: float) -> list[OverrideRecord]:
         """Return all overrides that hold at `now_s`, by request id."""
-        statement = select(OverrideRow).where(OverrideRow.engine == self._engine, OverrideRow.expires_at > now_s)
-        rows = self._rows(statement.order_by(OverrideRow.request))
+        statement = select(OVERRIDES).where(OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at > now_s)
+        rows = self._rows(statement.order_by(OVERRIDES.c.request))
         return [OverrideRecord(row.request, row.policy, row.set_at, row.expires_at) for row in rows]
 
     def load_rules(self) -> list[RuleRecord]:
         """Return all rules, in the order in which they are tried."""
-        statement = select(RuleRow).where(RuleRow.engine == self._engine)
-        rows = self._rows(statement.order_by(RuleRow.rule_order, RuleRow.name))
+        statement = select(RULES).where(RULES.c.engine == self._engine)
+        rows = self._rows(statement.order_by(RULES.c.rule_order, RULES.c.name))
         return [RuleRecord(row.name, row.rule_order, row.match, row.policy) for row in rows]
 
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:

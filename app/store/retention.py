@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import Table, delete, func, select
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import trim_sums
-from kvferry.app.store.schema import AuditRow, EngineRow, EvictionRow, OverrideRow, ResetRow
+from kvferry.app.store.schema import AUDIT, ENGINES, EVICTIONS, OVERRIDES, RESETS
 
 BATCH_ROWS = 1000
 BATCHES_PER_STEP = 8
 PASS_INTERVAL_S = 60.0
 DAY_S = 86400.0
-
-_History = type[EvictionRow] | type[ResetRow] | type[AuditRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class _Task:
     `excess` is the number beyond `max_rows` once counted, which takes half a second in a large table.
     """
 
-    table: _History
+    table: Table
     engine: str
     before_s: float
     max_rows: int
@@ -89,21 +87,21 @@ class HistoryTrimmer:
 
     def _plan(self, database: Database, now_s: float) -> list[_Task]:
         audit_from_s = now_s - self._limits.audit_days * DAY_S
-        tasks = [_Task(AuditRow, self._engine, audit_from_s, self._limits.audit_rows)]
+        tasks = [_Task(AUDIT, self._engine, audit_from_s, self._limits.audit_rows)]
         with database.read() as connection:
-            engines = connection.execute(select(EngineRow.name, EngineRow.eviction_rows, EngineRow.eviction_days)).all()
+            engines = connection.execute(select(ENGINES.c.name, ENGINES.c.eviction_rows, ENGINES.c.eviction_days)).all()
         for name, rows, days in engines:
-            tasks.append(_Task(EvictionRow, name, now_s - days * DAY_S, rows))
-            tasks.append(_Task(ResetRow, name, now_s - days * DAY_S, rows))
+            tasks.append(_Task(EVICTIONS, name, now_s - days * DAY_S, rows))
+            tasks.append(_Task(RESETS, name, now_s - days * DAY_S, rows))
         return tasks
 
     def _trim(self, database: Database, task: _Task) -> bool:
         """Delete one batch; return False if nothing exceeded the limits."""
         table = task.table
-        own = table.engine == task.engine
-        oldest = select(table.id).where(own).order_by(table.time, table.id)
+        own = table.c.engine == task.engine
+        oldest = select(table.c.id).where(own).order_by(table.c.time, table.c.id)
         with database.read() as connection:
-            ids = connection.scalars(oldest.where(table.time < task.before_s).limit(BATCH_ROWS)).all()
+            ids = connection.scalars(oldest.where(table.c.time < task.before_s).limit(BATCH_ROWS)).all()
             if not ids:
                 if task.excess is None:
                     count = connection.scalar(select(func.count()).select_from(table).where(own)) or 0
@@ -114,16 +112,16 @@ class HistoryTrimmer:
         if not ids:
             return False
         with database.write() as connection:
-            connection.execute(delete(table).where(table.id.in_(ids)))
-            if table is EvictionRow:
+            connection.execute(delete(table).where(table.c.id.in_(ids)))
+            if table is EVICTIONS:
                 trim_sums(connection, task.engine)
         self.trimmed_rows += len(ids)
         return True
 
     def _delete_expired_overrides(self, database: Database, now_s: float) -> None:
         with database.read() as connection:
-            expired = (OverrideRow.engine == self._engine, OverrideRow.expires_at <= now_s)
-            requests = connection.scalars(select(OverrideRow.request).where(*expired).limit(BATCH_ROWS)).all()
+            expired = (OVERRIDES.c.engine == self._engine, OVERRIDES.c.expires_at <= now_s)
+            requests = connection.scalars(select(OVERRIDES.c.request).where(*expired).limit(BATCH_ROWS)).all()
         if requests:
             with database.write() as connection:
-                connection.execute(delete(OverrideRow).where(*expired, OverrideRow.request.in_(requests)))
+                connection.execute(delete(OVERRIDES).where(*expired, OVERRIDES.c.request.in_(requests)))

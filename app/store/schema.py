@@ -7,12 +7,15 @@ show them as UTC text. Durations end in `_s`. Each row names its engine, since s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, overload
 
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Column,
     ColumnElement,
     Connection,
     Double,
@@ -21,10 +24,8 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    case,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from kvferry.app.store.errors import StoreError
 
@@ -32,171 +33,151 @@ MAX_TEXT_CHARS = 512
 
 _NAMING = {"ix": "ix_%(table_name)s_%(column_0_N_name)s", "pk": "pk_%(table_name)s"}
 
+METADATA = MetaData(naming_convention=_NAMING)
+
+_required = partial(Column, nullable=False)
 # SQLite numbers rows only where the type is INTEGER.
 _RowId = BigInteger().with_variant(Integer(), "sqlite")
 
+ENGINES = Table(
+    "engines",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    _required("pool_kind", Text),
+    _required("epoch", BigInteger),
+    _required("started_at", Double),
+    _required("seen_at", Double),
+    _required("eviction_rows", BigInteger),
+    _required("eviction_days", Double),
+)
+"""An engine that uses this database, and its limits of history."""
 
-class Base(DeclarativeBase):
-    """Base of all tables, with one SQL type per Python type."""
+SLOTS = Table(
+    "slots",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("slot", BigInteger, primary_key=True, autoincrement=False),
+    _required("key", Text),
+    _required("group_index", Integer),
+    _required("generation", BigInteger),
+    _required("epoch", BigInteger),
+    _required("size_bytes", BigInteger),
+    _required("position", BigInteger),
+    _required("request", Text),
+    Column("tenant", Text),
+    Column("lora", Text),
+    _required("stored_at", Double),
+    Column("last_hit_at", Double),
+    _required("hits", BigInteger),
+    Column("aliases", Text),
+    Column("priority", Text),
+    Index(None, "engine", "key"),
+)
+"""A loadable block and the slot that holds it: a projection of memory, updated in checkpoints.
 
-    metadata = MetaData(naming_convention=_NAMING)
-    type_annotation_map = {str: Text(), float: Double(), int: BigInteger(), dict[str, Any]: JSON()}  # noqa: RUF012
+`aliases` is a JSON array of the request's other ids, NULL without any. `priority` is the slot's eviction class;
+NULL, in rows of an older version, is `normal`.
+"""
 
-
-class EngineRow(Base):
-    """An engine that uses this database, and its limits of history."""
-
-    __tablename__ = "engines"
-
-    name: Mapped[str] = mapped_column(primary_key=True)
-    pool_kind: Mapped[str]
-    epoch: Mapped[int]
-    started_at: Mapped[float]
-    seen_at: Mapped[float]
-    eviction_rows: Mapped[int]
-    eviction_days: Mapped[float]
-
-
-class SlotRow(Base):
-    """A loadable block and the slot that holds it: a projection of memory, updated in checkpoints.
-
-    `aliases` is a JSON array of the request's other ids, NULL without any. `priority` is the slot's eviction class;
-    NULL, in rows of an older version, is `normal`.
-    """
-
-    __tablename__ = "slots"
-
-    engine: Mapped[str] = mapped_column(primary_key=True)
-    slot: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    key: Mapped[str]
-    group_index: Mapped[int] = mapped_column(Integer)
-    generation: Mapped[int]
-    epoch: Mapped[int]
-    size_bytes: Mapped[int]
-    position: Mapped[int]
-    request: Mapped[str]
-    tenant: Mapped[str | None]
-    lora: Mapped[str | None]
-    stored_at: Mapped[float]
-    last_hit_at: Mapped[float | None]
-    hits: Mapped[int]
-    aliases: Mapped[str | None]
-    priority: Mapped[str | None]
-
-    __table_args__ = (Index(None, "engine", "key"),)
-
-
-class EvictionRow(Base):
-    """A block that left the pool, the reason, and whether it was requested again."""
-
-    __tablename__ = "evictions"
-
-    id: Mapped[int] = mapped_column(_RowId, primary_key=True)
-    engine: Mapped[str]
-    time: Mapped[float]
-    key: Mapped[str]
-    group_index: Mapped[int] = mapped_column(Integer)
-    reason: Mapped[str]
-    policy: Mapped[str]
-    age_s: Mapped[float]
-    idle_s: Mapped[float]
-    hits: Mapped[int]
-    position: Mapped[int]
-    size_bytes: Mapped[int]
-    request: Mapped[str]
-    tenant: Mapped[str | None]
-    needed_by: Mapped[str | None]
-    regretted_at: Mapped[float | None]
-
+EVICTIONS = Table(
+    "evictions",
+    METADATA,
+    Column("id", _RowId, primary_key=True),
+    _required("engine", Text),
+    _required("time", Double),
+    _required("key", Text),
+    _required("group_index", Integer),
+    _required("reason", Text),
+    _required("policy", Text),
+    _required("age_s", Double),
+    _required("idle_s", Double),
+    _required("hits", BigInteger),
+    _required("position", BigInteger),
+    _required("size_bytes", BigInteger),
+    _required("request", Text),
+    Column("tenant", Text),
+    Column("needed_by", Text),
+    Column("regretted_at", Double),
     # One index per filter, in the order of the listing, so that a page is read from its start.
-    __table_args__ = (
-        Index(None, "engine", "time", "id"),
-        Index(None, "engine", "reason", "time", "id"),
-        Index(None, "engine", "request", "time", "id"),
-        Index(None, "engine", "tenant", "time", "id"),
-        Index(None, "engine", "key", "id"),
-    )
+    Index(None, "engine", "time", "id"),
+    Index(None, "engine", "reason", "time", "id"),
+    Index(None, "engine", "request", "time", "id"),
+    Index(None, "engine", "tenant", "time", "id"),
+    Index(None, "engine", "key", "id"),
+)
+"""A block that left the pool, the reason, and whether it was requested again."""
 
+EVICTION_SUMS = Table(
+    "eviction_sums",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("span", BigInteger, primary_key=True, autoincrement=False),
+    Column("reason", Text, primary_key=True),
+    Column("bucket", BigInteger, primary_key=True, autoincrement=False),
+    _required("number", BigInteger),
+    _required("never_hit", BigInteger),
+    _required("regretted", BigInteger),
+    _required("age_min", Double),
+    _required("age_sum", Double),
+    _required("age_max", Double),
+)
+"""Sums of evictions in `span` (five minutes, counted from 1970) by reason and bucket of ages."""
 
-class EvictionSumRow(Base):
-    """Sums of evictions in `span` (five minutes, counted from 1970) by reason and bucket of ages."""
+RESETS = Table(
+    "resets",
+    METADATA,
+    Column("id", _RowId, primary_key=True),
+    _required("engine", Text),
+    _required("time", Double),
+    _required("epoch", BigInteger),
+    _required("dropped", BigInteger),
+    Index(None, "engine", "time", "id"),
+)
+"""A whole reset and the number of dropped blocks, which have no eviction rows, since a reset costs O(1)."""
 
-    __tablename__ = "eviction_sums"
+OVERRIDES = Table(
+    "overrides",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("request", Text, primary_key=True),
+    _required("policy", JSON),
+    _required("set_at", Double),
+    _required("expires_at", Double),
+    Index(None, "engine", "expires_at"),
+)
+"""Policy fields set by an operator for one request id."""
 
-    engine: Mapped[str] = mapped_column(primary_key=True)
-    span: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    reason: Mapped[str] = mapped_column(primary_key=True)
-    bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    number: Mapped[int]
-    never_hit: Mapped[int]
-    regretted: Mapped[int]
-    age_min: Mapped[float]
-    age_sum: Mapped[float]
-    age_max: Mapped[float]
+RULES = Table(
+    "rules",
+    METADATA,
+    Column("engine", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    _required("rule_order", BigInteger),
+    _required("match", JSON),
+    _required("policy", JSON),
+    _required("created_at", Double),
+    _required("updated_at", Double),
+    Index(None, "engine", "rule_order", "name"),
+)
+"""A named policy rule; the first match by `rule_order`, then name, applies."""
 
-
-class ResetRow(Base):
-    """A whole reset and the number of dropped blocks, which have no eviction rows, since a reset costs O(1)."""
-
-    __tablename__ = "resets"
-
-    id: Mapped[int] = mapped_column(_RowId, primary_key=True)
-    engine: Mapped[str]
-    time: Mapped[float]
-    epoch: Mapped[int]
-    dropped: Mapped[int]
-
-    __table_args__ = (Index(None, "engine", "time", "id"),)
-
-
-class OverrideRow(Base):
-    """Policy fields set by an operator for one request id."""
-
-    __tablename__ = "overrides"
-
-    engine: Mapped[str] = mapped_column(primary_key=True)
-    request: Mapped[str] = mapped_column(primary_key=True)
-    policy: Mapped[dict[str, Any]]
-    set_at: Mapped[float]
-    expires_at: Mapped[float]
-
-    __table_args__ = (Index(None, "engine", "expires_at"),)
-
-
-class RuleRow(Base):
-    """A named policy rule; the first match by `rule_order`, then name, applies."""
-
-    __tablename__ = "rules"
-
-    engine: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    rule_order: Mapped[int]
-    match: Mapped[dict[str, Any]]
-    policy: Mapped[dict[str, Any]]
-    created_at: Mapped[float]
-    updated_at: Mapped[float]
-
-    __table_args__ = (Index(None, "engine", "rule_order", "name"),)
-
-
-class AuditRow(Base):
-    """A mutating call: time, name of the token, client, body, and outcome."""
-
-    __tablename__ = "audit"
-
-    id: Mapped[int] = mapped_column(_RowId, primary_key=True)
-    engine: Mapped[str]
-    time: Mapped[float]
-    token: Mapped[str]
-    client: Mapped[str]
-    request_id: Mapped[str]
-    method: Mapped[str]
-    path: Mapped[str]
-    what: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    status: Mapped[int | None] = mapped_column(Integer)
-    outcome: Mapped[str | None]
-
-    __table_args__ = (Index(None, "engine", "time", "id"),)
+AUDIT = Table(
+    "audit",
+    METADATA,
+    Column("id", _RowId, primary_key=True),
+    _required("engine", Text),
+    _required("time", Double),
+    _required("token", Text),
+    _required("client", Text),
+    _required("request_id", Text),
+    _required("method", Text),
+    _required("path", Text),
+    Column("what", JSON(none_as_null=True)),
+    Column("status", Integer),
+    Column("outcome", Text),
+    Index(None, "engine", "time", "id"),
+)
+"""A mutating call: time, name of the token, client, body, and outcome."""
 
 
 _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
@@ -204,48 +185,27 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "postgresql": postgresql.insert,
 }
 
+Merge = Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[Any]]
+"""Returns the value of a column from its existing and its new value."""
+
 
 def upsert(
-    connection: Connection, model: type[DeclarativeBase], rows: list[dict[str, Any]], keep: tuple[str, ...] = ()
+    connection: Connection, table: Table, rows: list[dict[str, Any]], merge: Mapping[str, Merge] = MappingProxyType({})
 ) -> None:
-    """Write rows by primary key: insert new ones, overwrite others except for the columns in `keep`."""
-    if rows:
-        table, statement = _insert(connection, model)
-        primary = [column.name for column in table.primary_key]
-        changed = {name: statement.excluded[name] for name in rows[0] if name not in primary and name not in keep}
-        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
-
-
-def accumulate(
-    connection: Connection,
-    model: type[DeclarativeBase],
-    rows: list[dict[str, Any]],
-    sums: tuple[str, ...],
-    least: tuple[str, ...] = (),
-    greatest: tuple[str, ...] = (),
-) -> None:
-    """Write rows by primary key: insert new ones, and add the columns in `sums` to existing ones.
-
-    Columns in `least` and `greatest` keep the lesser and the greater value; other columns are unchanged.
-    """
-    if rows:
-        table, statement = _insert(connection, model)
-        new = statement.excluded
-        changed: dict[str, ColumnElement[Any]] = {name: table.c[name] + new[name] for name in sums}
-        changed |= {name: case((new[name] < table.c[name], new[name]), else_=table.c[name]) for name in least}
-        changed |= {name: case((new[name] > table.c[name], new[name]), else_=table.c[name]) for name in greatest}
-        primary = [column.name for column in table.primary_key]
-        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
-
-
-def _insert(connection: Connection, model: type[DeclarativeBase]) -> tuple[Table, sqlite.Insert | postgresql.Insert]:
+    """Write rows by primary key: insert new ones, overwrite existing ones except for the columns in `merge`."""
     insert = _INSERTS.get(connection.dialect.name)
     if insert is None:
         raise StoreError(f"databases of kind {connection.dialect.name} are not supported; use {' or '.join(_INSERTS)}")
-    table = model.__table__
-    if not isinstance(table, Table):
-        raise TypeError(f"{model.__name__} is not mapped to a table")
-    return table, insert(table)
+    if rows:
+        statement = insert(table)
+        new = statement.excluded
+        primary = [column.name for column in table.primary_key]
+        changed = {
+            name: merge[name](table.c[name], new[name]) if name in merge else new[name]
+            for name in rows[0]
+            if name not in primary
+        }
+        connection.execute(statement.on_conflict_do_update(index_elements=primary, set_=changed), rows)
 
 
 @overload

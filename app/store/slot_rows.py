@@ -16,7 +16,7 @@ from sqlalchemy import BigInteger, ColumnElement, Connection, Text, cast, delete
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
-from kvferry.app.store.schema import SlotRow, clean
+from kvferry.app.store.schema import SLOTS, clean
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.records import SlotRows
@@ -94,12 +94,12 @@ class SlotProjection:
         min_epoch = self._min_epoch
         live = [row for row in self._pending.values() if row is not None and row["epoch"] >= min_epoch]
         # Two statements for any number of rows: an upsert would take one per row.
-        old = delete(SlotRow).where(SlotRow.engine == self._engine, SlotRow.slot.in_(list(self._pending)))
+        old = delete(SLOTS).where(SLOTS.c.engine == self._engine, SLOTS.c.slot.in_(list(self._pending)))
         try:
             with database.write() as connection:
                 connection.execute(old)
                 if live:
-                    connection.execute(insert(SlotRow), live)
+                    connection.execute(insert(SLOTS), live)
         except Exception as error:
             if is_rejected(error):
                 # Trying again would keep out every other slot.
@@ -118,7 +118,7 @@ class SlotProjection:
         if self._swept_epoch < epoch:
             if self._sweeping_epoch < epoch:
                 self._sweeping_epoch, self._sweeping_from = epoch, 0
-            next_slot = self._delete_some(database, self._sweeping_from, SlotRow.epoch < epoch)
+            next_slot = self._delete_some(database, self._sweeping_from, SLOTS.c.epoch < epoch)
             if next_slot is None:
                 self._swept_epoch = epoch
             else:
@@ -128,13 +128,13 @@ class SlotProjection:
     def _delete_some(self, database: Database, start: int, *which: ColumnElement[bool]) -> int | None:
         """Delete a bounded number of rows from slot `start` on; return the slot to go on at, or None at the end."""
         for _ in range(BATCHES_PER_STEP):
-            matching = (SlotRow.engine == self._engine, SlotRow.slot >= start, *which)
+            matching = (SLOTS.c.engine == self._engine, SLOTS.c.slot >= start, *which)
             with database.write() as connection:
                 found = connection.scalars(
-                    select(SlotRow.slot).where(*matching).order_by(SlotRow.slot).limit(BATCH_ROWS)
+                    select(SLOTS.c.slot).where(*matching).order_by(SLOTS.c.slot).limit(BATCH_ROWS)
                 ).all()
                 if found:
-                    connection.execute(delete(SlotRow).where(*matching, SlotRow.slot <= found[-1]))
+                    connection.execute(delete(SLOTS).where(*matching, SLOTS.c.slot <= found[-1]))
             if len(found) < BATCH_ROWS:
                 return None
             start = found[-1] + 1
@@ -253,18 +253,18 @@ def _read_texts(connection: Connection, engine: str) -> Iterator[_Texts]:
     is_sqlite = connection.dialect.name == "sqlite"
     place = literal_column("slots.rowid" if is_sqlite else "slots.slot", BigInteger)
     # Without `coalesce`, SQLite would use an index and read the rows in a random order.
-    matching = (func.coalesce(SlotRow.engine, "") if is_sqlite else SlotRow.engine) == engine
+    matching = (func.coalesce(SLOTS.c.engine, "") if is_sqlite else SLOTS.c.engine) == engine
     as_json = func.json_array if is_sqlite else func.json_build_array
-    origin = as_json(SlotRow.request, SlotRow.tenant, SlotRow.lora, SlotRow.aliases, SlotRow.priority)
+    origin = as_json(SLOTS.c.request, SLOTS.c.tenant, SLOTS.c.lora, SLOTS.c.aliases, SLOTS.c.priority)
     values: list[Any] = [
         origin.label("origin"),
-        SlotRow.key,
-        SlotRow.slot,
-        SlotRow.generation,
-        SlotRow.position,
-        SlotRow.hits,
-        cast(SlotRow.stored_at * _MICROS, BigInteger),
-        cast(func.coalesce(SlotRow.last_hit_at, 0.0) * _MICROS, BigInteger),
+        SLOTS.c.key,
+        SLOTS.c.slot,
+        SLOTS.c.generation,
+        SLOTS.c.position,
+        SLOTS.c.hits,
+        cast(SLOTS.c.stored_at * _MICROS, BigInteger),
+        cast(func.coalesce(SLOTS.c.last_hit_at, 0.0) * _MICROS, BigInteger),
     ]
     if not is_sqlite:
         # SQLite converts values to text when it joins them; an explicit cast doubles the time.

@@ -16,7 +16,7 @@ from sqlalchemy import delete
 
 from kvferry.app.store import AuditEntry, EvictionFilter, EvictionRecord, MetadataStore, Page
 from kvferry.app.store.reader import decode_cursor, encode_cursor
-from kvferry.app.store.schema import EvictionRow
+from kvferry.app.store.schema import EVICTIONS
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.stats import EvictionReason
 from tests.harness.effort import examples
@@ -73,7 +73,7 @@ class PagingWhileRowsComeAndGo(RuleBasedStateMachine):
         oldest = sorted(self.rows.values(), key=lambda item: (item.time_s, item.id))
         gone = [item.id for item in oldest[: int(len(oldest) * share)]]
         with self.store.database.write_for_caller() as connection:
-            connection.execute(delete(EvictionRow).where(EvictionRow.id.in_(gone)))
+            connection.execute(delete(EVICTIONS).where(EVICTIONS.c.id.in_(gone)))
         for number in gone:
             del self.rows[number]
 

@@ -22,7 +22,7 @@ from kvferry.app.store.reader import (
     encode_cursor,
     evictions_statement,
 )
-from kvferry.app.store.schema import Base
+from kvferry.app.store.schema import METADATA
 from tests.harness.stores import (
     DEADLINE_S,
     START_S,
@@ -44,9 +44,9 @@ def test_migrations_make_what_the_models_say(where: Where) -> None:
     engine = create_engine(parse_url(url_of(where)))
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, Base.metadata) == []
-    found = {index["name"] for table in Base.metadata.tables for index in inspect(engine).get_indexes(table)}
-    assert found == {index.name for table in Base.metadata.tables.values() for index in table.indexes}
+        assert compare_metadata(context, METADATA) == []
+    found = {index["name"] for table in METADATA.tables for index in inspect(engine).get_indexes(table)}
+    assert found == {index.name for table in METADATA.tables.values() for index in table.indexes}
     engine.dispose()
 
 
