@@ -2,18 +2,102 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from kvferry.app.guard.errors import ErrorLog, OffloadStatus, OffloadSwitch
-from kvferry.app.guard.loads import LoadWaits
+from kvferry.app.guard.wrappers import ErrorLog
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
-from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
 
+_log = logging.getLogger(__name__)
+
+MAX_ERRORS = 10
+"""Offloading is switched off after this many unexpected errors within `ERROR_WINDOW_S`."""
+ERROR_WINDOW_S = 60.0
 DISCARD_EVERY_S = 1.0
 """Interval of retries to discard a state that could not be discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStatus:
+    """Whether offloading is on, why it is off, and the unexpected errors so far."""
+
+    is_on: bool
+    reason: str | None
+    num_errors: int
+    last_error: str | None
+
+
+class LoadWaits:
+    """Requests that wait for a load, so that each gets exactly one outcome, whatever fails. Thread: engine."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._num_waits = 0
+        self._waiting: dict[str, int] = {}
+        self._loads: dict[int, tuple[str, int | None, set[int]]] = {}
+        """By job that the workers have: the request, the number of its wait, and the workers that reported."""
+        self._failed: list[str] = []
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that wait."""
+        return list(self._waiting)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is to be reported by the next `outcomes`."""
+        return bool(self._failed)
+
+    def begin(self, request_id: str) -> None:
+        """Record that a request waits for a load from now on."""
+        self._num_waits += 1
+        self._waiting[request_id] = self._num_waits
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, which needs no outcome any more."""
+        self._waiting.pop(request_id, None)
+
+    def submit(self, jobs: Sequence[TransferJob]) -> None:
+        """Record load jobs that the workers get."""
+        for job in jobs:
+            if job.request_id is not None:
+                self._loads[job.job_id] = (job.request_id, self._waiting.get(job.request_id), set())
+
+    def report(self, results: Sequence[TransferResult]) -> list[str]:
+        """Record workers' results; return the waiting requests whose load all workers have reported."""
+        ended: list[str] = []
+        for result in results:
+            if result.job_id not in self._loads:
+                continue
+            request_id, wait, reported = self._loads[result.job_id]
+            reported.add(result.worker)
+            if len(reported) == self._num_workers:
+                del self._loads[result.job_id]
+                if self._waiting.get(request_id) == wait:
+                    ended.append(request_id)
+        return ended
+
+    def fail(self, request_ids: Iterable[str]) -> None:
+        """Have the loads of these requests fail; a request that does not wait is ignored."""
+        self._failed += request_ids
+
+    def fail_without_job(self) -> None:
+        """Fail the waits for which the workers have no job."""
+        loading = {wait for _, wait, _ in self._loads.values()}
+        self.fail(request_id for request_id, wait in self._waiting.items() if wait not in loading)
+
+    def outcomes(self, ended: Iterable[LoadOutcome]) -> list[LoadOutcome]:
+        """Return one outcome per request that waited: those that ended, then those that failed."""
+        failed, self._failed = self._failed, []
+        found = [*ended, *(LoadOutcome(request_id, False, 0, 0) for request_id in failed)]
+        return [one for one in found if self._waiting.pop(one.request_id, None) is not None]
 
 
 class OffloadGuard:
@@ -42,7 +126,10 @@ class OffloadGuard:
         self._num_workers = num_workers
         self._errors = errors
         self._clock = clock
-        self._switch = OffloadSwitch(errors)
+        self._switch_lock = threading.Lock()
+        self._recent_s: deque[float] = deque(maxlen=MAX_ERRORS)
+        self._off_reason: str | None = None
+        self._is_shut = False
         self._waits = LoadWaits(num_workers)
         self._planned: list[int] = []
         self._last_sent = 0
@@ -213,23 +300,32 @@ class OffloadGuard:
     @property
     def status(self) -> OffloadStatus:
         """Whether offloading is on, and the errors so far."""
-        return self._switch.status
+        reason = self._off_reason
+        return OffloadStatus(reason is None, reason, self._errors.count, self._errors.last)
 
     def degraded(self) -> list[str]:
-        """Return why offloading is off, for `/readyz`; empty while it is on."""
-        return self._switch.degraded()
+        """Return why offloading is off; empty while it is on, or shut, which is reported by its cause."""
+        reason = self._off_reason
+        if reason is None or self._is_shut:
+            return []
+        return [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
 
     def shut(self, reason: str) -> None:
         """Switch offloading off for the rest of the process."""
         self._must_discard = True
-        self._switch.shut(reason)
+        self._is_shut = True
+        self._off_reason = reason
 
     def resume(self) -> None:
         """Switch offloading on again, unless it was shut."""
-        # Set first: every hook reads it before the switch.
+        # Set first: every hook reads it before the reason.
         if self._is_unusable:
             self._must_discard = True
-        self._switch.resume()
+        with self._switch_lock:
+            self._recent_s.clear()
+            if self._off_reason is not None and not self._is_shut:
+                _log.warning("offloading is switched on again")
+                self._off_reason = None
 
     # --- discarding ---------------------------------------------------------------------------------------------
 
@@ -245,12 +341,22 @@ class OffloadGuard:
         """Return whether the scheduler may be called. Discards its state first if that is due."""
         if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
             self._discard(now_s)
-        return self._switch.is_on
+        return self._off_reason is None
 
     def _count(self, text: str, now_s: float) -> None:
-        # Discarded when switched off: requests go on without calls, and what is known of their blocks becomes stale.
-        if self._switch.count(text, now_s):
+        """Count an unexpected error, and switch offloading off if errors repeat."""
+        with self._switch_lock:
+            self._recent_s.append(now_s)
+            repeats = len(self._recent_s) == MAX_ERRORS and now_s - self._recent_s[0] <= ERROR_WINDOW_S
+        if repeats and self._off_reason is None:
+            self._switch_off(f"{MAX_ERRORS} unexpected errors within {ERROR_WINDOW_S:g} s, the last one {text}")
+            # Requests go on without calls, and what is known of their blocks becomes stale.
             self._must_discard = True
+
+    def _switch_off(self, reason: str) -> None:
+        """Switch offloading off until `resume`."""
+        self._off_reason = reason
+        _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:
         self._must_discard = False
@@ -267,7 +373,7 @@ class OffloadGuard:
         except Exception as error:  # noqa: BLE001 - the scheduler is not called until its state can be discarded
             self._is_unusable = True
             # Retried after `DISCARD_EVERY_S`, not at every hook: device blocks may be held until it succeeds.
-            self._switch.switch_off(f"its state could not be discarded: {self._errors.record('abandon_all', error)}")
+            self._switch_off(f"its state could not be discarded: {self._errors.record('abandon_all', error)}")
             self._waits.fail_without_job()
 
     def _check_loads(self) -> None:

@@ -1,14 +1,54 @@
-"""Wrappers that do not raise, around the event sink and the copy engine."""
+"""Log of unexpected errors, and wrappers of event sink and copy engine that record errors instead of raising them."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 
-from kvferry.app.guard.errors import ErrorLog
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
+
+_log = logging.getLogger(__name__)
+
+_MAX_PLACES = 200
+_MAX_TEXT = 300
+
+
+class ErrorLog:
+    """Unexpected errors: counted, and logged with the traceback once per place in the code. Thread: any."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: str | None = None
+        self._lock = threading.Lock()
+        self._places: set[tuple[object, ...]] = set()
+
+    def count_logged(self, text: str) -> None:
+        """Count an error that was logged elsewhere."""
+        with self._lock:
+            self.count += 1
+            self.last = text
+
+    def record(self, where: str, error: BaseException) -> str:
+        """Count an error that was raised in `where`; return its text without the traceback, limited in length."""
+        text = f"{where}: {type(error).__name__}: {error}"[:_MAX_TEXT]
+        # Not `traceback.extract_tb`, which reads source files: this may be the engine thread.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = (where, type(error), trace and trace.tb_frame.f_code.co_filename, trace and trace.tb_lineno)
+        with self._lock:
+            self.count += 1
+            self.last = text
+            is_new = place not in self._places and len(self._places) < _MAX_PLACES
+            if is_new:
+                self._places.add(place)
+        if is_new:
+            _log.error("unexpected error in %s (logged once per place)", where, exc_info=error)
+        return text
 
 
 class GuardedSink:
