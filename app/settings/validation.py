@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,77 +17,54 @@ MIN_REMOTE_TOKEN_CHARS = 16
 
 Spell = Callable[[str], str]
 """Returns a setting's name as it is spelled where the setting was given."""
-Rule = Callable[[SettingFields, Spell], str | None]
-"""Returns what is wrong, with both numbers and what to do, or None."""
 
 
-def _is_loopback_without_token(s: SettingFields, spell: Spell) -> str | None:
-    if s.admin_token is not None or s.read_token is not None or is_loopback(s.host):
-        return None
-    return (
-        "without a token the service listens on loopback only; "
-        f"set {spell('admin_token')}, or {spell('host')}=127.0.0.1"
-    )
+def _broken_rules(s: SettingFields, spell_like: Callable[[str], Spell]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield the rules between settings that are broken.
 
+    To add a rule, add a condition.
 
-def _is_long_for_remote(name: str) -> Rule:
-    def check(s: SettingFields, spell: Spell) -> str | None:
-        token = getattr(s, name)
-        num_chars = len(token.get_secret_value()) if token is not None else MIN_REMOTE_TOKEN_CHARS
-        if num_chars >= MIN_REMOTE_TOKEN_CHARS or is_loopback(s.host):
-            return None
-        return (
-            f"has {num_chars} characters, and {spell('host')}={s.host} can be reached from other machines; use at "
-            f"least {MIN_REMOTE_TOKEN_CHARS}, such as those that `openssl rand -hex 32` prints"
-        )
+    Args:
+        s: The settings.
+        spell_like: Returns how other settings are spelled where a setting was given.
 
-    return check
-
-
-def _tokens_differ(s: SettingFields, spell: Spell) -> str | None:
-    if s.admin_token is None or s.admin_token != s.read_token:
-        return None
-    return f"must differ from {spell('admin_token')}, or readers could change things"
-
-
-def _step_holds_a_block(s: SettingFields, spell: Spell) -> str | None:
-    if s.max_batched_tokens >= s.block_size:
-        return None
-    return (
-        f"a step of {s.max_batched_tokens} tokens is less than a block of {spell('block_size')}={s.block_size} tokens"
-    )
-
-
-def _step_holds_all_running(s: SettingFields, spell: Spell) -> str | None:
-    if s.max_batched_tokens >= s.max_running:
-        return None
-    return f"a step of {s.max_batched_tokens} tokens is too small for {spell('max_running')}={s.max_running} requests"
-
-
-def _path_is_used(s: SettingFields, spell: Spell) -> str | None:
-    if s.pool_path is None or s.pool_kind == "file":
-        return None
-    kind = spell("pool_kind")
-    return f"is used only with {kind}=file, and {kind} is {s.pool_kind}; leave it out"
-
-
-def _file_has_path(s: SettingFields, spell: Spell) -> str | None:
-    if s.pool_kind != "file" or s.pool_path is not None:
-        return None
-    return f"needs {spell('pool_path')}, the folder of the pool's file"
-
-
-RULES: tuple[tuple[str, tuple[str, ...], Rule], ...] = (
-    ("host", ("admin_token", "read_token"), _is_loopback_without_token),
-    ("admin_token", ("host",), _is_long_for_remote("admin_token")),
-    ("read_token", ("host",), _is_long_for_remote("read_token")),
-    ("read_token", ("admin_token",), _tokens_differ),
-    ("max_batched_tokens", ("block_size",), _step_holds_a_block),
-    ("max_batched_tokens", ("max_running",), _step_holds_all_running),
-    ("pool_path", ("pool_kind",), _path_is_used),
-    ("pool_kind", ("pool_path",), _file_has_path),
-)
-"""Rules between settings: the setting that a problem is reported for, the others that the rule reads, the rule."""
+    Yields:
+        The setting that the problem is reported for; the others that the rule reads; what is wrong and what to do.
+    """
+    is_remote = not is_loopback(s.host)
+    if is_remote and s.admin_token is None and s.read_token is None:
+        spell = spell_like("host")
+        advice = f"set {spell('admin_token')}, or {spell('host')}=127.0.0.1"
+        yield "host", ("admin_token", "read_token"), f"without a token the service listens on loopback only; {advice}"
+    for name, token in (("admin_token", s.admin_token), ("read_token", s.read_token)):
+        if is_remote and token is not None and len(token.get_secret_value()) < MIN_REMOTE_TOKEN_CHARS:
+            yield (
+                name,
+                ("host",),
+                (
+                    f"has {len(token.get_secret_value())} characters, and {spell_like(name)('host')}={s.host} can be "
+                    f"reached from other machines; use at least {MIN_REMOTE_TOKEN_CHARS}, such as those that "
+                    "`openssl rand -hex 32` prints"
+                ),
+            )
+    if s.admin_token is not None and s.admin_token == s.read_token:
+        other = spell_like("read_token")("admin_token")
+        yield "read_token", ("admin_token",), f"must differ from {other}, or readers could change things"
+    spell = spell_like("max_batched_tokens")
+    step = f"a step of {s.max_batched_tokens} tokens is"
+    if s.max_batched_tokens < s.block_size:
+        advice = f"{step} less than a block of {spell('block_size')}={s.block_size} tokens"
+        yield "max_batched_tokens", ("block_size",), advice
+    if s.max_batched_tokens < s.max_running:
+        advice = f"{step} too small for {spell('max_running')}={s.max_running} requests"
+        yield "max_batched_tokens", ("max_running",), advice
+    if s.pool_kind != "file" and s.pool_path is not None:
+        kind = spell_like("pool_path")("pool_kind")
+        advice = f"is used only with {kind}=file, and {kind} is {s.pool_kind}; leave it out"
+        yield "pool_path", ("pool_kind",), advice
+    if s.pool_kind == "file" and s.pool_path is None:
+        path = spell_like("pool_kind")("pool_path")
+        yield "pool_kind", ("pool_path",), f"needs {path}, the folder of the pool's file"
 
 
 class Report:
@@ -120,21 +97,23 @@ class Report:
 
     def check_rules(self, settings: SettingFields) -> None:
         """Add broken rules between settings, except rules that read a value with a problem."""
+
+        def raw_of(name: str) -> RawValue:
+            default = RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
+            return self.known.get(name, default)
+
+        def spell_like(place: str) -> Spell:
+            return lambda name: self.known[name].spelled if name in self.known else raw_of(place).origin.spell(name)
+
         unreadable = set(self.problems)
-        for name, others, rule in RULES:
-            raw = self.known.get(name) or RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
-            advice = rule(settings, self._spell_like(raw)) if unreadable.isdisjoint((name, *others)) else None
-            if advice is not None:
-                self._add(name, raw, advice)
+        for name, others, advice in _broken_rules(settings, spell_like):
+            if unreadable.isdisjoint((name, *others)):
+                self._add(name, raw_of(name), advice)
 
     def raise_if_bad(self) -> None:
         """Raise `BadSettings` with all problems, if there are any."""
         if self.problems:
             raise BadSettings(self.problems.values())
-
-    def _spell_like(self, raw: RawValue) -> Spell:
-        """Spell other settings as they were given, or else as in the place of `raw`."""
-        return lambda name: self.known[name].spelled if name in self.known else raw.origin.spell(name)
 
     def _add(self, name: str, raw: RawValue, advice: str) -> None:
         self.problems[name] = value_problem(name, raw, advice, secret=name in NAMES.secrets)
