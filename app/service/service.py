@@ -248,15 +248,16 @@ class OffloadService:
 
     def degraded(self) -> list[str]:
         """Return what does less than it should, while requests are served."""
-        return [
-            *self.guard.degraded(),
-            *self.scheduler.tiers.health(),
-            *self._resizer.degraded(),
-            *self.store.health(),
-            *([] if self._pool_watch is None else self._pool_watch.degraded()),
-            *self.store.degraded(),
-            *self.settings.shortfalls.values(),
-        ]
+        watch = [] if self._pool_watch is None else [self._pool_watch.degraded]
+        parts = (
+            self.guard.degraded,
+            self.scheduler.tiers.health,
+            self._resizer.degraded,
+            self.store.degraded,
+            *watch,
+            self.settings.degraded,
+        )
+        return [text for degraded in parts for text in degraded()]
 
     def stop(self) -> None:
         """Stop supervision and resizing; the caller stops the engine next, then its copies. May be called again."""

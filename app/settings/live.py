@@ -52,6 +52,10 @@ class LiveSettings:
         """By setting, why the value that was last requested is not in force."""
         return self._shortfalls
 
+    def degraded(self) -> list[str]:
+        """Return which requested values are not in force, and why."""
+        return list(self._shortfalls.values())
+
     def change(self, patch: Mapping[str, Any]) -> Settings:
         """Change some settings; None restores the value at start.
 

@@ -24,7 +24,8 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
-from kvferry.app.store.errors import DatabaseReplaced, StoreError, StoreUnavailable, diagnose, raising_store_error
+from kvferry.app.shortfall import Cause
+from kvferry.app.store.errors import StoreError, StoreUnavailable, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
 
 _log = logging.getLogger(__name__)
@@ -329,7 +330,7 @@ class Database:
         return upgrade
 
     def check(self) -> None:
-        """Raise `DatabaseReplaced` if the SQLite file is no longer the one that was opened.
+        """Raise `StoreUnavailable` if the SQLite file is no longer the one that was opened.
 
         Connections keep using a file that was moved or deleted, so that only the inode under the path shows it.
         """
@@ -338,8 +339,9 @@ class Database:
         found = _file_identity(self._path)
         if found is None or found != self._opened_file:
             what = "was deleted or moved away" if found is None else "was replaced by another file"
-            raise DatabaseReplaced(
-                f"the database file {self._path} {what} while in use: nothing is written to it until a restart"
+            raise StoreUnavailable(
+                f"the database file {self._path} {what} while in use: nothing is written to it until a restart",
+                Cause.GONE,
             )
 
     @contextmanager

@@ -6,13 +6,12 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 
 from alembic.util.exc import CommandError
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NoSuchModuleError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.core.errors import StartError
 
 
@@ -23,29 +22,9 @@ class StoreError(StartError):
 class StoreUnavailable(Exception):
     """The database does not answer. Nothing was changed; a later call may succeed."""
 
-
-class DatabaseReplaced(StoreUnavailable):
-    """The file under the database's path is no longer the one that was opened."""
-
-
-class FailureKind(StrEnum):
-    """Causes for which the journal cannot write."""
-
-    LOCKED = "locked"
-    FULL = "full"
-    REPLACED = "replaced"
-    UNREACHABLE = "unreachable"
-    DENIED = "denied"
-    BROKEN = "broken"
-    INTERNAL = "internal"
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """A failure and one sentence for operators, which never contains a statement or its values."""
-
-    kind: FailureKind
-    text: str
+    def __init__(self, text: str, cause: Cause = Cause.LOCKED) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -62,25 +41,23 @@ _DENIED = re.compile(r"authentication failed|does not exist|pg_hba\.conf|permiss
 _FREE_SPACE = "free disk space, raise the limit on its size, or lower KVFERRY_EVICTION_HISTORY_ROWS"
 
 
-def diagnose(error: BaseException, database: str) -> Diagnosis:
+def diagnose(error: BaseException, database: str) -> Shortfall:
     """Return the cause of an exception. `database` is the database's name without credentials."""
-    if isinstance(error, DatabaseReplaced):
-        return Diagnosis(FailureKind.REPLACED, str(error))
     if isinstance(error, StoreUnavailable):
-        return Diagnosis(FailureKind.LOCKED, str(error))
+        return Shortfall(error.cause, str(error))
     if isinstance(error, StoreError):
-        return Diagnosis(FailureKind.BROKEN, str(error))
+        return Shortfall(Cause.BROKEN, str(error))
     if isinstance(error, PoolTimeoutError):
-        return Diagnosis(FailureKind.LOCKED, f"the database {database} is busy: all connections to it are in use")
+        return Shortfall(Cause.LOCKED, f"the database {database} is busy: all connections to it are in use")
     if isinstance(error, (SQLAlchemyError, sqlite3.Error)):
-        kind, text = _diagnose_database(error)
-        return Diagnosis(kind, f"the database {database} {text}")
+        cause, text = _diagnose_database(error)
+        return Shortfall(cause, f"the database {database} {text}")
     if isinstance(error, OSError):
-        return Diagnosis(FailureKind.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
-    return Diagnosis(FailureKind.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
+        return Shortfall(Cause.BROKEN, f"the database {database} cannot be reached: {error.strerror or error}")
+    return Shortfall(Cause.INTERNAL, f"{type(error).__name__}: {_first_line(error)}")
 
 
-def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[FailureKind, str]:
+def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[Cause, str]:
     cause: BaseException = error
     if isinstance(error, DBAPIError) and error.orig is not None:
         cause = error.orig
@@ -89,23 +66,23 @@ def _diagnose_database(error: SQLAlchemyError | sqlite3.Error) -> tuple[FailureK
     # The low byte of an extended code is the primary code.
     primary = code & 0xFF if isinstance(code, int) else None
     if primary in _LOCKED:
-        return FailureKind.LOCKED, "is locked by another connection"
+        return Cause.LOCKED, "is locked by another connection"
     if primary == sqlite3.SQLITE_FULL:
-        return FailureKind.FULL, f"is full: {_FREE_SPACE}"
+        return Cause.FULL, f"is full: {_FREE_SPACE}"
     if name == "SQLITE_IOERR_WRITE":
-        return FailureKind.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
+        return Cause.FULL, f"cannot grow ({_first_line(cause)}, {name}): {_FREE_SPACE}"
     state = getattr(cause, "sqlstate", None)
     if state in _STATES_LOCKED:
-        return FailureKind.LOCKED, f"is locked by another connection, or too slow ({state})"
+        return Cause.LOCKED, f"is locked by another connection, or too slow ({state})"
     if state in _STATES_FULL:
-        return FailureKind.FULL, f"is full ({state}): {_FREE_SPACE}"
+        return Cause.FULL, f"is full ({state}): {_FREE_SPACE}"
     if state in _STATES_DENIED or (state is None and _DENIED.search(str(cause))):
-        return FailureKind.DENIED, f"refuses access: {_first_line(cause)}"
+        return Cause.DENIED, f"refuses access: {_first_line(cause)}"
     if state in _STATES_UNREACHABLE or (state is None and name is None and isinstance(error, OperationalError)):
         # An error without a code did not come from the server.
-        return FailureKind.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
+        return Cause.UNREACHABLE, f"cannot be reached: {_first_line(cause)}"
     name = name or state
-    return FailureKind.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
+    return Cause.BROKEN, f"does not work: {_first_line(cause)}" + (f" ({name})" if name else "")
 
 
 def _first_line(error: BaseException) -> str:
@@ -142,10 +119,10 @@ def raising_store_error(name: str) -> Iterator[None]:
 
 _WRITABLE_PLACE = "set KVFERRY_STATE_DIR or KVFERRY_DATABASE_URL to a place that can be written"
 _ADVICE = {
-    FailureKind.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
-    FailureKind.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
-    FailureKind.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
-    FailureKind.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
+    Cause.LOCKED: "end the process that holds the lock, or set KVFERRY_DATABASE_URL to another database",
+    Cause.UNREACHABLE: "start its server, or correct host and port in KVFERRY_DATABASE_URL",
+    Cause.DENIED: "correct user, password and database in KVFERRY_DATABASE_URL, or grant the user what it needs",
+    Cause.BROKEN: "repair it, or set KVFERRY_DATABASE_URL to another database",
 }
 _ADVICE_OF_CODE = {
     sqlite3.SQLITE_NOTADB: "move the file away, or set KVFERRY_DATABASE_URL to another path",
@@ -160,5 +137,5 @@ def _with_advice(error: SQLAlchemyError | sqlite3.Error | OSError, name: str) ->
         return f"{reason}; {_WRITABLE_PLACE}"
     found = diagnose(error, name)
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None) or 0
-    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.kind)
+    advice = _ADVICE_OF_CODE.get(code & 0xFF) or _ADVICE.get(found.cause)
     return found.text if advice is None else f"{found.text}; {advice}"

@@ -1,7 +1,7 @@
 """Journal: an event sink with a thread that writes history and slots to the database.
 
 Appending never waits. History beyond the bound of the queue is dropped and counted; changes of slots are never dropped.
-A failed step is reported by `health`, logged at most once a minute, and tried again.
+A failed step is reported by `degraded`, logged at most once a minute, and tried again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.store.database import Database
-from kvferry.app.store.errors import Diagnosis, FailureKind, diagnose
+from kvferry.app.store.errors import diagnose
 from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, Regrets
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
@@ -43,14 +44,6 @@ class JournalStats:
     written: int = counter("History rows written", "journal_written")
     dropped: int = counter("History rows dropped because the database was too slow or gone", "journal_dropped")
     lag_s: float = gauge("Age of the oldest history row not yet written", "journal_lag_seconds", default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _OngoingFailure:
-    """A failure of one step, and its start on the monotonic clock."""
-
-    diagnosis: Diagnosis
-    since_s: float
 
 
 class Journal(NullSink):
@@ -90,7 +83,7 @@ class Journal(NullSink):
         self._claimed_s = float("-inf")
         self._rival: str | None = None
         self._beat_s = 0.0
-        self._failing: dict[str, _OngoingFailure] = {}
+        self._failing: dict[str, Shortfall] = {}
         self._seldom = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
         self._logged: set[str] = set()
         self.failures = 0
@@ -155,7 +148,7 @@ class Journal(NullSink):
         return True
 
     def _is_replaced(self) -> bool:
-        return any(failure.diagnosis.kind is FailureKind.REPLACED for failure in list(self._failing.values()))
+        return any(failure.cause is Cause.GONE for failure in list(self._failing.values()))
 
     def is_alive(self) -> bool:
         """Return whether the thread runs."""
@@ -172,26 +165,24 @@ class Journal(NullSink):
             lag_s=0.0 if oldest_s is None else max(0.0, time.monotonic() - oldest_s),
         )
 
-    def health(self) -> list[str]:
-        """Return why the store does not write, empty when it does. Never waits."""
+    def degraded(self) -> list[str]:
+        """Return why rows are not written, or are mixed with those of another process. Never waits."""
         if not self.is_alive():
             return ["the journal's thread does not run: history and slots are not written"]
         now_s = time.monotonic()
         since_s: dict[str, float] = {}
         for name, failure in list(self._failing.items()):
-            text = failure.diagnosis.text
-            if failure.diagnosis.kind is FailureKind.INTERNAL:
+            text = failure.text
+            if failure.cause is Cause.INTERNAL:
                 text = f"the journal failed at {name}: {text}"
             since_s[text] = min(failure.since_s, since_s.get(text, now_s))
         reasons = [f"{text} (for {now_s - start_s:.0f} s)" for text, start_s in since_s.items()]
         if now_s - self._beat_s > STUCK_S:
             reasons.append(f"the journal: one write has taken {now_s - self._beat_s:.0f} s")
-        return reasons
-
-    def degraded(self) -> list[str]:
-        """Return what is wrong although everything is written. Never waits."""
         rival = self._rival
-        return [] if rival is None else [rival]
+        if rival is not None:
+            reasons.append(rival)
+        return reasons
 
     def _run(self, source: DirtySource) -> None:
         backoff_s = INTERVAL_S
@@ -226,10 +217,10 @@ class Journal(NullSink):
                 more |= step()
             except Exception as error:  # noqa: BLE001  the journal must outlive every error
                 failed = True
-                diagnosis = diagnose(error, self._database.name)
-                self._record_failure(name, diagnosis, error)
-                if diagnosis.kind not in (FailureKind.FULL, FailureKind.INTERNAL):
-                    if diagnosis.kind not in (FailureKind.LOCKED, FailureKind.REPLACED):
+                shortfall = diagnose(error, self._database.name)
+                self._record_failure(name, shortfall, error)
+                if shortfall.cause not in (Cause.FULL, Cause.INTERNAL):
+                    if shortfall.cause not in (Cause.LOCKED, Cause.GONE):
                         # A connection that was opened read-only, or lost its server, does not recover.
                         self._database.drop_connections()
                     break
@@ -288,12 +279,12 @@ class Journal(NullSink):
                 pass
         return False
 
-    def _record_failure(self, name: str, diagnosis: Diagnosis, error: Exception) -> None:
+    def _record_failure(self, name: str, shortfall: Shortfall, error: Exception) -> None:
         self.failures += 1
         known = self._failing.get(name)
-        self._failing[name] = _OngoingFailure(diagnosis, known.since_s if known else time.monotonic())
-        trace = error if diagnosis.kind is FailureKind.INTERNAL else None
+        self._failing[name] = replace(shortfall, since_s=known.since_s if known else time.monotonic())
+        trace = error if shortfall.cause is Cause.INTERNAL else None
         message = "journal: step failed, will retry: %s: %s"
-        key = f"{name}: {diagnosis.kind}"
-        if self._seldom.log(logging.WARNING, key, message, name, diagnosis.text, exc_info=trace):
+        key = f"{name}: {shortfall.cause}"
+        if self._seldom.log(logging.WARNING, key, message, name, shortfall.text, exc_info=trace):
             self._logged.add(name)

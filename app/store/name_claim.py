@@ -11,15 +11,16 @@ import hashlib
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from sqlalchemy import URL, Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from kvferry.app.shortfall import Cause
 from kvferry.app.store.database import Access, make_engine, masked, parse_url, sqlite_path
-from kvferry.app.store.errors import FailureKind, StoreError, diagnose, raising_store_error
+from kvferry.app.store.errors import StoreError, diagnose, raising_store_error
 
 _log = logging.getLogger(__name__)
 
@@ -31,43 +32,30 @@ _KEEPALIVES = {"tcp_keepalives_idle": 10, "tcp_keepalives_interval": 5, "tcp_kee
 """Make a server release the locks of a crashed host within seconds instead of hours."""
 
 
-class _Lock(Protocol):
-    """A lock that belongs to a process."""
-
-    def take(self) -> bool:
-        """Take the lock; return False if another process holds it. Raises `OSError` and `SQLAlchemyError`."""
-
-    def keep(self) -> bool:
-        """Return whether the lock is still held, or was taken again. Raises as `take` does."""
-
-    def holder(self) -> str:
-        """Return a description of the process that holds the lock."""
-
-    def close(self) -> None:
-        """Release the lock; may be called again."""
-
-
-class NameClaim:
+class NameClaim(ABC):
     """An engine's name that this process may use on a database, until closed."""
 
-    def __init__(self, name: str, lock: _Lock) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._lock = lock
 
+    @abstractmethod
+    def take(self) -> bool:
+        """Take the name; return False if another process has it. Raises `OSError` and `SQLAlchemyError`."""
+
+    @abstractmethod
     def keep(self) -> bool:
         """Return whether this process has the name; take it again if the lock was lost. Thread: journal.
 
         Raises `OSError` and `SQLAlchemyError` while the database is gone.
         """
-        return self._lock.keep()
 
+    @abstractmethod
     def holder(self) -> str:
         """Return a description of the process that has the name."""
-        return self._lock.holder()
 
+    @abstractmethod
     def close(self) -> None:
         """Release the name; may be called again."""
-        self._lock.close()
 
 
 def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
@@ -83,9 +71,9 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
     for number in range(1, MAX_NUMBER + 1 if is_default else 2):
         wanted = name if number == 1 else f"{name}-{number}"
         with raising_store_error(masked(parsed)):
-            lock = _lock_of(parsed, wanted)
+            claim = _ServerClaim(parsed, wanted) if sqlite_path(parsed) is None else _FileClaim(parsed, wanted)
             try:
-                if lock.take():
+                if claim.take():
                     if number > 1:
                         _log.warning(
                             "KVFERRY_ENGINE_NAME is not set, and another process uses the name %s on the database %s: "
@@ -94,12 +82,12 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
                             masked(parsed),
                             wanted,
                         )
-                    return NameClaim(wanted, lock)
-                holder = lock.holder()
+                    return claim
+                holder = claim.holder()
             except BaseException:
-                lock.close()
+                claim.close()
                 raise
-        lock.close()
+        claim.close()
     raise StoreError(
         f"KVFERRY_ENGINE_NAME={name}: another process ({holder}) uses this name on the database {masked(parsed)}; stop "
         "it, or set KVFERRY_ENGINE_NAME to another name"
@@ -109,22 +97,19 @@ def claim_name(url: str, name: str, *, is_default: bool = False) -> NameClaim:
 def check_name(url: str, name: str) -> None:
     """Raise `StoreError` for a name that another process uses; create nothing."""
     parsed = parse_url(url)
-    if sqlite_path(parsed) is None or _FileLock.path_of(parsed, name).exists():
+    if sqlite_path(parsed) is None or _FileClaim.path_of(parsed, name).exists():
         claim_name(url, name).close()
-
-
-def _lock_of(url: URL, name: str) -> _Lock:
-    return _ServerLock(url, name) if sqlite_path(url) is None else _FileLock(url, name)
 
 
 def _this_process() -> str:
     return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-class _FileLock:
-    """A lock on a file beside a SQLite database."""
+class _FileClaim(NameClaim):
+    """A claim by a lock on a file beside a SQLite database."""
 
     def __init__(self, url: URL, name: str) -> None:
+        super().__init__(name)
         self._path = self.path_of(url, name)
         self._file = -1
 
@@ -169,11 +154,11 @@ class _FileLock:
             self._file = -1
 
 
-class _ServerLock:
-    """An advisory lock of PostgreSQL, held by a session of its own."""
+class _ServerClaim(NameClaim):
+    """A claim by an advisory lock of PostgreSQL, held by a session of its own."""
 
     def __init__(self, url: URL, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._engine = make_engine(url, Access.WRITE, _CONNECT_S)
         self._session: Connection | None = None
         self._is_held = False
@@ -184,7 +169,7 @@ class _ServerLock:
         try:
             session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": self._key(session)})
         except DBAPIError as error:
-            if diagnose(error, "").kind is not FailureKind.LOCKED:
+            if diagnose(error, "").cause is not Cause.LOCKED:
                 raise
             return False
         self._is_held = True
@@ -240,5 +225,5 @@ class _ServerLock:
     def _key(self, session: Connection) -> int:
         """Return a number for the name within this database and schema."""
         schema = session.execute(text("SELECT current_schema()")).scalar()
-        digest = hashlib.sha256(f"{schema}/{self._name}".encode()).digest()
+        digest = hashlib.sha256(f"{schema}/{self.name}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1

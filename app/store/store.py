@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class MetadataStore:
     """The database of one engine with its journal, intents and reader. Opened once at start.
 
-    After `start`, a failing database raises nothing but `StoreUnavailable`, and is reported by `health`.
+    After `start`, a failing database raises nothing but `StoreUnavailable`, and is reported by `degraded`.
     """
 
     def __init__(
@@ -81,12 +81,8 @@ class MetadataStore:
         """Return how far history is behind."""
         return self.journal.stats()
 
-    def health(self) -> list[str]:
-        """Return why the store does not write, empty when it does. Never waits."""
-        return self.journal.health()
-
     def degraded(self) -> list[str]:
-        """Return what is wrong although the store writes. Never waits."""
+        """Return what is wrong with the store. Never waits."""
         return self.journal.degraded()
 
     def set_limits(self, limits: HistoryLimits) -> None:
@@ -95,7 +91,7 @@ class MetadataStore:
 
     def close(self, timeout_s: float) -> bool:
         """Write within `timeout_s` and close; return False if something was not written."""
-        reasons = self.journal.health()
+        reasons = self.journal.degraded()
         clean = self.journal.close(timeout_s)
         if not clean:
             _log.warning(

@@ -73,7 +73,7 @@ class Service:
     def settle_history(self) -> None:
         """Wait until history is in the database."""
         if not self.store.journal.flush(10):
-            raise TimeoutError(f"history is not written: {self.store.health()}")
+            raise TimeoutError(f"history is not written: {self.store.degraded()}")
 
 
 def engine_router() -> APIRouter:

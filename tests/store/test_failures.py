@@ -35,7 +35,7 @@ ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset
 
 
 def told(store: MetadataStore, *words: str) -> bool:
-    return any(all(word in reason for word in words) for reason in store.health())
+    return any(all(word in reason for word in words) for reason in store.degraded())
 
 
 def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
                 with pytest.raises(StoreUnavailable, match="locked"):
                     call()
             assert store.reader.evictions().items == [], "readers go on beside a writer"
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
         after = store.journal_stats()
@@ -80,7 +80,7 @@ def test_a_lock_is_noticed_without_traffic(path: Path) -> None:
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             wait_until(lambda: told(store, "locked"), "an idle journal notices too")
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
 
 
 def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_a_full_database_is_told_and_recovers(path: Path) -> None:
         assert manager.counts().ready == 50
         assert in_file(path) != {}
         limit_pages()
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager)
         stats = store.journal_stats()
@@ -140,7 +140,7 @@ def test_a_database_that_turns_read_only_is_told_still_read_and_recovers(path: P
             stats = store.journal_stats()
             assert (stats.written, stats.queued + stats.dropped) == (50, 40 * 50)
             assert 1000 <= stats.dropped < 40 * 50
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert in_file(path) == in_memory(manager) != {}
         after = store.journal_stats()
@@ -164,10 +164,10 @@ with running(path, 50, max_queued_rows=1000) as (store, manager):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4096, hard))
     for step in range(1, 60):
         fill(manager, range(step * 50, step * 50 + 50), START_S + step, RequestIdentity("long " * 20))
-    wait_until(lambda: any("cannot grow" in r or "full" in r for r in store.health()), "health says it cannot grow")
+    wait_until(lambda: any("cannot grow" in r or "full" in r for r in store.degraded()), "health says it cannot grow")
     assert manager.counts().ready == 50
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    wait_until(lambda: store.health() == [], "health is well again")
+    wait_until(lambda: store.degraded() == [], "health is well again")
     assert store.journal.flush(DEADLINE_S)
     assert in_file(path) == in_memory(manager) != {}
     stats = store.journal_stats()
@@ -203,5 +203,5 @@ def test_a_failure_is_logged_once_a_while(path: Path, caplog: pytest.LogCaptureF
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):
             wait_until(lambda: store.journal.failures >= 3, "it has failed three times")
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
     assert len([record for record in caplog.records if "locked" in record.getMessage()]) == 1

@@ -94,7 +94,7 @@ def test_what_users_put_into_ids_is_kept_and_found(where: Where) -> None:
         for number, request in enumerate(hostile):
             store.journal.evicted(eviction([number], START_S + number, request=request))
         assert store.journal.flush(DEADLINE_S)
-        assert store.health() == []
+        assert store.degraded() == []
         assert store.journal_stats().written == len(hostile)
         for number, request in enumerate(hostile):
             found = store.reader.evictions(EvictionFilter(request=request)).items
@@ -117,7 +117,7 @@ def test_a_batch_that_cannot_be_written_is_dropped_alone(where: Where) -> None:
         assert (stats.written, stats.dropped, stats.queued) == (10, 2, 0)
         keys = {item.key for item in store.reader.evictions().items}
         assert keys == {key_of(n).hex() for n in (0, 1, 2, 3, 4, 10, 11, 12, 13, 14)}
-        assert store.health() == []
+        assert store.degraded() == []
 
 
 def test_the_queue_counts_every_row_once() -> None:

@@ -56,7 +56,7 @@ def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> No
             replace(late, order=0),
             RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ]
-        assert store.health() == []
+        assert store.degraded() == []
     with running(where, engine="another") as (store, _):
         assert store.reader.load_rules() == []
 
@@ -176,8 +176,8 @@ def test_nothing_secret_or_personal_is_logged(path: Path, caplog: pytest.LogCapt
         assert store.journal.flush(DEADLINE_S)
         limit_pages(1)
         store.journal.evicted(eviction(range(5000), request="private-request-id"))
-        wait_until(lambda: any("full" in reason for reason in store.health()), "it is full")
+        wait_until(lambda: any("full" in reason for reason in store.degraded()), "it is full")
         limit_pages()
-        wait_until(lambda: store.health() == [], "it is well again")
+        wait_until(lambda: store.degraded() == [], "it is well again")
     assert any("full" in record.getMessage() for record in caplog.records)
     assert "private-request-id" not in caplog.text

@@ -146,7 +146,7 @@ def test_close_writes_what_is_left(where: Where) -> None:
     assert not store.journal.is_alive()
     assert count(where, "evictions") == 64
     assert in_file(where) == in_memory(manager)
-    assert store.health() != []
+    assert store.degraded() != []
 
 
 def test_the_thread_can_be_started_again(where: Where) -> None:
@@ -173,11 +173,11 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
     source = Broken()
     store, _ = open_store(where)
     store.start(source)
-    wait_until(lambda: any("a bug of ours" in reason for reason in store.health()), "health names the bug")
+    wait_until(lambda: any("a bug of ours" in reason for reason in store.degraded()), "health names the bug")
     store.journal.evicted(eviction([1]))
     wait_until(lambda: store.journal_stats().written == 1, "history goes on")
     source.broken = False
-    wait_until(lambda: store.health() == [], "health is well again")
+    wait_until(lambda: store.degraded() == [], "health is well again")
     assert store.journal.is_alive()
     assert store.close(DEADLINE_S)
 
@@ -192,10 +192,10 @@ def test_a_dead_thread_is_told_and_can_be_started_again(where: Where) -> None:
 
     store, manager = open_store(where)
     store.start(Deadly())
-    wait_until(lambda: any("does not run" in reason for reason in store.health()), "health says that it died")
+    wait_until(lambda: any("does not run" in reason for reason in store.degraded()), "health says that it died")
     fill(manager, range(3))
     store.start(Inventory(manager))
     assert store.journal.flush(DEADLINE_S)
-    assert store.health() == []
+    assert store.degraded() == []
     assert in_file(where) == in_memory(manager) != {}
     assert store.close(DEADLINE_S)

@@ -38,14 +38,14 @@ def test_a_server_that_dies_is_told_and_caught_up_with_when_it_is_back(server: S
         fill(manager, range(100, 164), START_S + 1)
         for number in range(10):
             store.journal.evicted(eviction(range(number * 50, number * 50 + 50)))
-        wait_until(lambda: store.health() != [], "the loss of the server shows")
-        assert "kvferry@" not in " ".join(store.health())
+        wait_until(lambda: store.degraded() != [], "the loss of the server shows")
+        assert "kvferry@" not in " ".join(store.degraded())
         with pytest.raises(StoreUnavailable):
             store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
         with pytest.raises(StoreUnavailable):
             store.reader.evictions()
         server.start()
-        wait_until(lambda: store.health() == [], "the server's return shows")
+        wait_until(lambda: store.degraded() == [], "the server's return shows")
         assert store.journal.flush(DEADLINE_S)
         stats = store.journal_stats()
         assert stats.dropped > 0, "the queue is bounded"
@@ -61,9 +61,9 @@ def test_a_table_that_others_lock_is_waited_for_no_longer_than_told(server: Serv
         store.journal.evicted(eviction([1]))
         with pytest.raises(StoreUnavailable, match="locked"):
             store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
-        wait_until(lambda: any("locked" in reason for reason in store.health()), "the lock shows")
+        wait_until(lambda: any("locked" in reason for reason in store.degraded()), "the lock shows")
         other.rollback()
-        wait_until(lambda: store.health() == [], "its end shows")
+        wait_until(lambda: store.degraded() == [], "its end shows")
         assert store.journal.flush(DEADLINE_S)
         assert [item.key for item in store.reader.evictions().items] == [key_of(1).hex()]
 

@@ -63,7 +63,7 @@ def test_replaced_file_is_reported_and_not_written(path: Path, damage: Callable[
     damage(path)
     found = path.read_bytes() if path.exists() else None
     wait_until(
-        lambda: any(str(path) in reason and "until a restart" in reason for reason in store.health()),
+        lambda: any(str(path) in reason and "until a restart" in reason for reason in store.degraded()),
         "health says that the file was replaced",
     )
     within_deadline(lambda: fill(manager, range(200, 210), START_S + 1))
@@ -82,10 +82,10 @@ def test_file_moved_back_is_written_again(path: Path) -> None:
         assert store.journal.flush(DEADLINE_S)
         moved = path.with_name("moved.db")
         path.rename(moved)
-        wait_until(lambda: store.health() != [], "health says that the file is gone")
+        wait_until(lambda: store.degraded() != [], "health says that the file is gone")
         fill(manager, range(100, 110), START_S + 1)
         moved.rename(path)
-        wait_until(lambda: store.health() == [], "health is well again")
+        wait_until(lambda: store.degraded() == [], "health is well again")
         assert store.journal.flush(DEADLINE_S)
         assert shell(path, "PRAGMA integrity_check") == [("ok",)]
         assert in_file(path) == in_memory(manager)

@@ -220,7 +220,7 @@ def test_rows_that_make_no_sense_cost_the_rows_only(
     second = Engine(tmp_path)
     assert (second.started.recovered, second.present()) == (3, {1, 2, 3})
     assert second.store.journal.flush(DEADLINE_S)
-    assert second.store.health() == []
+    assert second.store.degraded() == []
     assert "Traceback" not in caplog.text
     second.die()
 

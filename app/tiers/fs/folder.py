@@ -20,11 +20,10 @@ import stat
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.block_store import Interrupted
 from kvferry.app.tiers.fs.format import BadFile
 from kvferry.app.tiers.fs.index import Name
@@ -40,35 +39,15 @@ _PER_FILE_BYTES = 512
 """Estimate for the inode and the directory entry of a file."""
 
 
-class Trouble(Enum):
-    """State of a folder that cannot be written, or cannot be read either."""
-
-    FULL = "full"
-    UNWRITABLE = "unwritable"
-    GONE = "gone"
-    BROKEN = "broken"
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether existing files can be read."""
-        return self in (Trouble.FULL, Trouble.UNWRITABLE)
-
-
+READABLE = (Cause.FULL, Cause.DENIED)
+"""Causes with which existing files can be read."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _OF_WHOLE = frozenset(
     (*_NO_SPACE, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 )
-_KINDS = dict.fromkeys((*_NO_SPACE, errno.EFBIG), Trouble.FULL)
-_KINDS |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Trouble.UNWRITABLE)
-_KINDS |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), Trouble.GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """A trouble, and the system's error text."""
-
-    trouble: Trouble
-    text: str
+_CAUSES = dict.fromkeys((*_NO_SPACE, errno.EFBIG), Cause.FULL)
+_CAUSES |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), Cause.DENIED)
+_CAUSES |= dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV), Cause.GONE)
 
 
 def is_no_space(error: OSError) -> bool:
@@ -81,10 +60,10 @@ def is_of_whole(error: OSError) -> bool:
     return error.errno in _OF_WHOLE
 
 
-def diagnose(error: OSError) -> Diagnosis:
-    """Return the trouble that an error means."""
+def diagnose(error: OSError) -> Shortfall:
+    """Return the shortfall that an error of the whole folder means."""
     text = os.strerror(error.errno) if error.errno else str(error)
-    return Diagnosis(_KINDS.get(error.errno or 0, Trouble.BROKEN), text)
+    return Shortfall(_CAUSES.get(error.errno or 0, Cause.BROKEN), text)
 
 
 OnSkipped = Callable[[str, OSError], None]

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
+from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
 from kvferry.app.tiers.fs.folder import (
     NAMESPACE_BYTES,
-    Diagnosis,
+    READABLE,
     Folder,
     FolderInUse,
     FoundFile,
-    Trouble,
     diagnose,
     is_no_space,
     is_of_whole,
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _WRITE_ATTEMPTS = 4
 """On a full disk, space that was freed for a block may be taken by other processes or threads."""
-_MOVED = Diagnosis(Trouble.GONE, "the folder was moved or deleted")
+_MOVED = Shortfall(Cause.GONE, "the folder was moved or deleted")
 _DELETE_FILES = 1000
 """Files that housekeeping deletes between two checks of `stop`."""
 
@@ -54,7 +54,7 @@ class FileStore:
         self._namespace = namespace
         self._largest_bytes = file_bytes(slot_bytes, b"")
         self._index = FileIndex(max_bytes, folder.size_on_disk(1))
-        self._trouble: Diagnosis | None = None
+        self._trouble: Shortfall | None = None
         self._is_scanned = False
         self._num_found = 0
         self._to_delete: deque[Name] = deque()
@@ -92,7 +92,7 @@ class FileStore:
         """See `BlockStore`."""
         trouble = self._trouble
         if trouble is not None:
-            what = "new blocks are not kept" if trouble.trouble.is_readable else "no block is kept or found"
+            what = "new blocks are not kept" if trouble.cause in READABLE else "no block is kept or found"
             return [f"{self._path}: {trouble.text}; {what}"]
         return [] if self._is_scanned else [f"{self._path} is being read, {self._num_found:,} blocks so far"]
 
@@ -165,7 +165,7 @@ class FileStore:
             return Got(Outcome.CORRUPT)
         except OSError as error:
             self._to_delete += self._index.take([name])
-            if not diagnose(error).trouble.is_readable or not is_of_whole(error):
+            if diagnose(error).cause not in READABLE or not is_of_whole(error):
                 self._record_error(key.hex(), error)
             return Got(Outcome.FAILED)
         self._index.touch(name)
@@ -202,7 +202,7 @@ class FileStore:
     def tend(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         self._check_folder()
-        if self._trouble is not None and not self._trouble.trouble.is_readable:
+        if self._trouble is not None and self._trouble.cause not in READABLE:
             return
         try:
             self._folder.close_written()
@@ -225,7 +225,7 @@ class FileStore:
 
     def _is_readable(self) -> bool:
         trouble = self._trouble
-        return self._is_scanned and (trouble is None or trouble.trouble.is_readable)
+        return self._is_scanned and (trouble is None or trouble.cause in READABLE)
 
     def _delete(self, folder: Folder, names: Sequence[Name]) -> None:
         """Delete files that were removed from the index; failed deletions are repeated later."""
@@ -322,12 +322,12 @@ class FileStore:
         else:
             self._skip(entry, error)
 
-    def _note(self, diagnosis: Diagnosis) -> None:
+    def _note(self, trouble: Shortfall) -> None:
         """Record what is wrong, and log it if it is new."""
-        news = self._trouble is None or self._trouble.trouble is not diagnosis.trouble
-        self._trouble = diagnosis
+        news = self._trouble is None or self._trouble.cause is not trouble.cause
+        self._trouble = trouble
         if news:
-            key = diagnosis.trouble.value
+            key = trouble.cause
             self._seldom.log(logging.ERROR, key, "tier %s: %s", self._name, "; ".join(self.health()))
 
     def _check_folder(self) -> None:
@@ -343,7 +343,7 @@ class FileStore:
                 return
             self._folder.probe(self._largest_bytes, self._namespace)
         except FolderInUse:
-            self._note(Diagnosis(Trouble.GONE, "another process uses it"))
+            self._note(Shortfall(Cause.GONE, "another process uses it"))
         except OSError as error:
             self._note(diagnose(error))
         else:
