@@ -7,11 +7,11 @@ Several threads call it at once, at most one of them `tend` or `reset`. A call m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierCounts
 
 
 class Outcome(StrEnum):
@@ -24,30 +24,6 @@ class Outcome(StrEnum):
     MISSING = "missing"
     CORRUPT = "corrupt"
     FAILED = "failed"
-
-
-class Got(NamedTuple):
-    """Result of one `get`, and the origin of a block that was loaded."""
-
-    outcome: Outcome
-    origin: RequestIdentity | None = None
-
-
-class Dropped(NamedTuple):
-    """Blocks and bytes that a reset dropped."""
-
-    blocks: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSize:
-    """What a store holds, and how many blocks it evicted."""
-
-    blocks: int
-    num_bytes: int
-    max_bytes: int
-    evicted: int
 
 
 class Interrupted(Exception):
@@ -69,16 +45,19 @@ class BlockStore(Protocol):
     def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         """Store a block completely or not at all; `data` must not be used after the call returned."""
 
-    def get(self, key: Key, into: memoryview) -> Got:
-        """Fill `into`, whose length is the block's. `LOADED` means: verified bytes that were put under this key."""
+    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
+        """Fill `into`, whose length is the block's; return the outcome, and the origin of a block that was loaded.
+
+        `LOADED` means: verified bytes that were put under this key.
+        """
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Remove keys: at once from memory, also those that are being put; later from the medium."""
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """Remove everything, or what matching requests stored, durably. No `put` or `get` runs meanwhile.
 
-        Raises `Interrupted` once `stop` turns true half-way.
+        Returns the blocks and bytes that were dropped. Raises `Interrupted` once `stop` turns true half-way.
         """
 
     def tend(self, stop: Callable[[], bool]) -> None:
@@ -87,8 +66,8 @@ class BlockStore(Protocol):
     def health(self) -> Sequence[str]:
         """Return what impairs the store, one reason an item."""
 
-    def size(self) -> StoreSize:
-        """Return what the store holds now."""
+    def size(self) -> TierCounts:
+        """Return blocks, bytes, their limit, and how many blocks were evicted; the other counts are ignored."""
 
     def close(self) -> None:
         """Release all resources. No other call runs or follows."""

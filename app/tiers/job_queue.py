@@ -7,8 +7,9 @@ of each kind is bounded; blocks beyond the bound are dropped. All state is in me
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -48,11 +49,22 @@ class OpenJob:
     canceled: bool = False
 
 
-class Work(NamedTuple):
-    """One piece of work: the block at a place in its job, or a whole look-up."""
+Work = tuple[OpenJob, int]
+"""One piece of work: the block at a place in its job, or a whole look-up."""
 
-    job: OpenJob
-    place: int
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A thread, its work and when that began, and the guard that it holds while it accesses a slot."""
+
+    thread: threading.Thread | None = None
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    work: Work | None = None
+    since_s: float = 0.0
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self.thread is not None and self.thread.is_alive()
 
 
 class Reset(NamedTuple):
@@ -66,15 +78,14 @@ class Reset(NamedTuple):
 class JobQueue:
     """Jobs between the callers that submit and poll, and the threads that take and finish work."""
 
-    def __init__(self, max_waiting_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_waiting_blocks: int, num_workers: int) -> None:
         """`max_waiting_blocks` bounds each kind of job."""
+        self.workers = [Worker() for _ in range(num_workers)]
         self._max_waiting = max_waiting_blocks
-        self._clock = clock
         self._changed = threading.Condition(threading.Lock())
         self._open: dict[int, OpenJob] = {}
         self._lanes: tuple[deque[OpenJob], ...] = tuple(deque() for _ in JobKind)
         self._num_waiting = [0] * len(JobKind)
-        self._running: dict[object, Work] = {}
         self._resets: deque[Reset] = deque()
         self._closed = False
         self._results: deque[TierResult | TierResetResult] = deque()
@@ -98,7 +109,7 @@ class JobQueue:
         with self._changed:
             shut = bool(self._resets) or self._closed
             room = 0 if shut else max(self._max_waiting - self._num_waiting[job.kind], 0)
-            job.started_s = self._clock()
+            job.started_s = time.monotonic()
             job.todo.extend(todo[:room])
             job.num_left = num_taken = len(job.todo)
             if job.kind is JobKind.LOAD:
@@ -112,52 +123,50 @@ class JobQueue:
                 self._end(job)
             return len(todo) - num_taken
 
-    def take(self, thread: object, timeout_s: float) -> Work | None:
-        """Wait for the next piece of work; it is the thread's until `finish` or `give_up`. None after `timeout_s`."""
+    def take(self, worker: Worker, timeout_s: float) -> Work | None:
+        """Wait for the next piece of work; it is the worker's until `finish` or `give_up`. None after `timeout_s`."""
         with self._changed:
             work = self._pop()
             if work is None and not self._closed:
                 self._changed.wait(timeout_s)
                 work = self._pop()
-            if work is not None:
-                self._running[thread] = work
+            worker.since_s, worker.work = time.monotonic(), work
             return work
 
     def finish(
-        self, thread: object, ok: Sequence[bool], num_bytes: int = 0, origin: RequestIdentity | None = None
+        self, worker: Worker, ok: Sequence[bool], num_bytes: int = 0, origin: RequestIdentity | None = None
     ) -> bool:
-        """Record the result of a thread's work; return True if it completes a job that a request may wait for.
+        """Record the result of a worker's work; return True if it completes a job that a request may wait for.
 
         `ok` has one item, or one for each key of a look-up.
         """
         with self._changed:
-            return self._finish(thread, ok, num_bytes, origin)
+            return self._finish(worker, ok, num_bytes, origin)
 
-    def give_up(self, thread: object) -> Work | None:
+    def give_up(self, worker: Worker) -> Work | None:
         """End the unfinished work of a dead thread, if any, as failed, and return it."""
         with self._changed:
-            work = self._running.get(thread)
+            work = worker.work
             if work is not None:
-                num_answers = len(work.job.keys) if work.job.kind is JobKind.LOOK_UP else 1
-                self._finish(thread, [False] * num_answers, 0, None)
+                job, _ = work
+                self._finish(worker, [False] * (len(job.keys) if job.kind is JobKind.LOOK_UP else 1), 0, None)
             return work
 
-    def cancel(self, number: int) -> bool:
-        """Cancel a job: no thread begins to access its slots any more. Returns False if the job is not open."""
+    def cancel(self, number: int) -> None:
+        """Cancel a job if it is open; no thread accesses its slots any more."""
         with self._changed:
             job = self._open.pop(number, None)
-            if job is not None:
-                self._cancel(job)
-            return job is not None
+            if job is None:
+                return
+            self._cancel(job)
+        self._wait_for_copies()
 
-    def begin_reset(self, number: int, match: RequestFilter | None) -> list[OpenJob]:
-        """Accept nothing until the reset is done, and cancel all jobs; `fail` ends them when no copy runs any more."""
+    def begin_reset(self, number: int, match: RequestFilter | None) -> None:
+        """Accept nothing until the reset is done, and end all jobs: none of their keys is found, kept or loaded."""
         with self._changed:
-            self._resets.append(Reset(number, match, self._clock()))
-            return self._cancel_all()
-
-    def fail(self, jobs: Sequence[OpenJob]) -> None:
-        """End canceled jobs: none of their keys is found, kept or loaded."""
+            self._resets.append(Reset(number, match, time.monotonic()))
+            jobs = self._cancel_all()
+        self._wait_for_copies()
         with self._changed:
             for job in jobs:
                 job.ok[:] = False
@@ -166,7 +175,7 @@ class JobQueue:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no thread has work; return False after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout_s)
+            return self._changed.wait_for(lambda: all(worker.work is None for worker in self.workers), timeout_s)
 
     def end_reset(self, result: TierResetResult) -> None:
         """End the oldest reset; with the last one, work continues."""
@@ -183,14 +192,17 @@ class JobQueue:
         return results
 
     def close(self) -> None:
-        """Cancel all jobs, and stop the threads."""
+        """Cancel all jobs, and stop the threads; no thread accesses a slot any more."""
         with self._changed:
             self._closed = True
             self._cancel_all()
             self._changed.notify_all()
+        self._wait_for_copies()
 
-    def _finish(self, thread: object, ok: Sequence[bool], num_bytes: int, origin: RequestIdentity | None) -> bool:
-        job, place = self._running.pop(thread)
+    def _finish(self, worker: Worker, ok: Sequence[bool], num_bytes: int, origin: RequestIdentity | None) -> bool:
+        if worker.work is None:
+            raise RuntimeError("a worker without work finished")
+        (job, place), worker.work = worker.work, None
         if self._resets:
             self._changed.notify_all()
         if job.canceled:
@@ -209,13 +221,19 @@ class JobQueue:
         self._end(job)
         return job.kind is not JobKind.STORE
 
+    def _wait_for_copies(self) -> None:
+        """Wait until every copy has ended that began before this call."""
+        for worker in self.workers:
+            with worker.guard:
+                continue
+
     def _pop(self) -> Work | None:
         for lane in self._lanes:
             while lane:
                 job = lane[0]
                 if job.todo:
                     self._num_waiting[job.kind] -= 1
-                    return Work(job, job.todo.popleft())
+                    return job, job.todo.popleft()
                 lane.popleft()
         return None
 
@@ -232,5 +250,5 @@ class JobQueue:
         job.todo.clear()
 
     def _end(self, job: OpenJob) -> None:
-        seconds = self._clock() - job.started_s
+        seconds = time.monotonic() - job.started_s
         self._results.append(TierResult(job.number, job.ok, job.origins, job.num_bytes, seconds))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.settings.tiers import TierSettings, TierType, load_type
+from kvferry.app.settings.tiers import TierSettings, load_type
 from kvferry.app.tiers.queued import QueuedTier
 from kvferry.core.tiers.base import SlotBytes, Tier, TierContext, TierRefused
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -64,48 +64,44 @@ def close_tiers(tiers: Mapping[str, Tier]) -> None:
             _log.exception("tier %s: close raised", name)
 
 
-def _open(kind: TierType, entry: TierSettings, context: TierContext) -> Tier:
-    """Open a tier, behind a queue unless its type declares that its calls do not block."""
-    if getattr(kind, "nonblocking", False) is True:
-        return kind(entry, context)
-    return QueuedTier(lambda inner_context: kind(entry, inner_context), context, entry.level)
-
-
 def _open_within(entry: TierSettings, context: TierContext) -> Tier:
-    """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`."""
+    """Open one tier on a thread of its own, which is abandoned when it takes longer than `timeout_s`.
+
+    A tier is called through a queue unless its type declares that its calls do not block.
+    """
     kind = load_type(entry.type)
-    answers: queue.SimpleQueue[Tier | Exception] = queue.SimpleQueue()
-    decided = threading.Lock()
+    opened: Future[Tier] = Future()
 
     def run() -> None:
         try:
-            answer: Tier | Exception = _open(kind, entry, context)
+            if getattr(kind, "nonblocking", False) is True:
+                tier: Tier = kind(entry, context)
+            else:
+                tier = QueuedTier(lambda inner_context: kind(entry, inner_context), context, entry.level)
         except Exception as error:  # noqa: BLE001 - raised again by the waiting thread
-            answer = error
-        # The lock is taken once: by this thread, or by the waiting one when its time is over.
-        if decided.acquire(blocking=False):
-            answers.put(answer)
-        elif not isinstance(answer, Exception):
-            answer.close(CLOSE_S)
+            if opened.set_running_or_notify_cancel():
+                opened.set_exception(error)
+            return
+        if opened.set_running_or_notify_cancel():
+            opened.set_result(tier)
+        else:
+            tier.close(CLOSE_S)
 
     threading.Thread(target=run, name=f"kvferry-open-{entry.name}", daemon=True).start()
     try:
-        answer = answers.get(timeout=entry.timeout_s)
-    except queue.Empty:
-        if decided.acquire(blocking=False):
+        done, _ = wait([opened], entry.timeout_s)
+        if not done and opened.cancel():
             raise TierRefused(
                 f"KVFERRY_TIERS: tier {entry.name} did not open within timeout_s={entry.timeout_s:g} s: see whether "
                 "its disk or server answers, or give it more time"
-            ) from None
-        answer = answers.get(timeout=CLOSE_S)
-    if isinstance(answer, TierRefused):
-        raise answer
-    if isinstance(answer, Exception):
+            )
+        return opened.result(CLOSE_S)
+    except TierRefused:
+        raise
+    except Exception as error:
         raise TierRefused(
-            f"KVFERRY_TIERS: tier {entry.name} cannot be opened: {type(answer).__name__}: {answer}; see its "
-            "documentation"
-        ) from answer
-    return answer
+            f"KVFERRY_TIERS: tier {entry.name} cannot be opened: {type(error).__name__}: {error}; see its documentation"
+        ) from error
 
 
 class PoolSlots:

@@ -18,6 +18,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.app.shortfall import Cause, Shortfall
+from kvferry.app.tiers.job_queue import JobKind
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import (
@@ -34,7 +36,7 @@ from kvferry.core.tiers.base import (
 _log = logging.getLogger(__name__)
 
 MAX_WAITING_CALLS = 1024
-"""Calls that may wait for the tier's thread; jobs beyond are refused, other calls raise `TierQueueFull`."""
+"""Calls that may wait for the tier's thread; jobs beyond are refused, other calls raise `TierCallFailed`."""
 RETRY_RESET_S = 1.0
 """Interval between attempts of a reset that the tier refused with an exception."""
 POLL_S = 1.0
@@ -44,11 +46,10 @@ FAILURE_S = 60.0
 
 
 class TierCallFailed(RuntimeError):
-    """A queued call raised. Raised by `poll`: once when a method begins to fail, and while the tier's `poll` fails."""
+    """A call was not queued, or a queued call raised.
 
-
-class TierQueueFull(RuntimeError):
-    """The tier is so far behind that the call was not queued."""
+    `poll` raises it once when a method begins to fail, and while the tier's `poll` fails.
+    """
 
 
 class JobInProgress(RuntimeError):
@@ -60,9 +61,8 @@ class _Job:
     """A look-up, store or load that has no result yet. The result of a void one says no for every key."""
 
     number: int
+    kind: JobKind
     num_keys: int
-    has_slots: bool
-    is_store: bool
     submitted_s: float
     started_s: float | None = None
     is_void: bool = False
@@ -76,15 +76,6 @@ class _Call:
     method: str
     run: Callable[[], object]
     job: _Job | None = None
-
-
-@dataclass(slots=True)
-class _Failure:
-    """The last exception of a method, when it was raised, and when `poll` reported one last."""
-
-    text: str
-    at_s: float
-    reported_s: float
 
 
 class _ClosableSlots:
@@ -137,7 +128,7 @@ class QueuedTier:
         self._results: deque[TierResult | TierResetResult] = deque()
         self._running: tuple[str, float] | None = None
         self._is_poll_due = True
-        self._failures: dict[str, _Failure] = {}
+        self._failures: dict[str, Shortfall] = {}
         self._unreported: dict[str, str] = {}
         self._counts = TierCounts()
         self._health: Sequence[str] = ()
@@ -159,7 +150,7 @@ class QueuedTier:
     # --- requests and jobs --------------------------------------------------------------------------------------
 
     def on_new_request(self, request: TierRequest) -> Level:
-        """See the class. Raises `TierQueueFull`."""
+        """See the class. Raises `TierCallFailed`."""
         with self._changed:
             self._put(_Call("on_new_request", lambda: self._announce(request)))
             return self._level
@@ -172,18 +163,15 @@ class QueuedTier:
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `kvferry.core.tiers.base.Tier`."""
-        job = _Job(number, len(keys), has_slots=False, is_store=False, submitted_s=time.monotonic())
-        self._submit("look_up", job, lambda: self._tier.look_up(number, keys))
+        self._submit(JobKind.LOOK_UP, number, len(keys), lambda: self._tier.look_up(number, keys))
 
     def store(self, job: TierJob) -> None:
         """See `kvferry.core.tiers.base.Tier`. Refused blocks count as dropped."""
-        opened = _Job(job.number, len(job), has_slots=True, is_store=True, submitted_s=time.monotonic())
-        self._submit("store", opened, lambda: self._pass_on(job, self._tier.store))
+        self._submit(JobKind.STORE, job.number, len(job), lambda: self._pass_on(job, self._tier.store))
 
     def load(self, job: TierJob) -> None:
         """See `kvferry.core.tiers.base.Tier`. Refused blocks count as failed."""
-        opened = _Job(job.number, len(job), has_slots=True, is_store=False, submitted_s=time.monotonic())
-        self._submit("load", opened, lambda: self._pass_on(job, self._tier.load))
+        self._submit(JobKind.LOAD, job.number, len(job), lambda: self._pass_on(job, self._tier.load))
 
     def cancel(self, number: int) -> None:
         """See the class. Raises `JobInProgress`."""
@@ -198,16 +186,16 @@ class QueuedTier:
                 job.is_canceled = job.is_void = True
                 self._calls.appendleft(_Call("cancel", partial(self._cancel, job)))
                 self._changed.notify_all()
-            if job.has_slots:
+            if job.kind is not JobKind.LOOK_UP:
                 raise JobInProgress(f"job {number} is in progress; its slots are in use until it ends")
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """See `kvferry.core.tiers.base.Tier`. Raises `TierQueueFull`."""
+        """See `kvferry.core.tiers.base.Tier`. Raises `TierCallFailed`."""
         with self._changed:
             self._put(_Call("drop", lambda: self._tier.drop(keys)))
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
-        """See the class. Raises `TierQueueFull`."""
+        """See the class. Raises `TierCallFailed`."""
         with self._changed:
             for removed in self._remove_waiting(lambda job: True):
                 self._results.append(_refusal(removed))
@@ -237,7 +225,7 @@ class QueuedTier:
         """See `kvferry.core.tiers.base.Tier`."""
         with self._changed:
             now_s = time.monotonic()
-            reasons = [failure.text for failure in self._failures.values() if now_s - failure.at_s < FAILURE_S]
+            reasons = [failure.text for failure in self._failures.values() if now_s - failure.since_s < FAILURE_S]
             if self._running is not None and self._is_hung(now_s):
                 method, since_s = self._running
                 reasons.append(f"its call {method} has not returned for {now_s - since_s:.0f} s, so it gets no jobs")
@@ -279,24 +267,25 @@ class QueuedTier:
 
     def _put(self, call: _Call) -> None:
         if self._is_closed:
-            raise TierQueueFull(f"{call.method} is not passed on: the tier is closed")
+            raise TierCallFailed(f"{call.method} is not passed on: the tier is closed")
         if len(self._calls) >= self._max_waiting:
-            raise TierQueueFull(f"{call.method} is not passed on: {len(self._calls)} calls wait for the tier")
+            raise TierCallFailed(f"{call.method} is not passed on: {len(self._calls)} calls wait for the tier")
         self._calls.append(call)
         self._changed.notify_all()
 
-    def _submit(self, method: str, job: _Job, run: Callable[[], object]) -> None:
+    def _submit(self, kind: JobKind, number: int, num_keys: int, run: Callable[[], object]) -> None:
+        job = _Job(number, kind, num_keys, time.monotonic())
         with self._changed:
             is_full = self._is_closed or len(self._calls) >= self._max_waiting
             if is_full or self._retry_at_s is not None or self._is_hung(time.monotonic()):
                 self._refuse(job)
                 return
             self._open[job.number] = job
-            self._put(_Call(method, run, job))
+            self._put(_Call(kind.name.lower(), run, job))
 
     def _refuse(self, job: _Job) -> None:
-        self._num_dropped += job.num_keys if job.is_store else 0
-        self._num_failed += job.num_keys if job.has_slots and not job.is_store else 0
+        self._num_dropped += job.num_keys if job.kind is JobKind.STORE else 0
+        self._num_failed += job.num_keys if job.kind is JobKind.LOAD else 0
         self._results.append(_refusal(job))
 
     def _remove_waiting(self, is_meant: Callable[[_Job], bool]) -> list[_Job]:
@@ -388,7 +377,7 @@ class QueuedTier:
         else:
             waited_s = job.started_s - job.submitted_s
             self._results.append(replace(result, seconds=result.seconds + waited_s))
-        return not job.is_store
+        return job.kind is not JobKind.STORE
 
     def _try(self, method: str, run: Callable[[], object]) -> BaseException | None:
         """Call the tier without any lock; return what it raised."""
@@ -412,8 +401,8 @@ class QueuedTier:
         now_s = time.monotonic()
         text = f"{method} failed: {_text_of(error)}"
         known = self._failures.get(method)
-        is_new = known is None or now_s - known.reported_s > FAILURE_S
-        self._failures[method] = _Failure(text, now_s, now_s if known is None or is_new else known.reported_s)
+        is_new = known is None or now_s - known.since_s >= FAILURE_S
+        self._failures[method] = Shortfall(Cause.BROKEN, text, now_s if known is None or is_new else known.since_s)
         if is_new or method == "poll":
             self._unreported[method] = text
 
@@ -451,14 +440,10 @@ class QueuedTier:
             self._end(job)
 
     def _refresh_counts(self) -> None:
-        counts = self._tier.counts()
-        with self._changed:
-            self._counts = counts
+        self._counts = self._tier.counts()
 
     def _refresh_health(self) -> None:
-        reasons = list(self._tier.health())
-        with self._changed:
-            self._health = reasons
+        self._health = list(self._tier.health())
 
     def _request_poll(self) -> None:
         """Have the tier polled: it has something new. Any thread."""

@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore, Interrupted, Outcome
-from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Work
+from kvferry.app.tiers.job_queue import JobKind, JobQueue, OpenJob, Worker
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
@@ -33,27 +33,7 @@ _COPY_BYTES = 256 << 10
 _IDLE_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """A thread, its work and when that began, and the guard that it holds while it accesses a slot."""
-
-    thread: threading.Thread | None = None
-    guard: threading.Lock = field(default_factory=threading.Lock)
-    work: Work | None = None
-    since_s: float = 0.0
-
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self.thread is not None and self.thread.is_alive()
-
-
-class _Done(NamedTuple):
-    """Result of a piece of work: the answers of a look-up, or the outcome of a block that was not canceled."""
-
-    outcome: Outcome | None = None
-    num_bytes: int = 0
-    origin: RequestIdentity | None = None
-    found: Sequence[bool] = (False,)
+_SUCCESSFUL = (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
 
 
 class ThreadedTier:
@@ -66,15 +46,15 @@ class ThreadedTier:
         self._store = store
         self._settings = settings
         self._context = context
-        self._queue = JobQueue(settings.queue_blocks, time.monotonic)
+        self._queue = JobQueue(settings.queue_blocks, settings.threads)
         self._counting = threading.Lock()
         self._counts = dict.fromkeys(Outcome, 0)
         self._bytes = dict.fromkeys(Outcome, 0)
         self._reset_asked = threading.Event()
         self._seldom = RateLimitedLogger(_log)
         self._starting = threading.Lock()
-        self._workers = [_Worker() for _ in range(settings.threads)]
-        self._housekeeper = _Worker()
+        self._workers = self._queue.workers
+        self._housekeeper = Worker()
         self._start_threads(again=False)
 
     @property
@@ -116,8 +96,7 @@ class ThreadedTier:
 
     def cancel(self, number: int) -> None:
         """See `Tier`."""
-        if self._queue.cancel(number):
-            self._wait_for_copies()
+        self._queue.cancel(number)
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `Tier`."""
@@ -125,9 +104,7 @@ class ThreadedTier:
 
     def reset(self, number: int, match: RequestFilter | None) -> None:
         """See `Tier`. Nothing is accepted until the store has carried it out, with no other call running."""
-        jobs = self._queue.begin_reset(number, match)
-        self._wait_for_copies()
-        self._queue.fail(jobs)
+        self._queue.begin_reset(number, match)
         self._reset_asked.set()
 
     def poll(self) -> Sequence[TierResult | TierResetResult]:
@@ -159,11 +136,8 @@ class ThreadedTier:
         """See `Tier`."""
         size = self._store.size()
         with self._counting:
-            return TierCounts(
-                blocks=size.blocks,
-                bytes=size.num_bytes,
-                max_bytes=size.max_bytes,
-                evicted=size.evicted,
+            return replace(
+                size,
                 stored_bytes=self._bytes[Outcome.STORED],
                 loaded_bytes=self._bytes[Outcome.LOADED],
                 **{outcome.value: count for outcome, count in self._counts.items()},
@@ -172,7 +146,6 @@ class ThreadedTier:
     def close(self, timeout_s: float) -> None:
         """See `Tier`. A thread that hangs is left behind, and the store is not closed then."""
         self._queue.close()
-        self._wait_for_copies()
         self._reset_asked.set()
         deadline_s = time.monotonic() + timeout_s
         threads = [worker.thread for worker in (*self._workers, self._housekeeper) if worker.thread is not None]
@@ -194,9 +167,8 @@ class ThreadedTier:
             for worker in (*self._workers, self._housekeeper):
                 if worker.is_alive():
                     continue
-                worker.work = None
                 work = self._queue.give_up(worker)
-                if work is not None and work.job.kind is not JobKind.LOOK_UP:
+                if work is not None and work[0].kind is not JobKind.LOOK_UP:
                     self._count(Outcome.FAILED, 1)
                 worker.thread = threading.Thread(
                     target=self._run_housekeeping if worker is self._housekeeper else self._serve,
@@ -208,7 +180,7 @@ class ThreadedTier:
         finally:
             self._starting.release()
 
-    def _serve(self, worker: _Worker, again: bool) -> None:
+    def _serve(self, worker: Worker, again: bool) -> None:
         """Carry out one piece of work after another."""
         self._log_restart(again)
         stage = np.empty(self._context.slot_bytes, dtype=np.uint8)
@@ -216,37 +188,51 @@ class ThreadedTier:
             work = self._queue.take(worker, _IDLE_S)
             if work is None:
                 continue
-            worker.since_s, worker.work = time.monotonic(), work
+            job, place = work
+            origin, found = None, [False] * len(job.keys)
+            outcome: Outcome | None = Outcome.FAILED
             try:
-                done = self._do_work(work, worker, stage)
+                if job.blocks is None:
+                    found = self._find(job.keys)
+                else:
+                    outcome, origin = self._move(job, job.blocks, place, worker.guard, stage)
             except Exception as error:  # noqa: BLE001 - this block failed, the tier continues
-                self._log_error(f"a {work.job.kind.name.lower().replace('_', '-')} failed", error)
-                done = _Done(Outcome.FAILED, found=[False] * len(work.job.keys))
-            worker.work = None
-            self._end(worker, work, done)
+                self._log_error(f"a {job.kind.name.lower().replace('_', '-')} failed", error)
+            if job.blocks is None:
+                ended = self._queue.finish(worker, found)
+            else:
+                num_bytes = int(job.blocks.num_bytes[place]) if outcome in _SUCCESSFUL else 0
+                if outcome is not None:
+                    self._count(outcome, 1, num_bytes)
+                ended = self._queue.finish(worker, [outcome in _SUCCESSFUL], num_bytes, origin)
+            if ended:
+                self._context.on_finished()
 
-    def _do_work(self, work: Work, worker: _Worker, stage: NDArray[np.uint8]) -> _Done:
-        job, place = work
-        if job.blocks is None:
-            found = self._store.find(job.keys)
-            if len(found) != len(job.keys):
-                raise ValueError(f"{len(found)} answers for {len(job.keys)} keys")
-            return _Done(found=found)
-        num_bytes = int(job.blocks.num_bytes[place])
+    def _find(self, keys: Sequence[Key]) -> list[bool]:
+        found = list(self._store.find(keys))
+        if len(found) != len(keys):
+            raise ValueError(f"{len(found)} answers for {len(keys)} keys")
+        return found
+
+    def _move(
+        self, job: OpenJob, blocks: TierJob, place: int, guard: threading.Lock, stage: NDArray[np.uint8]
+    ) -> tuple[Outcome | None, RequestIdentity | None]:
+        """Store or load one block; return its outcome, None if the job was canceled, and the origin of a loaded one."""
+        num_bytes = int(blocks.num_bytes[place])
         if not 0 < num_bytes <= len(stage):
             raise ValueError(f"a block of {num_bytes} bytes, where a slot has {len(stage)}")
         staged = stage[:num_bytes]
-        views = self._context.slots.views(int(job.blocks.slots[place]), num_bytes)
+        views = self._context.slots.views(int(blocks.slots[place]), num_bytes)
         if job.kind is JobKind.STORE:
-            if not _copy(job, worker.guard, views, staged, to_slot=False):
-                return _Done()
-            return _Done(self._store.put(job.keys[place], staged.data, job.blocks.origins[place]), num_bytes)
-        got = self._store.get(job.keys[place], staged.data)
-        if got.outcome is Outcome.LOADED and not _copy(job, worker.guard, views, staged, to_slot=True):
-            return _Done()
-        return _Done(got.outcome, num_bytes, got.origin)
+            if not _copy(job, guard, views, staged, to_slot=False):
+                return None, None
+            return self._store.put(job.keys[place], staged.data, blocks.origins[place]), None
+        outcome, origin = self._store.get(job.keys[place], staged.data)
+        if outcome is Outcome.LOADED and not _copy(job, guard, views, staged, to_slot=True):
+            return None, None
+        return outcome, origin
 
-    def _run_housekeeping(self, worker: _Worker, again: bool) -> None:
+    def _run_housekeeping(self, worker: Worker, again: bool) -> None:
         """Run the store's housekeeping every second, and resets when requested."""
         self._log_restart(again)
         while not self._queue.is_closed:
@@ -267,8 +253,8 @@ class ThreadedTier:
         while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:
             if not self._queue.wait_idle(TEND_S):
                 return
-            dropped = self._store.reset(reset.match, lambda: self._queue.is_closed)
-            self._queue.end_reset(TierResetResult(reset.number, dropped.blocks, dropped.num_bytes))
+            blocks, num_bytes = self._store.reset(reset.match, lambda: self._queue.is_closed)
+            self._queue.end_reset(TierResetResult(reset.number, blocks, num_bytes))
             self._context.on_finished()
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -280,24 +266,10 @@ class ThreadedTier:
         now_s = time.monotonic()
         return all(self._hung_s(worker, now_s) for worker in self._workers)
 
-    def _hung_s(self, worker: _Worker, now_s: float) -> float:
+    def _hung_s(self, worker: Worker, now_s: float) -> float:
         """Return for how long a thread has hung in one call, 0 if it does not."""
         busy_s = now_s - worker.since_s if worker.work is not None else 0.0
         return busy_s if busy_s > self.timeout_s else 0.0
-
-    def _wait_for_copies(self) -> None:
-        """Wait until every copy has ended that began before this call."""
-        for worker in self._workers:
-            with worker.guard:
-                continue
-
-    def _end(self, worker: _Worker, work: Work, done: _Done) -> None:
-        ok = done.outcome in (Outcome.STORED, Outcome.PRESENT, Outcome.LOADED)
-        if done.outcome is not None and work.job.kind is not JobKind.LOOK_UP:
-            self._count(done.outcome, 1, done.num_bytes)
-        answers = done.found if work.job.kind is JobKind.LOOK_UP else [ok]
-        if self._queue.finish(worker, answers, done.num_bytes if ok else 0, done.origin):
-            self._context.on_finished()
 
     def _count(self, outcome: Outcome, count: int, num_bytes: int = 0) -> None:
         with self._counting:

@@ -6,8 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from kvferry.app.tiers.block_store import Outcome
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierCounts
 
 
 class DictionaryStore:
@@ -53,28 +54,28 @@ class DictionaryStore:
             self.blocks[key] = (content, origin)
             return Outcome.STORED
 
-    def get(self, key: Key, into: memoryview) -> Got:
+    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
         self._pass()
         with self._lock:
             self._num_inside -= 1
             found = self.blocks.get(key)
         if found is None:
-            return Got(Outcome.MISSING)
+            return Outcome.MISSING, None
         into[:] = found[0]
-        return Got(Outcome.LOADED, found[1])
+        return Outcome.LOADED, found[1]
 
     def drop(self, keys: Sequence[Key]) -> None:
         with self._lock:
             for key in keys:
                 self.blocks.pop(key, None)
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         self.overlapped |= self._num_inside > 0
         self._pass()
         with self._lock:
             self._num_inside -= 1
             meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
-            return Dropped(len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant))
+            return len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant)
 
     def tend(self, stop: Callable[[], bool]) -> None:
         self.tended.set()
@@ -82,9 +83,9 @@ class DictionaryStore:
     def health(self) -> Sequence[str]:
         return []
 
-    def size(self) -> StoreSize:
+    def size(self) -> TierCounts:
         with self._lock:
-            return StoreSize(len(self.blocks), self._num_bytes(), self._max_bytes, self._evicted)
+            return TierCounts(len(self.blocks), self._num_bytes(), self._max_bytes, evicted=self._evicted)
 
     def close(self) -> None:
         self.closed = True

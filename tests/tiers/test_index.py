@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvferry.app.tiers.fs.index import FileIndex, Verdict
+from kvferry.app.tiers.block_store import Outcome
+from kvferry.app.tiers.fs.index import FileIndex
 from kvferry.core.pool.index import BlockIndex
 from tests.harness.effort import examples
 
@@ -46,27 +47,25 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=names, size=sizes)
     def begin(self, name: bytes, size: int) -> None:
-        room = self.index.begin(name, size)
+        victims = self.index.begin(name, size)
         if name in self.held:
-            assert room.verdict is Verdict.PRESENT
+            assert victims is Outcome.PRESENT
             self.held.move_to_end(name)
             return
         if name in self.writing or name in self.leaving:
-            assert room.verdict is Verdict.BUSY
+            assert victims is Outcome.DROPPED
             return
         excess = self.taken() + size - self.max_bytes
         excess_files = len(self.held) + len(self.writing) + 1 - self.max_files
         if excess > sum(self.held.values()) or excess_files > len(self.held):
-            assert room.verdict is Verdict.NO_ROOM
-            assert not room.victims
+            assert victims is Outcome.DROPPED
             return
-        assert room.verdict is Verdict.GRANTED
         expected = []
         while excess > 0 or excess_files > 0:
             victim, freed = self.held.popitem(last=False)
             excess, excess_files = excess - freed, excess_files - 1
             expected.append(victim)
-        assert list(room.victims) == expected
+        assert victims == expected
         # The writer deletes them before it writes, so they count no more, but their names are taken.
         self.leaving.update(dict.fromkeys(expected, 0))
         self.writing[name] = size
@@ -183,10 +182,10 @@ def test_an_index_grows_while_most_of_its_names_have_left_and_others_came() -> N
     index.deleted(index.take(first[:40_000]))
     other = [number.to_bytes(41, "big") for number in range(10**6, 10**6 + 60_000)]
     for name in other:
-        assert index.begin(name, 4096).verdict is Verdict.GRANTED
+        assert index.begin(name, 4096) == []
         assert index.commit(name)
         if int.from_bytes(name, "big") % 10 == 0:
-            assert index.begin(name, 4096).verdict is Verdict.PRESENT
+            assert index.begin(name, 4096) is Outcome.PRESENT
     assert index._entries.size > 100_000
     assert not index._entries.is_growing
     assert not any(index.find(first[:40_000]))
@@ -198,4 +197,4 @@ def test_names_of_several_lengths_are_found_whatever_they_come_with() -> None:
     names = [b"c" * 41, b"b" * 17, b"a" * 29]
     index.fill(names, np.full(3, 5), np.array([1.0, 2.0, 3.0]))
     assert index.find(names) == [True] * 3
-    assert [index.begin(name, 5).verdict for name in names] == [Verdict.PRESENT] * 3
+    assert [index.begin(name, 5) for name in names] == [Outcome.PRESENT] * 3

@@ -14,7 +14,7 @@ from kvferry.app.settings import tiers as tier_settings
 from kvferry.app.settings.tiers import BUILT_IN, GROUP, TierSettings, read_tiers
 from kvferry.app.tiers import queued
 from kvferry.app.tiers.opening import close_tiers, open_tiers
-from kvferry.app.tiers.queued import JobInProgress, QueuedTier, TierCallFailed, TierQueueFull
+from kvferry.app.tiers.queued import JobInProgress, QueuedTier, TierCallFailed
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext, TierRequest
 from tests.core.test_tiers import keys as keys_of_prompt
@@ -338,7 +338,7 @@ def test_calls_beyond_the_bound_are_refused_and_counted() -> None:
         lambda: bench.tier.drop(keys_of([1])),
         lambda: bench.tier.reset(200, None),
     ):
-        with pytest.raises(TierQueueFull, match="calls wait for the tier"):
+        with pytest.raises(TierCallFailed, match="calls wait for the tier"):
             call()
         bench.tier.on_request_finished("r1")
     bench.gate.open.set()

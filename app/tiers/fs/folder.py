@@ -70,10 +70,6 @@ OnSkipped = Callable[[str, OSError], None]
 """Called with an entry that is skipped, and the reason."""
 
 
-class FolderInUse(Exception):
-    """Another process has the folder open."""
-
-
 class FoundFile(NamedTuple):
     """A file found in the folder. `used_s` is when it was written or read last.
 
@@ -90,7 +86,7 @@ class Folder:
     """An open folder. All methods may block on the disk, and raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
-        """Create and lock it. Raises `FolderInUse` too."""
+        """Create and lock it. Raises `BlockingIOError` if another process has it open."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -365,8 +361,8 @@ def _lock(root: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise FolderInUse from error
+        if error.errno == errno.EACCES:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from error
         raise
     return fd
 

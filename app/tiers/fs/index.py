@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.app.tiers.block_store import Outcome
 from kvferry.core.pool.eviction.lru import RecencyQueue
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.pool.native import KeyHashes, hash_any_keys
@@ -27,22 +26,6 @@ _FIRST_FILES = 1 << 16
 _MOVED_EACH = 8
 _BATCH = 1000
 """Names that are worked on under the lock, or without a chance for other threads, at once."""
-
-
-class Verdict(Enum):
-    """Whether a file may be written."""
-
-    GRANTED = "granted"
-    PRESENT = "present"
-    BUSY = "busy"
-    NO_ROOM = "no_room"
-
-
-class Room(NamedTuple):
-    """Answer to `begin`. `victims` must be deleted before the file is written, and reported with `deleted`."""
-
-    verdict: Verdict
-    victims: Sequence[Name] = ()
 
 
 class FileIndex:
@@ -86,22 +69,27 @@ class FileIndex:
         with self._lock:
             return [entry >= 0 for entry in self._find(names).tolist()]
 
-    def begin(self, name: Name, num_bytes: int) -> Room:
-        """Reserve space for a file. Once granted, `commit` or `abort` must follow. An existing file counts as used."""
+    def begin(self, name: Name, num_bytes: int) -> list[Name] | Outcome:
+        """Reserve space for a file, after which `commit` or `abort` must follow. An existing file counts as used.
+
+        Returns:
+            The files to delete before the file is written, and to report with `deleted`; or `PRESENT`, or `DROPPED` if
+            there is no room, or the name is being written or deleted.
+        """
         with self._lock:
             if self._touch(name):
-                return Room(Verdict.PRESENT)
+                return Outcome.PRESENT
             if name in self._writing or name in self._leaving:
-                return Room(Verdict.BUSY)
+                return Outcome.DROPPED
             excess_bytes = self._taken_bytes + num_bytes - self.max_bytes
             excess_files = self._order.num_live + len(self._writing) + 1 - self._capacity
             if excess_bytes > self._held_bytes or excess_files > self._order.num_live:
-                return Room(Verdict.NO_ROOM)
+                return Outcome.DROPPED
             # They no longer count: the caller deletes them before it writes, so that the limit holds on the disk too.
             victims = self._evict(excess_bytes, excess_files)
             self._writing[name] = num_bytes
             self._taken_bytes += num_bytes
-            return Room(Verdict.GRANTED, victims)
+            return victims
 
     def commit(self, name: Name) -> bool:
         """Enter a file that was written. Returns False if it was dropped meanwhile: it must be deleted and reported."""

@@ -17,20 +17,20 @@ import numpy as np
 
 from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.shortfall import Cause, Shortfall
-from kvferry.app.tiers.block_store import Dropped, Got, Outcome, StoreSize
+from kvferry.app.tiers.block_store import Outcome
 from kvferry.app.tiers.fs.folder import (
     NAMESPACE_BYTES,
     READABLE,
     Folder,
-    FolderInUse,
     FoundFile,
     diagnose,
     is_no_space,
     is_of_whole,
 )
 from kvferry.app.tiers.fs.format import BadFile, file_bytes, pack_origin, read_block, read_origin, write_block
-from kvferry.app.tiers.fs.index import FileIndex, Name, Verdict
+from kvferry.app.tiers.fs.index import FileIndex, Name
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
+from kvferry.core.tiers.base import TierCounts
 
 _log = logging.getLogger(__name__)
 
@@ -96,10 +96,10 @@ class FileStore:
             return [f"{self._path}: {trouble.text}; {what}"]
         return [] if self._is_scanned else [f"{self._path} is being read, {self._num_found:,} blocks so far"]
 
-    def size(self) -> StoreSize:
+    def size(self) -> TierCounts:
         """See `BlockStore`."""
         index = self._index
-        return StoreSize(len(index), index.num_bytes, index.max_bytes, index.evicted)
+        return TierCounts(len(index), index.num_bytes, index.max_bytes, evicted=index.evicted)
 
     # --- what may take its time ---------------------------------------------------------------------------------
 
@@ -114,11 +114,11 @@ class FileStore:
         name, packed = key + self._namespace, pack_origin(origin)
         folder = self._folder
         num_bytes = folder.size_on_disk(file_bytes(len(data), packed))
-        room = self._index.begin(name, num_bytes)
-        if room.verdict is not Verdict.GRANTED:
-            return Outcome.PRESENT if room.verdict is Verdict.PRESENT else Outcome.DROPPED
+        victims = self._index.begin(name, num_bytes)
+        if isinstance(victims, Outcome):
+            return victims
         try:
-            self._delete(folder, room.victims)
+            self._delete(folder, victims)
             for attempt in range(1, _WRITE_ATTEMPTS + 1):
                 try:
                     folder.write(name, lambda fd: write_block(fd, self._namespace, key, data, packed))
@@ -142,11 +142,11 @@ class FileStore:
             return Outcome.DROPPED
         return Outcome.STORED
 
-    def get(self, key: Key, into: memoryview) -> Got:
+    def get(self, key: Key, into: memoryview) -> tuple[Outcome, RequestIdentity | None]:
         """See `BlockStore`. Deletes a file that cannot be read or does not verify."""
         name, folder = key + self._namespace, self._folder
         if not self._is_readable() or not self._index.find([name])[0]:
-            return Got(Outcome.MISSING)
+            return Outcome.MISSING, None
         try:
             fd = folder.open(name)
             try:
@@ -156,22 +156,22 @@ class FileStore:
                 os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
             self._index.deleted(self._index.take([name]))
-            return Got(Outcome.MISSING)
+            return Outcome.MISSING, None
         except BadFile as error:
             self._seldom.log(
                 logging.WARNING, "corrupt", "tier %s: block %s is dropped: %s", self._name, key.hex(), str(error)
             )
             self._to_delete += self._index.take([name])
-            return Got(Outcome.CORRUPT)
+            return Outcome.CORRUPT, None
         except OSError as error:
             self._to_delete += self._index.take([name])
             if diagnose(error).cause not in READABLE or not is_of_whole(error):
                 self._record_error(key.hex(), error)
-            return Got(Outcome.FAILED)
+            return Outcome.FAILED, None
         self._index.touch(name)
-        return Got(Outcome.LOADED, origin)
+        return Outcome.LOADED, origin
 
-    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> Dropped:
+    def reset(self, match: RequestFilter | None, stop: Callable[[], bool]) -> tuple[int, int]:
         """See `BlockStore`. A reset by match searches the folder, not the index."""
         count = num_bytes = 0
         if match is not None:
@@ -186,7 +186,7 @@ class FileStore:
                             self._index.deleted([file.name])
                             count += 1
                             num_bytes += file.num_bytes
-                return Dropped(count, num_bytes)
+                return count, num_bytes
             except OSError as error:
                 if is_of_whole(error):
                     raise
@@ -197,7 +197,7 @@ class FileStore:
         self._to_delete.clear()
         self._stuck.clear()
         left, left_bytes = self._index.clear()
-        return Dropped(count + left, num_bytes + left_bytes)
+        return count + left, num_bytes + left_bytes
 
     def tend(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
@@ -342,7 +342,7 @@ class FileStore:
             if self._trouble is None:
                 return
             self._folder.probe(self._largest_bytes, self._namespace)
-        except FolderInUse:
+        except BlockingIOError:
             self._note(Shortfall(Cause.GONE, "another process uses it"))
         except OSError as error:
             self._note(diagnose(error))
