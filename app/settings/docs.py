@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvferry.app.settings.fields import MUTABLE_NAMES, NAMES, OFFERED
-from kvferry.app.settings.settings import Settings
+from kvferry.app.settings.settings import Settings, plain, written
 from kvferry.app.settings.sources import FILE_SUFFIX, PREFIX
-from kvferry.app.settings.view import plain, written
 
 _HEAD = """\
 # Settings

@@ -2,7 +2,7 @@
 
 To add a setting, add one field to `SettingFields`: an annotation with a parser of `settings.parsers` (its type and
 limits), a default and a description; a number has its unit in its name. `MUTABLE` marks a setting that can change while
-running: `OffloadService` applies it. A rule between settings is a condition in `settings.validation`.
+running: `OffloadService` applies it. A rule between settings is a condition in `settings.settings`.
 The environment variable, error texts, `GET /admin/v1/config`, `kvferry config` and docs/settings.md (written by
 `kvferry config docs`) are derived from the field.
 """
