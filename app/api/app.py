@@ -7,8 +7,8 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from kvferry.app.api.audit import Audit, AuditTrail, audit_router
-from kvferry.app.api.auth import Auth
+from kvferry.app.api.audit import Audit, audit_router
+from kvferry.app.api.auth import Auth, Tokens
 from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import install_error_handlers
 from kvferry.app.api.middleware import Bodies, RawPaths, RequestIds
@@ -25,15 +25,20 @@ from kvferry.app.api.routes.reset import reset_router
 from kvferry.app.api.routes.rules import rules_router
 from kvferry.app.api.routes.stats import stats_router
 from kvferry.app.logs import SecretMask
+from kvferry.app.store import StoreThreads
 
 ADMIN_PREFIX = "/admin/v1"
+VERSION = "0.1.0"
 
 
-def create_app(service: AdminContext) -> FastAPI:
+def create_app(context: AdminContext) -> FastAPI:
     """Return the admin API of a service, with `/v1` if it has an engine's router."""
+    cache, process, store, feed = context.cache, context.process, context.store, context.feed
+    settings, threads = context.settings.current, StoreThreads()
+    tokens = Tokens.of(settings)
     app = FastAPI(
         title="kvferry",
-        version=service.version,
+        version=VERSION,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         docs_url=None,
         redoc_url=None,
@@ -41,29 +46,29 @@ def create_app(service: AdminContext) -> FastAPI:
         # Outermost first. Middleware that refuses a call stands before the one that reads its body.
         middleware=[
             Middleware(RequestIds),
-            Middleware(Audit, trail=AuditTrail(service.store, SecretMask.of(service.settings.current))),
-            Middleware(Auth, tokens=service.tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
-            Middleware(Bodies, closing=service.closing),
+            Middleware(Audit, store=store, threads=threads, mask=SecretMask.of(settings)),
+            Middleware(Auth, tokens=tokens, page_paths=PAGE_PATHS, sign_in_page=sign_in_page),
+            Middleware(Bodies, closing=process.closing),
             Middleware(RawPaths),
         ],
     )
-    app.openapi = partial(describe, app, service.tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    app.openapi = partial(describe, app, tokens.any_set)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     install_error_handlers(app)
-    app.include_router(health_router(service))
+    app.include_router(health_router(cache, process, store))
     app.include_router(pages_router())
-    for make_router in (
-        stats_router,
-        reset_router,
-        policies_router,
-        rules_router,
-        requests_router,
-        blocks_router,
-        evictions_router,
-        config_router,
-        audit_router,
-        events_router,
+    for router in (
+        stats_router(cache, process, store, settings.pool_kind),
+        reset_router(cache, process.closing),
+        policies_router(cache, feed),
+        rules_router(cache, context.policies),
+        requests_router(cache, context.policies),
+        blocks_router(cache, process.closing),
+        evictions_router(store, threads),
+        config_router(context.settings, feed),
+        audit_router(store, threads),
+        events_router(feed, process.closing),
     ):
-        app.include_router(make_router(service), prefix=ADMIN_PREFIX)
-    if service.engine_router is not None:
-        app.include_router(service.engine_router)
+        app.include_router(router, prefix=ADMIN_PREFIX)
+    if context.engine_router is not None:
+        app.include_router(context.engine_router)
     return app

@@ -1,8 +1,9 @@
 """Audit of mutating admin calls: caller, body and outcome, and the list of records.
 
-A mutating call is recorded before it is applied, and its outcome afterwards. Without the database such a call is
-answered with 503 and changes nothing, except those of `AUDIT_AFTER`, which operators need in an emergency: they are
-applied, and their record is logged. Refused calls are recorded too, while the database answers.
+A call that writes to the database is recorded in the same transaction; another one before it is applied, and its
+outcome afterwards. Without the database such a call is answered with 503 and changes nothing, except those of
+`AUDIT_AFTER`, which operators need in an emergency: they are applied, and their record is logged. Refused calls are
+recorded too, while the database answers.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import logging
 import math
 import re
 import time
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache, partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
+from sqlalchemy import Connection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.auth import TokenName
-from kvferry.app.api.context import AdminContext, StoreThreads
-from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK
-from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreUnavailable
+from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreThreads, StoreUnavailable
 from kvferry.app.times import rfc3339
+
+T = TypeVar("T")
 
 AUDITED_PREFIX = "/admin/"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -46,30 +49,6 @@ _MIN_SIMILARITY = 0.75
 """Names this similar to a secret's, by difflib's ratio, are masked as misspellings."""
 NO_SECRETS = SecretMask(())
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Record:
-    """The record of one call. `row_id` is None until it is written, `failure` is why it could not be."""
-
-    scope: Scope
-    started_s: float
-    row_id: int | None = None
-    failure: Exception | None = None
-
-    def entry(self, mask: SecretMask) -> AuditEntry:
-        """Return the record so far, with secret values masked."""
-        state = self.scope["state"]
-        client = self.scope.get("client")
-        return AuditEntry(
-            time_s=self.started_s,
-            token=str(state.get("token", TokenName.NONE)),
-            client=client[0] if client else "",
-            request_id=mask.apply(state["request_id"]),
-            method=mask.apply(self.scope["method"]),
-            path=mask.apply(self.scope["path"])[:MAX_PATH_CHARS],
-            what=describe_body(state.get("body", b""), mask),
-        )
 
 
 def describe_body(body: bytes, mask: SecretMask = NO_SECRETS) -> dict[str, Any] | None:
@@ -118,43 +97,52 @@ def _clean_text(text: str, mask: SecretMask) -> str:
     return mask.apply(text).replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
-class AuditTrail:
-    """Writes records, within a bounded time."""
+def outcome_of(status: int) -> str:
+    """Return `applied`, `refused`, or `failed` for a status."""
+    if status < 400:
+        return "applied"
+    return "refused" if status < 500 else "failed"
 
-    def __init__(self, store: MetadataStore, mask: SecretMask) -> None:
-        self._intents = store.intents
-        self._mask = mask
-        self._threads = StoreThreads(max_threads=4, timeout_s=5.0)
+
+class Audit:
+    """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
+
+    def __init__(self, app: ASGIApp, store: MetadataStore, threads: StoreThreads, mask: SecretMask) -> None:
+        """Mask secrets with `mask`; `threads` are for changes that write their record themselves."""
+        self._app = app
+        self.intents = store.intents
+        self.change_threads = threads
+        self.threads = StoreThreads(max_threads=4, timeout_s=5.0)
+        self.mask = mask
         self._minute = 0
         self._unknown_callers = 0
 
-    async def begin(self, record: Record) -> None:
-        """Record that a call is about to be applied. Raises `StoreUnavailable` or a 503 problem."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or not scope["path"].startswith(AUDITED_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        record = scope["state"]["audit"] = AuditedCall(self, scope)
+        ended = False
+
+        async def send_when_recorded(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start" and not ended:
+                ended = True
+                await self._end(record, message["status"])
+            await send(message)
+
         try:
-            record.row_id = await self._threads.run(self._intents.begin_audit, record.entry(self._mask))
-        except (StoreUnavailable, Problem) as exc:
-            record.failure = exc
+            await self._app(scope, receive, send_when_recorded)
+        except Exception:
+            if not ended:
+                await self._end(record, 500)
             raise
 
-    async def end(self, record: Record, status: int) -> None:
-        """Record the outcome of a call, or log the record if the database does not accept it."""
-        outcome = outcome_of(status)
-        if record.row_id is None and not self._is_kept(record):
-            return
-        if record.failure is not None:
-            # The caller has waited for the database once already.
-            _log_record(record.entry(self._mask), status, outcome, record.failure)
-            return
-        try:
-            if record.row_id is None or not await self._threads.run(
-                self._intents.end_audit, record.row_id, status, outcome
-            ):
-                entry = replace(record.entry(self._mask), status=status, outcome=outcome)
-                await self._threads.run(self._intents.begin_audit, entry)
-        except (StoreUnavailable, Problem) as exc:
-            _log_record(record.entry(self._mask), status, outcome, exc)
+    async def _end(self, record: AuditedCall, status: int) -> None:
+        if record.row_id is not None or self._is_kept(record):
+            await record.end(status)
 
-    def _is_kept(self, record: Record) -> bool:
+    def _is_kept(self, record: AuditedCall) -> bool:
         """Return whether a refused call is recorded: callers without a token must not be able to fill the table."""
         if record.scope["state"].get("authorized", False):
             return True
@@ -165,71 +153,113 @@ class AuditTrail:
         return self._unknown_callers <= MAX_UNKNOWN_PER_MINUTE
 
 
-def outcome_of(status: int) -> str:
-    """Return `applied`, `refused`, or `failed` for a status."""
-    if status < 400:
-        return "applied"
-    return "refused" if status < 500 else "failed"
+class AuditedCall:
+    """A mutating call and its record. `row_id` is None until that is written.
 
+    `applied_status` is the status of its route's response if the call is applied.
+    """
 
-def _log_record(entry: AuditEntry, status: int, outcome: str, failure: Exception) -> None:
-    _log.warning(
-        "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
-        failure,
-        entry.method,
-        entry.path,
-        entry.token,
-        entry.client,
-        entry.request_id,
-        json.dumps(entry.what),
-        status,
-        outcome,
-    )
+    def __init__(self, audit: Audit, scope: Scope) -> None:
+        self.scope = scope
+        self.started_s = time.time()
+        self.row_id: int | None = None
+        self.applied_status = 200
+        self._audit = audit
+        self._written_status: int | None = None
+        self._failure: Exception | None = None
 
-
-class Audit:
-    """ASGI middleware that records the outcome of every mutating admin call before its response is sent."""
-
-    def __init__(self, app: ASGIApp, trail: AuditTrail) -> None:
-        self._app = app
-        self._trail = trail
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or not scope["path"].startswith(AUDITED_PREFIX):
-            await self._app(scope, receive, send)
-            return
-        record = Record(scope, time.time())
-        scope["state"]["audit"] = (self._trail, record)
-        ended = False
-
-        async def send_when_recorded(message: Message) -> None:
-            nonlocal ended
-            if message["type"] == "http.response.start" and not ended:
-                ended = True
-                await self._trail.end(record, message["status"])
-            await send(message)
-
+    async def begin(self) -> None:
+        """Record that the call is about to be applied. Raises `StoreUnavailable`."""
         try:
-            await self._app(scope, receive, send_when_recorded)
-        except Exception:
-            if not ended:
-                await self._trail.end(record, 500)
+            self.row_id = await self._audit.threads.run(partial(self._audit.intents.begin_audit, self._entry()))
+        except StoreUnavailable as exc:
+            self._failure = exc
             raise
 
+    async def apply(self, change: Callable[[], T]) -> T:
+        """Run a change of the database, whose transaction records the call as applied. Raises `StoreUnavailable`."""
+        status = self.applied_status
+        entry = self._entry(status)
 
-async def _record_before(request: Request) -> None:
-    trail, record = request.state.audit
-    await trail.begin(record)
+        def insert(connection: Connection) -> None:
+            self.row_id = self._audit.intents.insert_audit(connection, entry)
+            self._written_status = status
+
+        try:
+            return await self._audit.change_threads.run(change, insert)
+        except StoreUnavailable as exc:
+            self._failure = exc
+            raise
+
+    async def end(self, status: int) -> None:
+        """Record the outcome, or log the record if the database does not accept it."""
+        if self._failure is not None:
+            # The caller has waited for the database once already.
+            self._log(status, self._failure)
+            return
+        if self._written_status == status:
+            return
+        intents, threads = self._audit.intents, self._audit.threads
+        try:
+            if self.row_id is None or not await threads.run(
+                partial(intents.end_audit, self.row_id, status, outcome_of(status))
+            ):
+                await threads.run(partial(intents.begin_audit, self._entry(status)))
+        except StoreUnavailable as exc:
+            self._log(status, exc)
+
+    def _entry(self, status: int | None = None) -> AuditEntry:
+        """Return the record with secret values masked; without a status the call is under way."""
+        mask, state = self._audit.mask, self.scope["state"]
+        client = self.scope.get("client")
+        return AuditEntry(
+            time_s=self.started_s,
+            token=str(state.get("token", TokenName.NONE)),
+            client=client[0] if client else "",
+            request_id=mask.apply(state["request_id"]),
+            method=mask.apply(self.scope["method"]),
+            path=mask.apply(self.scope["path"])[:MAX_PATH_CHARS],
+            what=describe_body(state.get("body", b""), mask),
+            status=status,
+            outcome=None if status is None else outcome_of(status),
+        )
+
+    def _log(self, status: int, failure: Exception) -> None:
+        entry = self._entry(status)
+        _log.warning(
+            "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
+            failure,
+            entry.method,
+            entry.path,
+            entry.token,
+            entry.client,
+            entry.request_id,
+            json.dumps(entry.what),
+            status,
+            entry.outcome,
+        )
 
 
-async def _record_after(request: Request) -> None:
+def _audited_call(request: Request) -> AuditedCall:
+    call: AuditedCall = request.state.audit
+    call.applied_status = request.scope["route"].status_code or 200
+    return call
+
+
+async def _record_before(call: Annotated[AuditedCall, Depends(_audited_call)]) -> None:
+    await call.begin()
+
+
+async def _record_after() -> None:
     """Do nothing: the middleware records the call when it has ended."""
 
 
 AUDIT_BEFORE = Depends(_record_before)
-"""For routes that change policies, overrides, rules or settings: not applied unless recorded first."""
+"""For routes that change policies or settings of this process: not applied unless recorded first."""
 AUDIT_AFTER = Depends(_record_after)
 """For routes that must work without the database: reset, and dropping and pinning blocks."""
+AuditInTransaction = Annotated[AuditedCall, Depends(_audited_call)]
+"""For routes that write to the database: `apply` writes the record in the same transaction."""
 
 
 class AuditItem(BaseModel):
@@ -251,14 +281,14 @@ def _item(record: AuditRecord) -> AuditItem:
     return AuditItem.model_validate(asdict(record.entry) | {"id": record.id, "time": rfc3339(record.entry.time_s)})
 
 
-def audit_router(context: AdminContext) -> APIRouter:
+def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the route `/audit`."""
     router = APIRouter(tags=["audit"])
 
     @router.get("/audit", summary="Mutating calls, newest first", responses={503: {"description": "No database"}})
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
         """Every call that changed something, or was refused."""
-        page = await context.store_threads.run(context.store.reader.audit, cursor, limit)
+        page = await threads.run(partial(store.reader.audit, cursor, limit))
         return Page([_item(record) for record in page.items], page.next_cursor)
 
     return router

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.app.api.errors import ENGINE_PREFIX, Problem
 from kvferry.app.api.middleware import header_values
+from kvferry.app.settings import Settings
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?")
@@ -44,6 +45,12 @@ class Tokens:
         object.__setattr__(
             self, "_digests", tuple((name, _digest(value)) for name, value in tokens if value is not None)
         )
+
+    @staticmethod
+    def of(settings: Settings) -> Tokens:
+        """Return the tokens of the settings."""
+        given = (settings.admin_token, settings.read_token)
+        return Tokens(*(None if token is None else token.get_secret_value() for token in given))
 
     @property
     def any_set(self) -> bool:

@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from kvferry.app.field_errors import FieldError, field_errors
-from kvferry.app.store import StoreUnavailable
+from kvferry.app.store import OutcomeUnknown, StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
 UNREADABLE_JSON = "the body is not JSON in UTF-8, or holds a number that is too long to read"
@@ -114,11 +114,6 @@ def too_many(error: Exception) -> Problem:
     return Problem(409, str(error), slug="too-many", title="Too many")
 
 
-def unavailable(detail: str) -> Problem:
-    """Return the 503 for a call that needs the metadata store."""
-    return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
-
-
 async def _on_problem(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, Problem):
         raise exc
@@ -159,7 +154,11 @@ def _allowed_methods(request: Request) -> list[str]:
 async def _on_store_unavailable(request: Request, exc: Exception) -> Response:
     if not isinstance(exc, StoreUnavailable):
         raise exc
-    return unavailable(f"the metadata store does not answer, and nothing was changed: {exc}").response(request.scope)
+    if isinstance(exc, OutcomeUnknown):
+        return Problem(504, f"{exc}: the outcome is not known", slug="outcome-unknown").response(request.scope)
+    detail = f"the metadata store does not answer, and nothing was changed: {exc}"
+    problem = Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
+    return problem.response(request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -13,7 +13,6 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
-from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem
 
 SEND_TIMEOUT_S = 30.0
@@ -70,8 +69,8 @@ class Stream(EventSourceResponse):
 class Streams:
     """Open streams of one kind."""
 
-    def __init__(self, context: AdminContext, max_streams: int) -> None:
-        self._context = context
+    def __init__(self, closing: MustEnd, max_streams: int) -> None:
+        self._closing = closing
         self._max_streams = max_streams
         self._num_open = 0
 
@@ -83,7 +82,7 @@ class Streams:
             raise Problem(503, f"{self._max_streams} streams are open already: close one", headers={"Retry-After": "5"})
         shutdown = anyio.Event()
         return Stream(
-            self._counted(follow(lambda: self._context.closing() or shutdown.is_set()), max_events),
+            self._counted(follow(lambda: self._closing() or shutdown.is_set()), max_events),
             ping=HEARTBEAT_S,
             send_timeout=SEND_TIMEOUT_S,
             shutdown_event=shutdown,

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 from fastapi import APIRouter
 
-from kvferry.app.api.auth import Tokens
-from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.guard import ErrorLog, GuardedSink, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
@@ -28,7 +27,7 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
 from kvferry.app.settings.live import LiveSettings
 from kvferry.app.store import HistoryLimits, MetadataStore, NameClaim, StoreUnavailable, claim_name
-from kvferry.app.tiers.opening import PoolSlots, TierNews, close_tiers, open_tiers
+from kvferry.app.tiers.opening import PoolSlots, close_tiers, open_tiers
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import DeviceView
 from kvferry.core.errors import StartError
@@ -140,7 +139,6 @@ class OffloadService:
         self._stopping = stopping
         self._progress = StartProgress() if progress is None else progress
         self._verification: BootVerification | None = None
-        self._news = TierNews()
         kept, plan = pool.kept, pool.plan
         with ExitStack() as undo:
             if kept is not None:
@@ -209,29 +207,20 @@ class OffloadService:
 
     def context(self, closing: Callable[[], bool], engine_router: APIRouter | None = None) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
-        settings = self.settings.current
-        admin, read = settings.admin_token, settings.read_token
         return AdminContext(
-            scheduler=self.scheduler,
-            manager=self.manager,
+            cache=Cache(self.scheduler, self.guard, self._engine.hooks.step),
+            process=ProcessState(
+                engine=self._engine.info,
+                started_s=self._progress.started_s,
+                readiness=self.readiness,
+                degraded=self.degraded,
+                closing=closing,
+                warm_start=self.warm_start,
+            ),
             store=self.store,
             policies=self.policies,
             feed=self.feed,
             settings=self.settings,
-            engine_info=self._engine.info,
-            pool_kind=settings.pool_kind.value,
-            tokens=Tokens(
-                admin=None if admin is None else admin.get_secret_value(),
-                read=None if read is None else read.get_secret_value(),
-            ),
-            readiness=self.readiness,
-            degraded=self.degraded,
-            guard=self.guard,
-            tier_news=self._news,
-            wake=self._engine.hooks.step,
-            started_s=self._progress.started_s,
-            closing=closing,
-            warm_start=self.warm_start,
             engine_router=engine_router,
         )
 
@@ -299,7 +288,7 @@ class OffloadService:
             engine.fingerprint,
             engine.layout.slot_bytes,
             PoolSlots(mapped, None if kept is None else kept.before_tier_write),
-            self._news.telling(engine.hooks.wake),
+            engine.hooks.wake,
             engine=engine.name,
         )
 

@@ -1,7 +1,7 @@
 """Metadata store: slots, history, overrides, rules and audit in an SQL database, written behind the engine."""
 
-from kvferry.app.store.database import Database
-from kvferry.app.store.errors import StoreError, StoreUnavailable
+from kvferry.app.store.database import Database, StoreThreads
+from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import AgeBucket, EvictionSummary
 from kvferry.app.store.intents import AuditEntry, Intents, OverrideRecord, RuleRecord
 from kvferry.app.store.journal import Journal, JournalStats
@@ -27,12 +27,14 @@ __all__ = [
     "JournalStats",
     "MetadataStore",
     "NameClaim",
+    "OutcomeUnknown",
     "OverrideRecord",
     "Page",
     "RuleRecord",
     "SlotColumns",
     "StoreError",
     "StoreReader",
+    "StoreThreads",
     "StoreUnavailable",
     "Upgrade",
     "check_database",

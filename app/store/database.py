@@ -7,6 +7,7 @@ snapshots there, too.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -15,26 +16,33 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 
 from kvferry.app.shortfall import Cause
-from kvferry.app.store.errors import StoreError, StoreUnavailable, diagnose, raising_store_error
+from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable, diagnose, raising_store_error
 from kvferry.app.store.migrate import Upgrade, migrate
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
 CALLER_TIMEOUT_S = 3.0
 JOURNAL_TIMEOUT_S = 0.1
 """How long callers go before the journal; then its turn comes, so that a stream of callers cannot stop it."""
+STORE_TIMEOUT_S = 10.0
+MAX_STORE_THREADS = 8
 NOT_JSON = "unreadable_chars"
 """The only field read from a JSON column that does not hold JSON; no policy or rule has such a field."""
 
@@ -206,39 +214,15 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class CommitDecision:
-    """Outcome of a write with a time limit: the first of `commit` and `abandon` decides. Thread: any."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _TimedCall:
+    """A call with a time limit. `decision` is running once its write is committed, and canceled if it must not be."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._committed: bool | None = None
-
-    def commit(self) -> bool:
-        """Return whether the write may be committed; decide so if nothing is decided."""
-        return self._decide(True) is True
-
-    def abandon(self) -> bool:
-        """Return whether the write is rolled back; decide so if nothing is decided."""
-        return self._decide(False) is False
-
-    def _decide(self, committed: bool) -> bool:
-        with self._lock:
-            if self._committed is None:
-                self._committed = committed
-            return self._committed
+    decision: Future[None]
+    also_write: Callable[[Connection], None] | None
 
 
-_decision: ContextVar[CommitDecision | None] = ContextVar("decision", default=None)
-
-
-@contextmanager
-def deciding(decision: CommitDecision) -> Iterator[None]:
-    """Make writes within this context ask `decision` before they commit."""
-    token = _decision.set(decision)
-    try:
-        yield
-    finally:
-        _decision.reset(token)
+_timed_call: ContextVar[_TimedCall | None] = ContextVar("timed_call", default=None)
 
 
 class WriteTurns:
@@ -360,8 +344,12 @@ class Database:
             self.check()
             with _opened(self._writer, self.name).begin() as connection:
                 yield connection
-                decision = _decision.get()
-                if decision is not None and not decision.commit():
+                call = _timed_call.get()
+                if call is None:
+                    return
+                if call.also_write is not None:
+                    call.also_write(connection)
+                if not call.decision.set_running_or_notify_cancel():
                     raise StoreUnavailable("the caller stopped waiting before the commit")
 
     @contextmanager
@@ -397,3 +385,47 @@ def _opened(engine: Engine | None, name: str) -> Engine:
     if engine is None:
         raise StoreUnavailable(f"the database {name} is not open")
     return engine
+
+
+class StoreThreads:
+    """Threads for calls to the metadata store from the event loop, bounded in number and time.
+
+    A call that takes too long is abandoned and never committed. Other routes use other threads, so that a database
+    that hangs does not affect them.
+    """
+
+    def __init__(self, max_threads: int = MAX_STORE_THREADS, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self._limiter = anyio.CapacityLimiter(max_threads)
+        self._timeout_s = timeout_s
+
+    async def run(self, call: Callable[[], T], also_write: Callable[[Connection], None] | None = None) -> T:
+        """Run a call with at most one write on a thread, and return its result.
+
+        Args:
+            call: reads, or writes in one transaction.
+            also_write: called in that transaction before it is committed.
+
+        Raises:
+            StoreUnavailable: the call did not end in time, and nothing is written.
+            OutcomeUnknown: it began to commit in time, and that did not end either.
+        """
+        decision: Future[None] = Future()
+
+        def work() -> T:
+            # This thread's context is a copy that ends with the call.
+            _timed_call.set(_TimedCall(decision, also_write))
+            return call()
+
+        task = asyncio.ensure_future(anyio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True))
+        try:
+            await asyncio.wait({task}, timeout=self._timeout_s)
+            if not task.done():
+                if decision.cancel():
+                    raise StoreUnavailable(f"no result within {self._timeout_s:g} s")
+                await asyncio.wait({task}, timeout=self._timeout_s)
+            if not task.done():
+                raise OutcomeUnknown(f"the metadata store did not commit within {self._timeout_s:g} s")
+            return task.result()
+        finally:
+            decision.cancel()
+            task.cancel()

@@ -27,6 +27,10 @@ class StoreUnavailable(Exception):
         self.cause = cause
 
 
+class OutcomeUnknown(StoreUnavailable):
+    """The database began to commit a write and did not end in time."""
+
+
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 # PostgreSQL: lock not available, statement timeout, serialization failure, deadlock.
 _STATES_LOCKED = {"55P03", "57014", "40001", "40P01"}

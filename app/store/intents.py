@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, insert, update
+from sqlalchemy import Connection, delete, insert, update
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, clean, upsert
@@ -100,6 +100,11 @@ class Intents:
 
     def begin_audit(self, entry: AuditEntry) -> int:
         """Record a call, before or after it was carried out; return the record's id."""
+        with self._database.write_for_caller() as connection:
+            return self.insert_audit(connection, entry)
+
+    def insert_audit(self, connection: Connection, entry: AuditEntry) -> int:
+        """Record a call in the transaction of its own write; return the record's id."""
         row = {
             "engine": self._engine,
             "time": entry.time_s,
@@ -112,8 +117,7 @@ class Intents:
             "status": entry.status,
             "outcome": clean(entry.outcome),
         }
-        with self._database.write_for_caller() as connection:
-            return int(connection.execute(insert(AUDIT).returning(AUDIT.c.id), row).scalar_one())
+        return int(connection.execute(insert(AUDIT).returning(AUDIT.c.id), row).scalar_one())
 
     def end_audit(self, audit_id: int, status: int, outcome: str | None) -> bool:
         """Record the outcome of a call; return False if its record is gone."""

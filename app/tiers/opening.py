@@ -122,36 +122,3 @@ class PoolSlots:
         if self._before_access is not None:
             self._before_access(slot)
         return [part[:part_bytes] for part in self._pool.row(slot)]
-
-
-class TierNews:
-    """Notification that tiers may have results, for threads other than the engine's. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        """Number of notifications; read before polling the tiers, and passed to `wait`."""
-        return self._count
-
-    def tell(self) -> None:
-        """Notify all waiting threads."""
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
-
-    def telling(self, also: Callable[[], None]) -> Callable[[], None]:
-        """Return a callback for tiers that calls `also` and notifies."""
-
-        def on_finished() -> None:
-            also()
-            self.tell()
-
-        return on_finished
-
-    def wait(self, count: int, timeout_s: float) -> None:
-        """Wait until there have been more than `count` notifications, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count > count, timeout_s)

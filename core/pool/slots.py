@@ -84,7 +84,8 @@ class SlotTable:
         self._num_returned = 0
         self._num_compacted = 0
         self._frontier = 0
-        self._last_generation = 0
+        self.last_generation = 0
+        """The highest generation of any slot so far."""
         self.num_free = num_slots
         self.num_ready = 0
         self.num_unverified = 0
@@ -218,7 +219,7 @@ class SlotTable:
         size_bytes: int | None,
     ) -> None:
         """Assign keys to slots that were just allocated for a store."""
-        self._last_generation += 1
+        self.last_generation += 1
         self._native.begin_storing(
             self._records,
             self.hashes,
@@ -228,7 +229,7 @@ class SlotTable:
             positions,
             _STORING,
             self.epoch,
-            self._last_generation,
+            self.last_generation,
             self.slot_bytes if size_bytes is None else size_bytes,
             priority_class,
         )
@@ -269,7 +270,7 @@ class SlotTable:
         self.classes[slots] = blocks.classes
         for priority_class in np.unique(blocks.classes).tolist():
             self._include_class(priority_class)
-        self._last_generation = int(blocks.generations.max(initial=0))
+        self.last_generation = int(blocks.generations.max(initial=0))
         self._unverified = np.zeros(self.max_slots, dtype=np.bool_)
         self._unverified[slots] = True
         self.num_unverified = self.num_ready = len(slots)

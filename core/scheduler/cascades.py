@@ -112,9 +112,11 @@ class Cascades:
         client.use.cascades_dropped += wanted - len(slots)
         if not len(slots):
             return
-        number = self._new_number()
+        number, held_since = self._new_number(), client.held_since
 
         def end(result: TierResult | None, now_s: float) -> None:
+            if result is not None and client.held_since == held_since:
+                client.record_held(slots[result.ok], table.last_generation)
             pin = self._open.pop(number, None)
             if pin is not None:
                 self._num_readers[slots] -= 1

@@ -364,6 +364,7 @@ class Promotions:
                 self._manager.record_origin(chosen, origin)
             self._manager.complete_store(chosen, now_s)
             self._manager.end_tier_write(chosen)
+        promotion.client.record_held(slots[ok], self._manager.table.last_generation)
         return ok
 
 

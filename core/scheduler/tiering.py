@@ -10,13 +10,14 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
+from kvferry.core.pool.records import SlotRows
 from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixLookup
 from kvferry.core.scheduler.promotions import Promotions
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import Tier, TierRequest, TierResetResult, TierStats
-from kvferry.core.tiers.client import TierClient, TierInquiry, TierSession
+from kvferry.core.tiers.client import TierClient, TierSession
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +36,12 @@ class Tiering:
         choice: LoadOrCompute,
     ) -> None:
         """`tiers` by name, the fastest first. `choice` has the rates of loading and computing."""
-        self.clients = [TierClient(name, tier, choice, new_number) for name, tier in tiers.items()]
+        max_slots = manager.table.max_slots
+        self.clients = [TierClient(name, tier, choice, new_number, max_slots) for name, tier in tiers.items()]
         self.cascades = Cascades(manager, self.clients, new_number)
         self.promotions = Promotions(manager, layout, self.clients, new_number, lookup, inflight, choice)
         self._lock = manager.lock
+        self._table = manager.table
         self._sessions: dict[str, TierSession] = {}
         self._closed = False
 
@@ -91,6 +94,10 @@ class Tiering:
         If the pool is reset too, affected promotions from all tiers are not published.
         """
         self.promotions.reset(match, None if is_of_pool else clients)
+        # A reset by match forgets more than it drops, since the tier alone knows what matches.
+        self._table.last_generation += 1
+        for client in clients:
+            client.held_since = self._table.last_generation
         return {client.name: client.reset(match, now_s) for client in clients}
 
     def abandon(self) -> None:
@@ -138,10 +145,17 @@ class Tiering:
             self.process_results(now_s)
         self.log_warnings()
 
-    def inquire(self, keys: Sequence[Key], now_s: float) -> dict[str, TierInquiry]:
-        """Look up a batch of keys in the usable tiers. The answers arrive with `poll`."""
+    def holders(self, rows: SlotRows) -> list[list[str]]:
+        """Return the tiers that are known to hold each block: they stored it, or it was promoted from them.
+
+        A tier that has evicted a block since is still named.
+        """
+        holders: list[list[str]] = [[] for _ in rows.keys]
         with self._lock:
-            return {client.name: client.inquire(keys, now_s) for client in self.clients if client.is_usable}
+            for client in self.clients:
+                for i in client.is_held(rows.slots, rows.generations).nonzero()[0].tolist():
+                    holders[i].append(client.name)
+        return holders
 
     def health(self) -> list[str]:
         """Return the reasons why tiers work with restrictions, one per item."""

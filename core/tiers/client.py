@@ -9,6 +9,9 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry.core.cost_model import LoadOrCompute, Rate
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level, RequestPolicy
@@ -48,14 +51,6 @@ class OpenReset:
     accepted: bool
 
 
-@dataclass(slots=True, eq=False)
-class TierInquiry:
-    """An operator's look-up of keys. `found` stays None if the tier does not answer."""
-
-    is_over: bool = False
-    found: Sequence[bool] | None = None
-
-
 class _Trouble(NamedTuple):
     """A failure, and the time of the first `poll` after it."""
 
@@ -70,7 +65,9 @@ class TierClient:
     receives no other job until the result arrives.
     """
 
-    def __init__(self, name: str, tier: Tier, choice: LoadOrCompute, new_number: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, tier: Tier, choice: LoadOrCompute, new_number: Callable[[], int], max_slots: int
+    ) -> None:
         """`choice` provides the rate of computing; the tier's own rates are measured here."""
         self.name = name
         self.warnings: list[str] = []
@@ -96,6 +93,9 @@ class TierClient:
         self._fetched_counts: TierCounts | Exception | None = None
         self._fetched_health: Sequence[str] | Exception = ()
         self._counts = TierCounts()
+        self._held_at = np.zeros(max_slots, dtype=np.int64)
+        self.held_since = 1
+        """Generation that a block was recorded with, or a higher one, if it is still known to be held."""
 
     @property
     def is_usable(self) -> bool:
@@ -126,18 +126,6 @@ class TierClient:
         """Look up keys for a request."""
         self.use.looked_up += len(keys)
         self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
-
-    def inquire(self, keys: Sequence[Key], now_s: float) -> TierInquiry:
-        """Look up keys for an operator, without counting a use of the tier."""
-        inquiry = TierInquiry()
-
-        def end(result: TierResult | None, now_s: float) -> None:
-            inquiry.is_over = True
-            inquiry.found = None if result is None else result.ok.tolist()
-
-        job = OpenTierJob(self._new_number(), len(keys), now_s, end)
-        self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
-        return inquiry
 
     def store(self, job: OpenTierJob, blocks: TierJob) -> None:
         """Submit a store."""
@@ -216,6 +204,18 @@ class TierClient:
         self._closed = True
         for job in list(self._open.values()):
             self._cancel(job, now_s)
+
+    # --- blocks of the pool that the tier is known to hold ----------------------------------------------------------
+
+    def record_held(self, slots: Slots, last_generation: int) -> None:
+        """Record that the tier holds the blocks of these slots; `last_generation` is the highest of any slot."""
+        self._held_at[slots] = last_generation
+
+    def is_held(self, slots: Slots, generations: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which blocks are held; a slot that was reused since has a higher generation."""
+        held_at = self._held_at[slots]
+        held: NDArray[np.bool_] = (held_at >= generations) & (held_at >= self.held_since)
+        return held
 
     # --- operators ------------------------------------------------------------------------------------------------
 

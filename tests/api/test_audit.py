@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from sqlalchemy import Engine, event
 
 from kvferry.app.api.audit import describe_body
 from tests.api.test_blocks import fill
@@ -69,6 +70,39 @@ def test_every_mutating_call_leaves_a_record(tmp_path: Path) -> None:
                 "outcome": "applied",
             }
         assert len(pages(client, AUDIT, 3)) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("table", "method", "path", "body", "status"),
+    [
+        ("overrides", "PUT", "/admin/v1/requests/r1/policy", {"store": False}, 200),
+        ("overrides", "DELETE", "/admin/v1/requests/r1/policy", None, 204),
+        ("rules", "POST", "/admin/v1/rules", {"name": "batch"}, 201),
+        ("rules", "PUT", "/admin/v1/rules/batch", {"order": 5}, 200),
+        ("rules", "DELETE", "/admin/v1/rules/batch", None, 204),
+    ],
+)
+def test_intent_when_written_shares_a_transaction_with_its_record(
+    service: Service, api: httpx.Client, table: str, method: str, path: str, body: Any, status: int
+) -> None:
+    transactions: list[list[str]] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("BEGIN IMMEDIATE"):
+            transactions.append([])
+        elif transactions and (table in statement or "audit" in statement):
+            transactions[-1].append(statement.split()[0])
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        sent = {} if body is None else {"json": body}
+        assert api.request(method, path, **sent).status_code == status
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    (written,) = [one for one in transactions if one]
+    assert written[-1] == "INSERT", "the record is the last row"
+    assert written[0] == ("DELETE" if method == "DELETE" else "INSERT")
+    assert (latest(api)["status"], latest(api)["outcome"]) == (status, "applied")
 
 
 def test_refused_calls_leave_a_record_too(tmp_path: Path) -> None:

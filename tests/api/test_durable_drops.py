@@ -61,7 +61,7 @@ def test_a_deletion_answers_once_invalidations_are_written(tmp_path: Path, is_th
         service.settle()
         if not is_there:
             # As an eviction of the block would leave it.
-            service.context.scheduler.resets.drop_block(bytes.fromhex(block), 1.0)
+            service.engine.scheduler.resets.drop_block(bytes.fromhex(block), 1.0)
         deleting = pool.submit(client.delete, f"{BLOCKS}/{block}")
         with service.client() as other:
             wait_until(lambda: other.get(f"{BLOCKS}/{block}").status_code == 404, "the block is not found")

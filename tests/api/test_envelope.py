@@ -8,6 +8,7 @@ import socket
 import httpx
 import pytest
 
+from kvferry.app.api.auth import Tokens
 from kvferry.app.api.middleware import MAX_LARGE_BODY_BYTES
 from tests.harness.loop_service import ADMIN, Service
 
@@ -227,6 +228,6 @@ def test_tokens_are_not_in_the_log(guarded: Service, caplog: pytest.LogCaptureFi
         client.get("/v1/fail")
         client.post("/admin/v1/reset", json={"reason": "check"})
         client.patch("/admin/v1/config", json={"admin_token": "hunter2"})
-    for text in (caplog.text, repr(guarded.context.tokens)):
+    for text in (caplog.text, repr(Tokens.of(guarded.context.settings.current))):
         assert ADMIN not in text
         assert "hunter2" not in text

@@ -262,7 +262,7 @@ def test_a_search_that_outlasts_its_timeout_goes_on(fresh: Service, monkeypatch:
 def test_searches_that_wait_leave_the_engine_its_threads(fresh: Service) -> None:
     num_resets = 2 * (os.cpu_count() or 1) + 8
     with ThreadPoolExecutor(num_resets) as pool, fresh.client() as client:
-        with fresh.context.manager.lock:
+        with fresh.engine.manager.lock:
             body = {"match": {"request": "none-*"}}
             resets = [pool.submit(fresh.shared_client.post, "/admin/v1/reset", json=body) for _ in range(num_resets)]
             tasks = fresh.running.server.server_state.tasks

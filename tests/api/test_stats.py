@@ -14,6 +14,7 @@ from httpx_sse import connect_sse
 from kvferry.app.api.context import EngineInfo
 from kvferry.app.api.routes.stats import take_stats
 from kvferry.app.pool.recovery import WarmStart
+from kvferry.app.settings.fields import PoolKind
 from kvferry.core.stats import MissCause
 from tests.harness.loop_engine import BLOCK_BYTES, LoopRequest
 from tests.harness.loop_service import ADMIN, Service
@@ -113,17 +114,18 @@ def test_stats_have_exactly_the_shape_of_the_contract(fresh: Service) -> None:
 
 
 def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> None:
-    scheduler, store = fresh.context.scheduler, fresh.context.store
+    cache, store = fresh.context.cache, fresh.context.store
+    scheduler = cache.scheduler
     started = WarmStart(3, 2, {"truncated": 1}, "model was 'a' and is \"b\\c\"", 0.25)
     engine = EngineInfo("it's", '50% of "C:\\models"', "cpu", 16, 1, 1)
-    context = replace(fresh.context, engine_info=engine, warm_start=started, started_s=1000.0)
+    process = replace(fresh.context.process, engine=engine, warm_start=started, started_s=1000.0)
     with fresh.client() as client:
         for number in range(4):
             fresh.engine.run(LoopRequest(f"one{number}", 64, seed=number % 3))
         fresh.settle()
         client.post("/admin/v1/reset", json={}).raise_for_status()
     scheduler.live().prompt_tokens.tier_hit['100% "names"'] = 7
-    written = json.loads(take_stats(context, 1010.5).model_dump_json())
+    written = json.loads(take_stats(cache, process, store, PoolKind.SHM, 1010.5).model_dump_json())
     snapshot = scheduler.snapshot()
     sections = ("requests", "prompt_tokens", "missed_tokens", "store", "load", "evictions")
     assert snapshot.evictions.by_reason
@@ -133,10 +135,10 @@ def test_stats_with_odd_names_equal_the_snapshot_and_context(fresh: Service) -> 
         "uptime_s": 10.5,
         "epoch": snapshot.epoch,
         "engine": asdict(engine),
-        "pool": {"kind": context.pool_kind, **asdict(snapshot.pool)},
+        "pool": {"kind": PoolKind.SHM.value, **asdict(snapshot.pool)},
         **{name: asdict(getattr(snapshot, name)) for name in sections},
         "tiers": {},
-        "offloading": asdict(context.guard.status),
+        "offloading": asdict(cache.guard.status),
         "journal": asdict(store.journal_stats()) | {"lag_s": written["journal"]["lag_s"]},
         "recovery": asdict(started),
     }

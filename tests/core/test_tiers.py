@@ -14,6 +14,7 @@ from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level, Override, RequestPolicy
 from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
 from kvferry.core.pool.slots import BATCH_SLOTS
@@ -83,24 +84,51 @@ def use(engine: ToyEngine, name: str = "disk"):
     return engine.offload.snapshot().tiers[name].use
 
 
-# --- who only looks ---------------------------------------------------------------------------------------------------
+# --- what tiers are known to hold -------------------------------------------------------------------------------------
 
 
-def test_who_asks_which_blocks_the_tiers_hold_is_told_and_a_silent_tier_is_given_up() -> None:
+def holders(engine: ToyEngine) -> list[list[str]]:
+    """The tiers that hold each block of the pool, by slot."""
+    return engine.offload.tiers.holders(Inventory(engine.manager).list_blocks(0, 100))
+
+
+def test_holders_when_a_cascade_ended_are_the_tiers_that_stored() -> None:
+    engine = engine_with("fast", "slow")
+    engine.tiers["slow"].due = lambda number: False
+    serve(engine, request("one", 3))
+    assert holders(engine) == [["fast"]] * 3
+    engine.offload.tiers.poll(engine.now_s + TIMEOUT_S + 1)
+    assert holders(engine) == [["fast"]] * 3
+    assert use(engine, "fast").looked_up == 3, "a listing is no look-up"
+
+
+def test_holders_when_a_tier_was_reset_are_those_that_stored_since() -> None:
     engine = engine_with("fast", "slow")
     serve(engine, request("one", 3))
-    wanted = [*keys(3), *keys(2, family=2)]
-    engine.tiers["slow"].due = lambda number: False
-    asked = engine.offload.tiers.inquire(wanted, engine.now_s)
-    engine.offload.tiers.poll(engine.now_s)
-    assert (asked["fast"].is_over, asked["fast"].found) == (True, [True, True, True, False, False])
-    assert (asked["slow"].is_over, asked["slow"].found) == (False, None)
-    assert use(engine, "fast").looked_up == use(engine, "slow").looked_up
-    engine.offload.tiers.poll(engine.now_s + TIMEOUT_S + 1)
-    assert (asked["slow"].is_over, asked["slow"].found) == (True, None)
-    assert set(engine.offload.tiers.inquire(wanted, engine.now_s)) == {"fast", "slow"}
-    engine.offload.tiers.close(engine.now_s)
-    assert engine.offload.tiers.inquire(wanted, engine.now_s) == {}
+    assert holders(engine) == [["fast", "slow"]] * 3
+    engine.offload.resets.reset(engine.now_s, places=["slow"])
+    assert holders(engine) == [["fast"]] * 3
+    serve(engine, request("two", 3, family=2))
+    assert sorted(map(len, holders(engine))) == [1, 1, 1, 2, 2, 2]
+
+
+def test_holders_when_a_slot_is_used_again_are_those_of_its_new_block() -> None:
+    engine = engine_with("fast")
+    serve(engine, request("one", 3))
+    forget(engine)
+    assert holders(engine) == []
+    engine.tiers["fast"].due = lambda number: False
+    serve(engine, request("two", 3, family=2))
+    assert holders(engine) == [[]] * 3
+
+
+def test_holders_when_promoted_are_the_tier_that_gave_the_blocks() -> None:
+    engine = engine_with("fast")
+    serve(engine, request("one", 3))
+    forget(engine)
+    serve(engine, request("two", 3))
+    assert use(engine, "fast").promoted > 0
+    assert ["fast"] in holders(engine)
 
 
 # --- announcements --------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from kvferry.app.api.app import create_app
-from kvferry.app.api.auth import Tokens
-from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.api.context import AdminContext, Cache, EngineInfo, ProcessState
 from kvferry.app.event_feed import EventFeed
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.policy_store import PolicyStore
@@ -167,21 +166,18 @@ def start_service(
     reasons: list[list[str]] = [[]]
     degraded: list[str] = []
     context = AdminContext(
-        scheduler=engine.scheduler,
-        guard=OffloadGuard(engine.scheduler, 1, ErrorLog()),
-        manager=engine.manager,
+        cache=Cache(engine.scheduler, OffloadGuard(engine.scheduler, 1, ErrorLog()), engine.wake),
+        process=ProcessState(
+            engine=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
+            started_s=time.time(),
+            readiness=lambda: list(iter(reasons[0])),
+            degraded=lambda: list(degraded),
+            closing=closing,
+        ),
         store=store,
         policies=policies,
         feed=feed,
         settings=LiveSettings(settings, lambda changed: apply_settings(engine, changed)),
-        engine_info=EngineInfo("embedded", model, "cpu", BLOCK_TOKENS, 1, 1),
-        pool_kind=settings.pool_kind.value,
-        tokens=Tokens(admin_token, read_token),
-        readiness=lambda: list(iter(reasons[0])),
-        degraded=lambda: list(degraded),
-        wake=engine.wake,
-        started_s=time.time(),
-        closing=closing,
         engine_router=engine_router(),
     )
     try:

@@ -57,7 +57,7 @@ def test_a_service_is_up_from_before_its_model_was_loaded(tmp_path: Path) -> Non
         context = process.context(lambda: False)
         process.close()
     assert noted.first_s is not None
-    assert context.started_s <= noted.first_s
+    assert context.process.started_s <= noted.first_s
 
 
 def test_second_service_without_a_name_gets_a_number_and_a_pool(tmp_path: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import AUDIT_AFTER
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Cache
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor
-from kvferry.app.api.routes.reset import wait_until_written
+from kvferry.app.api.routes.reset import Wait, wait_until_written
 from kvferry.app.policy_json import DEFAULT_TTL_S, Ttl
 from kvferry.app.store import Page
 from kvferry.app.times import rfc3339, rfc3339_or_none
@@ -29,14 +28,11 @@ from kvferry.core.pool.inventory import BlockState, Inventory
 from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.records import SlotRows
 from kvferry.core.pool.slots import SlotState
+from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.tiers.base import HOST
 
 MAX_KEY_HEX = 512
-TIERS_S = 0.5
-"""How long a list waits for tiers, which may not answer at all."""
 WRITE_TIMEOUT_S = 30.0
-_SILENT_S = 0.05
-"""Interval of polls, since a tier need not notify when it has an answer."""
 _PRIORITIES = {number: priority for priority, number in PRIORITY_CLASS.items()}
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+", re.ASCII)
 
@@ -72,7 +68,7 @@ class Block(BaseModel):
     pinned_until: str | None = Field(description="when an operator's pin ends; null without one")
     tiers: list[str] = Field(
         examples=[["host", "disk"]],
-        description=f"where it is held: the pool, and the tiers that reported it within {TIERS_S:g} s",
+        description="where it is held: the pool, and the tiers that stored it or gave it since it is in the pool",
     )
 
 
@@ -100,35 +96,11 @@ class SlotMap(BaseModel):
     epoch: int
 
 
-def _places(context: AdminContext, keys: Sequence[Key]) -> list[list[str]]:
-    """Return where each block of the pool is held. Waits for tiers. Thread: HTTP worker."""
-    scheduler, news = context.scheduler, context.tier_news
-    with context.guard.guarding("tiers"):
-        inquiries = scheduler.tiers.inquire(keys, time.time()) if keys else {}
-    deadline_s = time.monotonic() + TIERS_S
-    while not all(inquiry.is_over for inquiry in inquiries.values()):
-        seen_count = news.count
-        with context.guard.guarding("tiers"):
-            scheduler.tiers.poll(time.time())
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            break
-        if not all(inquiry.is_over for inquiry in inquiries.values()):
-            news.wait(seen_count, min(left_s, _SILENT_S))
-    places = [[HOST] for _ in keys]
-    for name, inquiry in inquiries.items():
-        for held_by, is_there in zip(places, inquiry.found or (), strict=False):
-            if is_there:
-                held_by.append(name)
-    return places
-
-
-def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any]]:
+def _rows_to_blocks(scheduler: OffloadScheduler, rows: SlotRows) -> list[dict[str, Any]]:
     """Return the blocks of these rows, except those that have left the pool."""
-    places = _places(context, rows.keys)
     columns = zip(
-        Inventory(context.manager).holds(rows),
-        places,
+        Inventory(scheduler.manager).holds(rows),
+        scheduler.tiers.holders(rows),
         rows.keys,
         rows.slots.tolist(),
         rows.sizes.tolist(),
@@ -159,7 +131,7 @@ def _rows_to_blocks(context: AdminContext, rows: SlotRows) -> list[dict[str, Any
             "generation": generation,
             "priority": _PRIORITIES[class_],
             "pinned_until": rfc3339_or_none(hold.pinned_until_s),
-            "tiers": held_by,
+            "tiers": [HOST, *held_by],
         }
         for hold, held_by, key, slot, size, position, origin, stored_s, hit_s, hits, generation, class_ in columns
         if hold is not None
@@ -177,10 +149,11 @@ def _unknown(block_hash: str) -> Problem:
     return Problem(404, f"no block {block_hash[:100]!r} is in the pool")
 
 
-def blocks_router(context: AdminContext) -> APIRouter:
+def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
     """Return the routes under `/blocks`, and `/slots/map`."""
     router = APIRouter(tags=["blocks"])
-    manager = context.manager
+    scheduler, guard = cache.scheduler, cache.guard
+    manager = scheduler.manager
 
     @router.get("/blocks", summary="The blocks in the pool, by slot", response_model=Page[Block])
     def list_blocks(limit: Limit = DEFAULT_LIMIT, cursor: PositionCursor = None) -> Response:
@@ -191,7 +164,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         while more and len(items) < limit:
             # Found blocks may have left before they are read, so that a short result is not the end.
             rows = Inventory(manager).list_blocks(start, limit - len(items))
-            items += _rows_to_blocks(context, rows)
+            items += _rows_to_blocks(scheduler, rows)
             more = len(rows.slots) > 0
             start = int(rows.slots[-1]) + 1 if more else start
         return JSONResponse({"items": items, "next_cursor": str(start) if more else None})
@@ -200,7 +173,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
     def get_block(block_hash: BlockHash) -> dict[str, Any]:
         """404 if the pool does not hold it."""
         rows = Inventory(manager).find_block(_key_of(block_hash))
-        blocks = [] if rows is None else _rows_to_blocks(context, rows)
+        blocks = [] if rows is None else _rows_to_blocks(scheduler, rows)
         if not blocks:
             raise _unknown(block_hash)
         return blocks[0]
@@ -223,11 +196,11 @@ def blocks_router(context: AdminContext) -> APIRouter:
         With a pool that outlives the process, the response (404, too) is sent once no restart can bring it back.
         """
         key = _key_of(block_hash)
-        with context.guard.guarding("drop of a block"):
-            is_dropped = await run_in_threadpool(context.scheduler.resets.drop_block, key, time.time())
-        context.wake()
+        with guard.guarding("drop of a block"):
+            is_dropped = await run_in_threadpool(scheduler.resets.drop_block, key, time.time())
+        cache.wake()
         # An earlier copy of the block may have been evicted just before.
-        is_written = await wait_until_written(request, context, asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
+        is_written = await wait_until_written(Wait(request, closing, WRITE_TIMEOUT_S), manager)
         if not is_dropped:
             raise _unknown(block_hash)
         return Response(status_code=204 if is_written else 202)
@@ -244,7 +217,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
         now_s = time.time()
         expires_s = now_s + (body or PinBody()).ttl_s
         key = _key_of(block_hash)
-        with context.guard.guarding("pin of a block"):
+        with guard.guarding("pin of a block"):
             outcome = manager.operator_pins.pin(key, expires_s, now_s)
         if outcome is PinOutcome.NOT_FOUND:
             raise _unknown(block_hash)
@@ -265,11 +238,11 @@ def blocks_router(context: AdminContext) -> APIRouter:
     def unpin_block(block_hash: BlockHash) -> None:
         """404 without an operator's pin on this block."""
         key = _key_of(block_hash)
-        with context.guard.guarding("unpin of a block"):
+        with guard.guarding("unpin of a block"):
             is_unpinned = manager.operator_pins.unpin(key)
         if not is_unpinned:
             raise Problem(404, f"block {block_hash[:100]!r} has no pin")
-        context.wake()
+        cache.wake()
 
     @router.get("/slots/map", summary="The state of every slot", response_model=SlotMap, tags=["slots"])
     def slot_map() -> Response:
@@ -279,7 +252,7 @@ def blocks_router(context: AdminContext) -> APIRouter:
             slots=len(states),
             legend={state.name.lower(): state.value for state in SlotState},
             states=base64.b64encode(states.tobytes()).decode("ascii"),
-            epoch=context.scheduler.snapshot().epoch,
+            epoch=scheduler.snapshot().epoch,
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 

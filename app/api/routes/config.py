@@ -11,9 +11,8 @@ from fastapi import APIRouter, Body
 from pydantic import BaseModel, Field
 
 from kvferry.app.api.audit import AUDIT_BEFORE
-from kvferry.app.api.context import AdminContext
 from kvferry.app.api.errors import Problem, invalid_fields
-from kvferry.app.event_feed import EventType
+from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.field_errors import BODY_FIELD, FieldError
 from kvferry.app.policy_json import whole
 from kvferry.app.pool.resizer import PinnedBlocks, SizeNotPossible
@@ -105,10 +104,9 @@ def _field_errors(bad: BadSettings) -> list[FieldError]:
     return [FieldError(field=problem.name[:200] or BODY_FIELD, message=problem.advice) for problem in bad.problems]
 
 
-def config_router(context: AdminContext) -> APIRouter:
+def config_router(live: LiveSettings, feed: EventFeed) -> APIRouter:
     """Return the routes under `/config`."""
     router = APIRouter(prefix="/config", tags=["config"])
-    live = context.settings
     schemas = _patch_schemas(live)
 
     @router.get("", summary="Every setting with its value and source")
@@ -165,7 +163,7 @@ def config_router(context: AdminContext) -> APIRouter:
                 title="Pinned blocks are in the way",
                 extras={"pinned": exc.shown, "count": exc.count},
             ) from None
-        context.feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
+        feed.changed(EventType.CONFIG, {"settings": sorted(patch)}, time.time())
         return _view(changed, live)
 
     return router

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from kvferry.app.api.context import AdminContext
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
 from kvferry.app.event_feed import Change, Event, EventFeed, EventType, Regret
 from kvferry.app.times import rfc3339
@@ -81,11 +80,10 @@ def _resume(feed: EventFeed, sent_id: str, last_number: int) -> int | None:
     return int(match[2])
 
 
-def events_router(context: AdminContext) -> APIRouter:
+def events_router(feed: EventFeed, closing: MustEnd) -> APIRouter:
     """Return the route `/events`."""
     router = APIRouter(tags=["events"])
-    streams = Streams(context, MAX_WATCHERS)
-    feed = context.feed
+    streams = Streams(closing, MAX_WATCHERS)
 
     async def follow(
         must_end: MustEnd, wanted: frozenset[str], sent_id: str | None

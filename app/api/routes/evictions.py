@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvferry.app.api.context import AdminContext
 from kvferry.app.api.pagination import EvictionCursor, PageQuery
-from kvferry.app.store import EvictionFilter, EvictionRecord, EvictionSummary, Page
+from kvferry.app.store import EvictionFilter, EvictionRecord, EvictionSummary, MetadataStore, Page, StoreThreads
 from kvferry.app.times import rfc3339, rfc3339_or_none
 from kvferry.core.stats import EvictionReason
 
@@ -82,22 +82,22 @@ def _unix_s(window: Window) -> tuple[float | None, float | None]:
 _NO_DATABASE: dict[int | str, dict[str, Any]] = {503: {"description": "The metadata store does not answer"}}
 
 
-def evictions_router(context: AdminContext) -> APIRouter:
+def evictions_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     """Return the routes under `/evictions`."""
     router = APIRouter(prefix="/evictions", tags=["evictions"])
-    reader, threads = context.store.reader, context.store_threads
+    reader = store.reader
 
     @router.get("", summary="Evicted blocks, newest first", responses=_NO_DATABASE)
     async def list_evictions(query: Annotated[EvictionQuery, Query()]) -> Page[Eviction]:
         """History is written behind the engine; `journal` in stats shows how far."""
         since_s, until_s = _unix_s(query)
         wanted = EvictionFilter(since_s, until_s, query.reason, query.request, query.tenant)
-        page = await threads.run(reader.evictions, wanted, query.cursor, query.limit)
+        page = await threads.run(partial(reader.evictions, wanted, query.cursor, query.limit))
         return Page([_item(record) for record in page.items], page.next_cursor)
 
     @router.get("/summary", summary="Summary of evictions", responses=_NO_DATABASE)
     async def summarize_evictions(window: Annotated[Window, Query()]) -> EvictionSummary:
         """Counts by reason, ages at eviction, and the rate of regretted evictions."""
-        return await threads.run(reader.eviction_summary, *_unix_s(window))
+        return await threads.run(partial(reader.eviction_summary, *_unix_s(window)))
 
     return router

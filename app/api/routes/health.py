@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Cache, ProcessState
 from kvferry.app.api.metrics import build_registry
+from kvferry.app.store import MetadataStore
 
 READINESS_TIMEOUT_S = 5.0
 
@@ -41,8 +42,8 @@ class Readiness(BaseModel):
 class _ReadinessCheck:
     """Runs the process's check on a thread of its own, one at a time; a check that hangs is a reason."""
 
-    def __init__(self, context: AdminContext) -> None:
-        self._context = context
+    def __init__(self, process: ProcessState) -> None:
+        self._process = process
         self._task: asyncio.Task[Readiness] | None = None
         self._limiter: anyio.CapacityLimiter | None = None
 
@@ -60,21 +61,16 @@ class _ReadinessCheck:
         return await anyio.to_thread.run_sync(self._check, limiter=self._limiter)
 
     def _check(self) -> Readiness:
-        reasons = self._context.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=self._context.degraded())
+        reasons = self._process.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=self._process.degraded())
 
 
-def health_router(context: AdminContext) -> APIRouter:
+def health_router(cache: Cache, process: ProcessState, store: MetadataStore) -> APIRouter:
     """Return the routes `/healthz`, `/readyz` and `/metrics`."""
     router = APIRouter(tags=["health"])
-    readiness = _ReadinessCheck(context)
+    readiness = _ReadinessCheck(process)
     registry: CollectorRegistry = build_registry(
-        context.scheduler,
-        context.store,
-        context.engine_info,
-        context.guard,
-        context.started_s,
-        context.warm_start,
+        cache.scheduler, store, process.engine, cache.guard, process.started_s, process.warm_start
     )
 
     @router.get("/healthz", summary="Whether the process can answer")

@@ -1,26 +1,35 @@
-"""Live and recent requests: effective policies with their sources, and counts of tokens and blocks."""
+"""Live and recent requests: effective policies with their sources, overrides, and counts of tokens and blocks.
+
+An override may be set before its request arrives or while it runs, and survives a restart.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from enum import Enum
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.app.api.context import AdminContext
-from kvferry.app.api.errors import Problem
+from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.context import Cache
+from kvferry.app.api.errors import Problem, too_many
 from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor
-from kvferry.app.policy_json import PolicyView, policy_to_json
+from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
+from kvferry.app.policy_store import PolicyStore, TooManyError
 from kvferry.app.store import Page
 from kvferry.app.times import rfc3339
-from kvferry.core.policy import Override
+from kvferry.core.policy import EffectivePolicy, Override
 from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
 
 EXPECTED = "expected"
+_REQUESTS: list[str | Enum] = ["requests"]
+_POLICIES: list[str | Enum] = ["policies"]
 
 
 class OverrideState(BaseModel):
@@ -51,26 +60,16 @@ class RequestModel(BaseModel):
     store: StoreCounts = Field(description="as in stats, for this request")
 
 
-def unknown_request(request_id: str) -> Problem:
-    """Return the 404 for an id without a request and an override."""
-    return Problem(404, f"no request {request_id[:200]!r} is known, and there is no override for it")
-
-
-def override_to_json(override: Override | None) -> dict[str, Any] | None:
+def _override_to_json(override: Override | None) -> dict[str, Any] | None:
     """Return an override in the form of `OverrideState`."""
     if override is None:
         return None
     return {"fields": list(override.patch), "expires_at": rfc3339(override.expires_s)}
 
 
-def ids_of(request_id: str, view: RequestView | None) -> tuple[str, ...]:
-    """Return a request's ids, the exact one first; `request_id` if the request is not known."""
-    return (request_id,) if view is None else (view.request_id, *view.aliases)
-
-
-def find_override(context: AdminContext, request_id: str, view: RequestView | None, now_s: float) -> Override | None:
-    """Return the override that applies to a request: that of its exact id, else that of its first alias with one."""
-    return context.scheduler.policies.override(ids_of(request_id, view), now_s)
+def _ids_of(view: RequestView) -> tuple[str, ...]:
+    """Return a request's ids, the exact one first. The first one with an override has the one that applies."""
+    return (view.request_id, *view.aliases)
 
 
 def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "tenant": view.tenant,
         "lora": view.lora,
         "policy": policy_to_json(view.policy),
-        "override": override_to_json(override),
+        "override": _override_to_json(override),
         "prompt_tokens": asdict(view.prompt_tokens),
         "missed_tokens": asdict(view.missed_tokens),
         "evicted_between": view.evicted_between_s and tuple(map(rfc3339, view.evicted_between_s)),
@@ -91,23 +90,30 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
     }
 
 
-def _expected_to_json(context: AdminContext, override: Override, now_s: float) -> dict[str, Any]:
+def _expected_to_json(request_id: str, override: Override | None, expected: EffectivePolicy) -> dict[str, Any]:
     """Return a request that has not arrived; the policy is that of its id alone, without rules."""
     return {
-        "id": override.request_id,
+        "id": request_id,
         "aliases": [],
         "state": EXPECTED,
         "num_prompt_tokens": None,
         "num_output_tokens": None,
         "tenant": None,
         "lora": None,
-        "policy": policy_to_json(context.scheduler.policies.expected((override.request_id,), now_s)),
-        "override": override_to_json(override),
+        "policy": policy_to_json(expected),
+        "override": _override_to_json(override),
         "prompt_tokens": asdict(PromptTokens()),
         "missed_tokens": asdict(MissedTokens()),
         "evicted_between": None,
         "store": asdict(StoreCounts()),
     }
+
+
+class OverrideView(PolicyView):
+    """The effective policy of a request id, and the override in it."""
+
+    id: str
+    override: OverrideState | None = Field(description="null if the request is known and nothing is overridden")
 
 
 class RequestQuery(PageQuery):
@@ -117,12 +123,12 @@ class RequestQuery(PageQuery):
     state: RequestPhase | None = Field(default=None, description="only those in this state")
 
 
-def requests_router(context: AdminContext) -> APIRouter:
+def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
     """Return the routes under `/requests`."""
-    router = APIRouter(prefix="/requests", tags=["requests"])
-    scheduler = context.scheduler
+    router = APIRouter(prefix="/requests")
+    requests, resolver = cache.scheduler.requests, cache.scheduler.policies
 
-    @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel])
+    @router.get("", summary="Live and recent requests, newest first", response_model=Page[RequestModel], tags=_REQUESTS)
     def list_requests(
         query: Annotated[RequestQuery, Query()],
     ) -> dict[str, Any]:
@@ -132,23 +138,66 @@ def requests_router(context: AdminContext) -> APIRouter:
         items: list[dict[str, Any]] = []
         more = True
         while more and len(items) < query.limit:
-            views = scheduler.requests.page(after, query.limit - len(items), now_s)
+            views = requests.page(after, query.limit - len(items), now_s)
             wanted = [view for view in views if query.state is None or view.phase == query.state]
-            items += [_to_json(view, find_override(context, view.request_id, view, now_s)) for view in wanted]
+            items += [_to_json(view, resolver.override(_ids_of(view), now_s)) for view in wanted]
             more = bool(views)
             after = views[-1].sequence if views else after
         return {"items": items, "next_cursor": str(after) if more else None}
 
-    @router.get("/{id:path}", summary="One request", response_model=RequestModel)
+    def find(request_id: str, now_s: float) -> tuple[RequestView | None, Override | None]:
+        """Return a request and its override; 404 without either."""
+        request = requests.find(request_id, now_s)
+        override = resolver.override((request_id,) if request is None else _ids_of(request), now_s)
+        if request is None and override is None:
+            raise Problem(404, f"no request {request_id[:200]!r} is known, and there is no override for it")
+        return request, override
+
+    def override_view(request_id: str, now_s: float) -> dict[str, Any]:
+        request, override = find(request_id, now_s)
+        if request is None or (override is not None and request.phase is RequestPhase.FINISHED):
+            # The policy if the request came now: a finished request's own policy no longer applies.
+            effective = resolver.expected((request_id,) if request is None else _ids_of(request), now_s)
+        else:
+            effective = request.policy
+        return {**policy_to_json(effective), "id": request_id, "override": _override_to_json(override)}
+
+    @router.get("/{id:path}/policy", summary="The policy of a request id", response_model=OverrideView, tags=_POLICIES)
+    def get_override(request_id: RequestId) -> dict[str, Any]:
+        """Field by field with its source. 404 if neither a request nor an override of this id is known."""
+        return override_view(request_id, time.time())
+
+    @router.put(
+        "/{id:path}/policy", summary="Override the policy of one request", response_model=OverrideView, tags=_POLICIES
+    )
+    async def put_override(
+        audit: AuditInTransaction, request_id: RequestId, body: Annotated[OverrideBody, Body()]
+    ) -> dict[str, Any]:
+        """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
+        now_s = time.time()
+        override = Override(request_id, body.patch(), now_s + body.ttl_s)
+        try:
+            await audit.apply(partial(policies.set_override, override, now_s))
+        except TooManyError as error:
+            raise too_many(error) from None
+        cache.wake()
+        return override_view(request_id, now_s)
+
+    @router.delete("/{id:path}/policy", summary="Delete an override", status_code=204, tags=_POLICIES)
+    async def delete_override(audit: AuditInTransaction, request_id: RequestId) -> None:
+        """404 if there is none for exactly this id."""
+        if not await audit.apply(partial(policies.drop_override, request_id, time.time())):
+            raise Problem(404, f"request {request_id[:200]!r} has no override")
+        cache.wake()
+
+    # After the routes above, whose paths it matches as well.
+    @router.get("/{id:path}", summary="One request", response_model=RequestModel, tags=_REQUESTS)
     def get_request(request_id: RequestId) -> dict[str, Any]:
         """By the id that the client sent, or the engine's. 404 if neither a request nor an override is known."""
         now_s = time.time()
-        view = scheduler.requests.find(request_id, now_s)
-        override = find_override(context, request_id, view, now_s)
-        if view is not None:
-            return _to_json(view, override)
-        if override is None:
-            raise unknown_request(request_id)
-        return _expected_to_json(context, override, now_s)
+        request, override = find(request_id, now_s)
+        if request is not None:
+            return _to_json(request, override)
+        return _expected_to_json(request_id, override, resolver.expected((request_id,), now_s))
 
     return router

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import anyio
 from fastapi import APIRouter, Body, Request
@@ -12,11 +13,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kvferry.app.api.audit import AUDIT_AFTER
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.context import Cache
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import TenantMatch, TierName
 from kvferry.core.keys import RequestFilter
+from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.resets import ResetTicket
 from kvferry.core.tiers.base import HOST
 
@@ -65,89 +67,86 @@ class TierReset(BaseModel):
 class ResetAnswer(BaseModel):
     """Blocks dropped by a reset, and the jobs that it disowned."""
 
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
     epoch: int = Field(
         description="the pool's new epoch, as in stats: raised by each reset of the whole pool, not "
         "by one by `match` or of tiers only"
     )
-    dropped_blocks: int = Field(description="from the pool")
-    dropped_bytes: int
-    tiers: dict[str, TierReset] = Field(description="by tier, for those that have completed the reset")
-    drained_jobs: int = Field(description="disowned jobs that have ended")
+    dropped_blocks: int = Field(default=0, description="from the pool")
+    dropped_bytes: int = 0
+    tiers: dict[str, TierReset] = Field(default={}, description="by tier, for those that have completed the reset")
+    drained_jobs: int = Field(default=0, description="disowned jobs that have ended")
     pending_jobs: int = Field(
         description="disowned jobs (or a search, or writing headers of a pool that outlives the process) still under "
         "way; the reset is in force, across a restart only once nothing is pending"
     )
 
 
-async def wait_until_written(request: Request, context: AdminContext, deadline_s: float) -> bool:
+class Wait:
+    """A wait of a call's response, until `deadline_s` on the event loop's clock, a disconnect, or the server's end."""
+
+    def __init__(self, request: Request, closing: Callable[[], bool], timeout_s: float) -> None:
+        self._request = request
+        self._closing = closing
+        self._deadline_s = asyncio.get_running_loop().time() + timeout_s
+
+    async def until(self, is_over: Callable[[], bool], at_least_s: float = 0.0) -> bool:
+        """Poll until `is_over` returns true; return False if the wait ends before. Waits `at_least_s` from now."""
+        loop = asyncio.get_running_loop()
+        deadline_s = max(self._deadline_s, loop.time() + at_least_s)
+        poll_s = FIRST_POLL_S
+        while not is_over():
+            wait_s = min(poll_s, deadline_s - loop.time())
+            if wait_s <= 0 or self._closing() or await self._request.is_disconnected():
+                return False
+            await asyncio.sleep(wait_s)
+            poll_s = min(poll_s * 2, LAST_POLL_S)
+        return True
+
+
+async def wait_until_written(wait: Wait, manager: OffloadManager, at_least_s: float = 0.0) -> bool:
     """Wait until no restart can bring back blocks that have left the pool.
 
-    Args:
-        request: the wait ends when its client disconnects.
-        context: the process.
-        deadline_s: on the event loop's clock.
-
-    Returns:
-        Whether every invalidation queued so far is written to the pool's headers; always true for a pool that does
-        not outlive its process.
+    Returns whether every invalidation queued so far is written to the pool's headers; always true for a pool that does
+    not outlive its process.
     """
-    loop = asyncio.get_running_loop()
-    count = context.manager.num_invalidations()
-    poll_s = FIRST_POLL_S
-    while not context.manager.are_written(count):
-        wait_s = min(poll_s, deadline_s - loop.time())
-        if wait_s <= 0 or context.closing() or await request.is_disconnected():
-            return False
-        await asyncio.sleep(wait_s)
-        poll_s = min(poll_s * 2, LAST_POLL_S)
-    return True
+    count = manager.num_invalidations()
+    return await wait.until(lambda: manager.are_written(count), at_least_s)
 
 
-def reset_router(context: AdminContext) -> APIRouter:
+def reset_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
     """Return the route `/reset`."""
     router = APIRouter(tags=["reset"])
+    guard, resets, tier_names = cache.guard, cache.scheduler.resets, cache.scheduler.tiers.names
     searches: set[asyncio.Task[ResetTicket]] = set()
-
-    def reset_guarded(match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
-        with context.guard.guarding("reset"):
-            return context.scheduler.resets.reset(time.time(), match, places)
-
     # Not the event loop's default executor, in which the engine tokenizes.
     threads = anyio.CapacityLimiter(MAX_SEARCHES)
 
-    async def search(
-        request: Request, match: RequestFilter, places: list[str] | None, deadline_s: float
-    ) -> ResetTicket | None:
-        """Reset by match; return None if the search through the whole pool outlasts the deadline."""
-        loop = asyncio.get_running_loop()
-        # The search goes on when this call ends.
+    def reset_guarded(match: RequestFilter | None, places: list[str] | None) -> ResetTicket:
+        with guard.guarding("reset"):
+            return resets.reset(time.time(), match, places)
+
+    async def search(wait: Wait, match: RequestFilter, places: list[str] | None) -> ResetTicket | None:
+        """Reset by match; return None if the search through the whole pool outlasts the wait, and goes on."""
         task = asyncio.create_task(anyio.to_thread.run_sync(reset_guarded, match, places, limiter=threads))
         searches.add(task)
         task.add_done_callback(searches.discard)
-        deadline_s = max(deadline_s, loop.time() + SEARCH_GRACE_S)
-        while not task.done():
-            wait_s = min(LAST_POLL_S, deadline_s - loop.time())
-            if wait_s <= 0 or context.closing() or await request.is_disconnected():
-                return None
-            await asyncio.wait({task}, timeout=wait_s)
-        return task.result()
+        return task.result() if await wait.until(task.done, SEARCH_GRACE_S) else None
 
-    async def drain(request: Request, ticket: ResetTicket, deadline_s: float) -> int:
+    async def drain(wait: Wait, ticket: ResetTicket) -> int:
         """Wait for the disowned jobs to end; return how many did not."""
-        loop = asyncio.get_running_loop()
-        poll_s = FIRST_POLL_S
-        while pending := context.scheduler.resets.count_open(ticket):
-            wait_s = min(poll_s, deadline_s - loop.time())
-            if wait_s <= 0 or context.closing() or await request.is_disconnected():
-                break
-            context.wake()
+
+        def is_drained() -> bool:
+            if not resets.count_open(ticket):
+                return True
+            cache.wake()
             if ticket.tiers:
                 # An idle engine would read a tier's answer only once a second.
-                with context.guard.guarding("expire"):
-                    context.scheduler.expire(time.time())
-            await asyncio.sleep(wait_s)
-            poll_s = min(poll_s * 2, LAST_POLL_S)
-        return pending
+                with guard.guarding("expire"):
+                    cache.scheduler.expire(time.time())
+            return False
+
+        return 0 if await wait.until(is_drained) else resets.count_open(ticket)
 
     @router.post(
         "/reset",
@@ -160,9 +159,14 @@ def reset_router(context: AdminContext) -> APIRouter:
             }
         },
         dependencies=[AUDIT_AFTER],
-        openapi_extra=_body_schema(
-            {"properties": {"tiers": {"items": {"enum": [HOST, *context.scheduler.tiers.names]}}}}
-        ),
+        # What depends on the settings.
+        openapi_extra={
+            "requestBody": {
+                "content": {
+                    "application/json": {"schema": {"properties": {"tiers": {"items": {"enum": [HOST, *tier_names]}}}}}
+                }
+            }
+        },
     )
     async def reset(request: Request, body: Annotated[ResetBody | None, Body()] = None) -> Response:
         """Works while transfers are in flight: they finish or fail, publish nothing, and free their slots.
@@ -171,28 +175,20 @@ def reset_router(context: AdminContext) -> APIRouter:
         unexpected errors, a whole reset of the pool switches it on again.
         """
         wanted = body or ResetBody()
-        _check_places(wanted.tiers, context.scheduler.tiers.names)
-        deadline_s = asyncio.get_running_loop().time() + wanted.drain_timeout_s
-        match = _to_core(wanted.match)
-        # A whole reset costs O(open jobs) and must not wait for searches.
-        if match is None:
-            ticket: ResetTicket | None = reset_guarded(None, wanted.tiers)
-            if wanted.tiers is None or HOST in wanted.tiers:
-                context.guard.resume()
-        else:
-            ticket = await search(request, match, wanted.tiers, deadline_s)
-        if ticket is None:
-            epoch = context.scheduler.snapshot().epoch
-            return _answer(
-                ResetAnswer(epoch=epoch, dropped_blocks=0, dropped_bytes=0, tiers={}, drained_jobs=0, pending_jobs=1)
-            )
-        context.wake()
-        pending = await drain(request, ticket, deadline_s)
-        # After the jobs, whose slots are invalidated as they end.
+        _check_places(wanted.tiers, tier_names)
         is_of_pool = wanted.tiers is None or HOST in wanted.tiers
-        written_by_s = max(deadline_s, asyncio.get_running_loop().time() + SEARCH_GRACE_S)
-        is_written = not is_of_pool or await wait_until_written(request, context, written_by_s)
-        dropped = context.scheduler.resets.tier_results(ticket)
+        match = _to_core(wanted.match)
+        wait = Wait(request, closing, wanted.drain_timeout_s)
+        # A whole reset costs O(open jobs) and must not wait for searches.
+        ticket = reset_guarded(None, wanted.tiers) if match is None else await search(wait, match, wanted.tiers)
+        if ticket is None:
+            return _answer(ResetAnswer(epoch=cache.scheduler.snapshot().epoch, pending_jobs=1))
+        if match is None and is_of_pool:
+            guard.resume()
+        cache.wake()
+        pending = await drain(wait, ticket)
+        # After the jobs, whose slots are invalidated as they end.
+        is_written = not is_of_pool or await wait_until_written(wait, cache.scheduler.manager, SEARCH_GRACE_S)
         return _answer(
             ResetAnswer(
                 epoch=ticket.epoch,
@@ -200,7 +196,7 @@ def reset_router(context: AdminContext) -> APIRouter:
                 dropped_bytes=ticket.dropped_bytes,
                 tiers={
                     name: TierReset(dropped_blocks=one.dropped_blocks, dropped_bytes=one.dropped_bytes)
-                    for name, one in dropped.items()
+                    for name, one in resets.tier_results(ticket).items()
                 },
                 drained_jobs=len(ticket.job_ids) - pending,
                 pending_jobs=pending + (not is_written),
@@ -208,11 +204,6 @@ def reset_router(context: AdminContext) -> APIRouter:
         )
 
     return router
-
-
-def _body_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return OpenAPI extras for the body, for what depends on the settings."""
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
 
 
 def _answer(answer: ResetAnswer) -> JSONResponse:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import bisect
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Response
 
-from kvferry.app.api.audit import AUDIT_BEFORE
-from kvferry.app.api.context import AdminContext
+from kvferry.app.api.audit import AuditInTransaction
+from kvferry.app.api.context import Cache
 from kvferry.app.api.errors import Problem, too_many
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import NamedRuleBody, PutRuleBody, RuleBody, RuleName, RuleView, rule_to_json
-from kvferry.app.policy_store import RuleExistsError, TooManyError
+from kvferry.app.policy_store import PolicyStore, RuleExistsError, TooManyError
 from kvferry.app.store.reader import Page, decode_cursor, encode_cursor
 from kvferry.core.rules import MAX_RULES, Rule
 
@@ -26,10 +27,10 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 Name = Annotated[RuleName, Path()]
 
 
-def rules_router(context: AdminContext) -> APIRouter:
+def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
     """Return the routes under `/rules`."""
     router = APIRouter(prefix="/rules", tags=["policies"])
-    scheduler, policies, threads = context.scheduler, context.policies, context.store_threads
+    scheduler = cache.scheduler
 
     @router.get("", summary="The rules, in the order in which they are tried", response_model_exclude_unset=True)
     def list_rules(limit: Limit = DEFAULT_LIMIT, cursor: RuleCursor = None) -> Page[RuleView]:
@@ -51,19 +52,20 @@ def rules_router(context: AdminContext) -> APIRouter:
         response_model_exclude_unset=True,
         status_code=201,
         responses=_REFUSALS,
-        dependencies=[AUDIT_BEFORE],
     )
-    async def add_rule(body: Annotated[NamedRuleBody, Body()], response: Response) -> dict[str, Any]:
+    async def add_rule(
+        audit: AuditInTransaction, body: Annotated[NamedRuleBody, Body()], response: Response
+    ) -> dict[str, Any]:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
         rule = _to_core(body, body.name)
         try:
-            await threads.run(policies.add_rule, rule, time.time())
+            await audit.apply(partial(policies.add_rule, rule, time.time()))
         except RuleExistsError as error:
             detail = f"{error}: PUT replaces it"
             raise Problem(409, detail, slug="rule-exists", title="Rule exists") from None
         except TooManyError as error:
             raise too_many(error) from None
-        context.wake()
+        cache.wake()
         response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
         return rule_to_json(rule)
 
@@ -84,28 +86,29 @@ def rules_router(context: AdminContext) -> APIRouter:
             201: {"model": RuleView, "description": "There was no rule of this name"},
             **_REFUSALS,
         },
-        dependencies=[AUDIT_BEFORE],
     )
-    async def put_rule(name: Name, body: Annotated[PutRuleBody, Body()], response: Response) -> dict[str, Any]:
+    async def put_rule(
+        audit: AuditInTransaction, name: Name, body: Annotated[PutRuleBody, Body()], response: Response
+    ) -> dict[str, Any]:
         """Replaces the whole rule of this name, or adds it. Applies to the blocks not yet offered."""
         if body.name not in (None, name):
             detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: omit one"
             raise Problem(409, detail, slug="name-differs", title="Names differ")
         rule = _to_core(body, name)
         try:
-            existed = await threads.run(policies.put_rule, rule, time.time())
+            existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
         except TooManyError as error:
             raise too_many(error) from None
-        context.wake()
+        cache.wake()
         response.status_code = 200 if existed else 201
         return rule_to_json(rule)
 
-    @router.delete("/{name}", summary="Delete a rule", status_code=204, dependencies=[AUDIT_BEFORE])
-    async def delete_rule(name: Name) -> None:
+    @router.delete("/{name}", summary="Delete a rule", status_code=204)
+    async def delete_rule(audit: AuditInTransaction, name: Name) -> None:
         """Applies to the blocks not yet offered. 404 without a rule of this name."""
-        if not await threads.run(policies.drop_rule, name, time.time()):
+        if not await audit.apply(partial(policies.drop_rule, name, time.time())):
             raise _unknown(name)
-        context.wake()
+        cache.wake()
 
     return router
 
