@@ -68,7 +68,7 @@ def check(as_json: JsonOption = False) -> int:
 def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Show the settings of a running service, and where each comes from."""
     with connect(url) as client:
-        answer = client.config()
+        answer = client.get("config")
     if as_json:
         print_json(answer)
     else:

@@ -26,7 +26,7 @@ def events(
     """Show events of the cache and changes by operators, one line per event, until Ctrl-C."""
     with connect(url) as client:
         try:
-            with closing(client.events(type_ or ())) as stream:
+            with closing(client.events("events", type=type_ or [])) as stream:
                 for event in stream:
                     if as_json:
                         print_json_line(event)

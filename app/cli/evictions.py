@@ -63,10 +63,9 @@ def evictions(
         raise typer.BadParameter("--summary takes --since and --until only", param_hint="--summary")
     with connect(url) as client:
         if summary:
-            answer = client.evictions_summary(since=since, until=until)
+            answer = client.get("evictions/summary", since=since, until=until)
         else:
-            page = client.evictions(limit=limit, since=since, until=until, **filters)
-            answer = {"items": page.items, "next_cursor": page.next_cursor}
+            answer = client.get("evictions", limit=limit, since=since, until=until, **filters)
     if as_json:
         print_json(answer)
     elif summary:

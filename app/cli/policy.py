@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -36,7 +37,7 @@ def _request_group() -> None:
 def show(url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Show the runtime defaults and their sources."""
     with connect(url) as client:
-        return _print_policy(client.policy(), as_json)
+        return _print_policy(client.get("policy"), as_json)
 
 
 @app.command("set")
@@ -44,14 +45,14 @@ def change(fields: Fields, url: UrlOption = None, as_json: JsonOption = False) -
     """Change runtime defaults until the next start; null restores the setting."""
     patch = parse_fields(fields)
     with connect(url) as client:
-        return _print_policy(client.patch_policy(patch), as_json)
+        return _print_policy(client.send("PATCH", "policy", patch), as_json)
 
 
 @request_app.command("show")
 def show_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Show the override of one request."""
     with connect(url) as client:
-        return _print_policy(client.request_policy(request_id), as_json)
+        return _print_policy(client.get(_path(request_id)), as_json)
 
 
 @request_app.command("set")
@@ -65,21 +66,25 @@ def change_request(
     as_json: JsonOption = False,
 ) -> int:
     """Override fields for one request; replaces an earlier override."""
-    patch = parse_fields(fields)
+    patch = parse_fields(fields) | ({} if ttl_s is None else {"ttl_s": ttl_s})
     with connect(url) as client:
-        return _print_policy(client.put_request_policy(request_id, patch, ttl_s=ttl_s), as_json)
+        return _print_policy(client.send("PUT", _path(request_id), patch), as_json)
 
 
 @request_app.command("clear")
 def clear_request(request_id: RequestId, url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Remove a request's override."""
     with connect(url) as client:
-        client.delete_request_policy(request_id)
+        client.send("DELETE", _path(request_id))
     if as_json:
         print_json({"request": request_id, "cleared": True})
     else:
         out.print(f"override removed: {request_id}")
     return 0
+
+
+def _path(request_id: str) -> str:
+    return f"requests/{quote(request_id, safe='')}/policy"
 
 
 def parse_fields(fields: Sequence[str]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def replay(
         model, context_tokens = _served(engine)
         mapping = Mapping(tokens_per_hash, max_output, seed, context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]
-        before = admin.stats()
+        before = admin.get("stats")
         options = Options(engine.url, engine.token, model, concurrency, speed if respect_timestamps else None)
         started_s = time.perf_counter()
         outcomes = _run(mapped, options, quiet=as_json)
@@ -96,8 +96,8 @@ def replay(
 
 def _served(engine: KVFerryClient) -> tuple[str, int | None]:
     """Return the served model's name, and its context if the engine reports it."""
-    models = engine.models()
-    first = models[0] if models else {}
+    models = engine.get("/v1/models").get("data")
+    first = models[0] if isinstance(models, list) and models else {}
     context = first.get("max_model_len")
     return str(first.get("id", "")), context if type(context) is int and context > 1 else None
 
@@ -131,7 +131,7 @@ def _settled(admin: KVFerryClient) -> dict[str, Any]:
     """Return stats once no request runs and nothing is being stored, or after a time limit."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
-        stats = admin.stats()
+        stats = admin.get("stats")
         if not (stats["requests"]["running"] or stats["store"]["in_flight"]) or time.monotonic() > deadline_s:
             return stats
         time.sleep(SETTLE_POLL_S)

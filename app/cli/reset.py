@@ -10,6 +10,9 @@ from kvferry.app.cli.console import count, note, out, print_json, size
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 from kvferry.app.cli.tenants import SaltFileOption, tenant_of
 
+ANSWER_S = 30.0
+"""Time for the response once the transfers have ended."""
+
 
 def reset(
     tier: Annotated[list[str] | None, typer.Option(help="Only this tier; may be repeated.", metavar="NAME")] = None,
@@ -34,8 +37,9 @@ def reset(
     """Drop stored blocks: all, or those of matching requests. The engine keeps serving."""
     given = {"tenant": tenant_of(tenant, cache_salt_file), "lora": lora, "request": request}
     match = {name: glob for name, glob in given.items() if glob is not None}
+    body = {"tiers": tier or None, "match": match or None, "drain_timeout_s": drain_timeout_s, "reason": reason}
     with connect(url) as client:
-        answer = client.reset(tiers=tier, match=match or None, drain_timeout_s=drain_timeout_s, reason=reason)
+        answer = client.send("POST", "reset", body, timeout_s=drain_timeout_s + ANSWER_S)
     if as_json:
         print_json(answer)
         return 0

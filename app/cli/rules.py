@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -46,15 +47,9 @@ def _group() -> None:
 @app.command("list")
 def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Show all rules, in the order in which they are evaluated."""
-    items: list[dict[str, Any]] = []
-    cursor: str | None = None
     with connect(url) as client:
-        while True:
-            page = client.rules(limit=1000, cursor=cursor)
-            items += page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                break
+        # More than a service can have.
+        items = client.get("rules", limit=1000)["items"]
     if as_json:
         print_json({"items": items})
     elif items:
@@ -68,7 +63,7 @@ def list_rules(url: UrlOption = None, as_json: JsonOption = False) -> int:
 def show(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Show one rule."""
     with connect(url) as client:
-        return _print_rule(client.rule(name), as_json)
+        return _print_rule(client.get(_path(name)), as_json)
 
 
 @app.command("set")
@@ -101,19 +96,23 @@ def change(
     match = {condition: value for condition, value in given.items() if value is not None}
     policy = parse_fields(fields or [])
     with connect(url) as client:
-        return _print_rule(client.put_rule(name, order=order, match=match, policy=policy), as_json)
+        return _print_rule(client.send("PUT", _path(name), {"order": order, "match": match, "policy": policy}), as_json)
 
 
 @app.command("delete")
 def delete(name: Name, url: UrlOption = None, as_json: JsonOption = False) -> int:
     """Delete a rule."""
     with connect(url) as client:
-        client.delete_rule(name)
+        client.send("DELETE", _path(name))
     if as_json:
         print_json({"name": name, "deleted": True})
     else:
         out.print(f"rule deleted: {name}")
     return 0
+
+
+def _path(name: str) -> str:
+    return f"rules/{quote(name, safe='')}"
 
 
 def _print_rule(rule: Mapping[str, Any], as_json: bool) -> int:

@@ -40,7 +40,7 @@ def stats(
     """
     with connect_ranks(url, engine) as clients:
         if not watch:
-            snapshot = add_up([client.stats() for client in clients])
+            snapshot = add_up([client.get("stats") for client in clients])
             if as_json:
                 print_json(snapshot)
             else:
@@ -48,7 +48,10 @@ def stats(
             return 0
         try:
             with ExitStack() as streams:
-                ranks = [streams.enter_context(closing(client.stats_stream(interval_s))) for client in clients]
+                ranks = [
+                    streams.enter_context(closing(client.events("stats/stream", interval_s=interval_s)))
+                    for client in clients
+                ]
                 snapshots = map(add_up, zip(*ranks, strict=False))
                 if as_json:
                     for snapshot in snapshots:

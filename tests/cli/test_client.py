@@ -12,9 +12,7 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, StreamingResp
 
 from kvferry.app.client import KVFerryClient, Refused, Unreachable
 from kvferry.app.settings import BadSettings
-from tests.harness.engine_peer import EnginePeer
 from tests.harness.http_server import serve
-from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service
 
 
@@ -24,77 +22,47 @@ def client(service: Service) -> Iterator[KVFerryClient]:
         yield client
 
 
-def test_every_call_of_the_admin_api(client: KVFerryClient, service: Service) -> None:
-    service.engine.run(LoopRequest("all-calls", 64, seed=77))
-    service.settle()
-    assert client.stats()["pool"]["slots"] == 16
-    assert client.policy()["store"]["value"] is True
-    assert client.patch_policy({"priority": "high"})["priority"] == {"value": "high", "source": "runtime"}
-    assert client.patch_policy({"priority": None})["priority"]["source"] == "default"
-    assert client.put_request_policy("x/y", {"load": False}, ttl_s=5)["load"]["value"] is False
-    assert client.request_policy("x/y")["id"] == "x/y"
-    client.delete_request_policy("x/y")
-    rule = client.put_rule("sql", order=3, match={"lora": "sql-*"}, policy={"load": False})
-    assert client.rule("sql") == rule
-    assert client.rules().items == [rule]
-    client.delete_rule("sql")
-    assert client.rules(limit=1).items == []
-    assert client.request("all-calls")["prompt_tokens"]["total"] == 64
-    assert client.requests(limit=2).next_cursor is not None
-    assert client.blocks(limit=1).items
-    assert client.evictions(reason="capacity", limit=1).items
-    assert client.evictions_summary()["total"] >= 1
-    assert client.config()["port"]["value"] == 8787
-    assert client.patch_config({"log_level": "error"})["log_level"]["source"] == "runtime"
-    assert client.patch_config({"log_level": None})["log_level"]["source"] == "default"
-    assert client.reset(match={"request": "nobody"}, reason="test")["dropped_blocks"] == 0
-    service.settle_history()
-    assert any(item["outcome"] for item in client.audit(limit=5).items)
-
-
-def test_pages_follow_one_another(client: KVFerryClient) -> None:
-    seen: list[str] = []
-    cursor = None
-    while True:
-        page = client.evictions(limit=5, cursor=cursor)
-        seen += [item["id"] for item in page.items]
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    assert len(seen) == len(set(seen)) >= 16
+def test_calls_return_the_object_of_the_response(client: KVFerryClient) -> None:
+    assert client.get("stats")["pool"]["slots"] == 16
+    assert client.send("PATCH", "policy", {"priority": "high"})["priority"] == {"value": "high", "source": "runtime"}
+    assert client.send("PATCH", "policy", {"priority": None})["priority"]["source"] == "default"
+    assert client.send("PUT", "rules/sql", {"order": 3})["order"] == 3
+    assert len(client.get("rules", limit=1, cursor=None)["items"]) == 1
+    assert client.send("DELETE", "rules/sql") == {}
+    assert client.get("/admin/v1/rules")["items"] == []
 
 
 def test_stats_stream(client: KVFerryClient) -> None:
-    with closing(client.stats_stream(0.1)) as stream:
+    with closing(client.events("stats/stream", interval_s=0.1)) as stream:
         first, second = next(stream), next(stream)
     assert second["uptime_s"] > first["uptime_s"]
-    assert client.stats()["uptime_s"] > second["uptime_s"], "the client can be used on"
+    assert client.get("stats")["uptime_s"] > second["uptime_s"], "the client can be used on"
 
 
 def test_events(client: KVFerryClient) -> None:
-    with closing(client.events(["rule"])) as stream:
+    with closing(client.events("events", type=["rule"])) as stream:
         assert next(stream)["type"] == "open"
         with KVFerryClient(client.url, ADMIN) as other:
-            other.put_rule("told")
-            other.delete_rule("told")
+            other.send("PUT", "rules/told", {})
+            other.send("DELETE", "rules/told")
         assert [next(stream)["change"], next(stream)["change"]] == ["set", "removed"]
     with pytest.raises(Refused, match="type"):
-        next(client.events(["nothing"]))
+        next(client.events("events", type=["nothing"]))
 
 
 def test_a_refusal_carries_the_problem(client: KVFerryClient) -> None:
     with pytest.raises(Refused) as caught:
-        client.patch_policy({"store": 3, "colour": "red"})
+        client.send("PATCH", "policy", {"store": 3, "colour": "red"})
     assert caught.value.status == 422
     assert {error["field"] for error in caught.value.problem["errors"]} == {"store", "colour"}
     with pytest.raises(Refused, match="409") as caught:
-        client.patch_config({"device_blocks": 1})
+        client.send("PATCH", "config", {"device_blocks": 1})
     assert caught.value.problem["settings"] == ["device_blocks"]
     with pytest.raises(Refused) as caught:
-        client.request("never heard of")
+        client.get("requests/unknown")
     assert caught.value.status == 404
     with pytest.raises(Refused) as caught:
-        next(client.stats_stream(-1))
+        next(client.events("stats/stream", interval_s=-1))
     assert caught.value.status == 422
 
 
@@ -102,15 +70,15 @@ def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.Monke
     monkeypatch.setenv("KVFERRY_URL", service.url)
     monkeypatch.setenv("KVFERRY_READ_TOKEN", READ)
     with KVFerryClient() as reader:
-        assert reader.stats()["epoch"] >= 0
+        assert reader.get("stats")["epoch"] >= 0
         with pytest.raises(Refused) as caught:
-            reader.reset()
+            reader.send("POST", "reset")
         assert caught.value.status == 403
     monkeypatch.setenv("KVFERRY_ADMIN_TOKEN", ADMIN)
     with KVFerryClient() as admin:
-        assert admin.patch_policy({}) is not None
+        assert admin.send("PATCH", "policy", {}) is not None
     with KVFerryClient(token="wrong") as nobody, pytest.raises(Refused) as caught:
-        nobody.stats()
+        nobody.get("stats")
     assert caught.value.status == 401
     assert "wrong" not in str(caught.value)
 
@@ -126,9 +94,9 @@ def test_what_is_no_url(url: str) -> None:
 def test_nobody_there() -> None:
     with KVFerryClient("http://127.0.0.1:1", "token") as client:
         with pytest.raises(Unreachable, match=r"cannot reach http://127.0.0.1:1: "):
-            client.stats()
+            client.get("stats")
         with pytest.raises(Unreachable):
-            next(client.stats_stream())
+            next(client.events("stats/stream"))
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:
@@ -143,7 +111,7 @@ def test_a_server_that_does_not_answer_in_time() -> None:
     with serve(app) as running, KVFerryClient(running.url, "t", timeout_s=0.2) as client:
         try:
             with pytest.raises(Unreachable, match="no answer in time"):
-                client.stats()
+                client.get("stats")
         finally:
             over.set()
         assert asked.is_set()
@@ -156,12 +124,13 @@ def test_a_server_that_is_something_else() -> None:
     app.get("/admin/v1/config")(lambda: RedirectResponse("/login"))
     app.get("/admin/v1/stats/stream")(lambda: PlainTextResponse("hello"))
     with serve(app) as running, KVFerryClient(running.url, "t") as client:
-        calls = (client.stats, client.policy, client.config, lambda: next(client.stats_stream()))
-        for call in calls:
+        for path in ("stats", "policy", "config"):
             with pytest.raises(Refused, match="is that the right URL"):
-                call()
+                client.get(path)
+        with pytest.raises(Refused, match="is that the right URL"):
+            next(client.events("stats/stream"))
         with pytest.raises(Refused) as caught:
-            client.audit()
+            client.get("audit")
         assert caught.value.status == 404
 
 
@@ -177,21 +146,10 @@ def test_a_stream_that_breaks_off_is_unreachable() -> None:
         return StreamingResponse(body(), media_type="text/event-stream")
 
     with serve(app) as running, KVFerryClient(running.url, "t") as client:
-        stream_of_stats = client.stats_stream()
+        stream_of_stats = client.events("stats/stream")
         assert next(stream_of_stats) == {"epoch": 1}
         with pytest.raises(Unreachable):
             next(stream_of_stats)
-
-
-def test_completions() -> None:
-    peer = EnginePeer()
-    with serve(peer.app) as running, KVFerryClient(running.url, "t") as client:
-        (model,) = client.models()
-        assert model["id"] == "peer"
-        chunks = list(client.stream_completion([3, 4, 5], max_tokens=3, request_id="mine"))
-    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[65]] * 3
-    assert peer.request_ids == ["mine"]
-    assert peer.bodies == [{"prompt": [3, 4, 5], "max_tokens": 3, "stream": True}]
 
 
 def test_the_token_does_not_show() -> None:
