@@ -17,14 +17,15 @@ class FieldError(BaseModel):
     message: str = Field(examples=['must be a whole number, 0 or more, "unlimited" or null'])
 
 
-def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1) -> list[FieldError]:
+def field_errors(errors: Sequence[Mapping[str, Any]], skip: int = 1, whole: str = BODY_FIELD) -> list[FieldError]:
     """Return Pydantic's errors as one entry per field, in their order.
 
-    The first `skip` parts of a location are left out: FastAPI's first part is `body`, `query` or `path`.
+    The first `skip` parts of a location are left out: FastAPI's first part is `body`, `query` or `path`. Errors of no
+    single field are those of `whole`.
     """
     messages: dict[str, list[str]] = {}
     for error in errors:
-        path = ".".join(str(part) for part in error["loc"][skip:]) or BODY_FIELD
+        path = ".".join(str(part) for part in error["loc"][skip:]) or whole
         messages.setdefault(path[:200], []).append(_message(error))
     return [FieldError(field=path, message="; ".join(dict.fromkeys(texts))) for path, texts in messages.items()]
 

@@ -38,7 +38,7 @@ class MappedRequest:
 
 def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
     """Return the request to send for one of the trace. A prompt that exceeds the context is truncated."""
-    full, rest = divmod(request.input_tokens, TRACE_BLOCK_TOKENS)
+    full, rest = divmod(request.input_length, TRACE_BLOCK_TOKENS)
     prompt = [
         token
         for hash_id in request.hash_ids[:full]
@@ -47,12 +47,12 @@ def map_request(request: TraceRequest, mapping: Mapping) -> MappedRequest:
     if rest:
         run = hash_run(request.hash_ids[full], mapping.seed, mapping.tokens_per_hash)
         prompt += run[: _scaled(rest, mapping.tokens_per_hash)]
-    output_tokens = min(_scaled(request.output_tokens, mapping.tokens_per_hash), mapping.max_output_tokens)
+    output_tokens = min(_scaled(request.output_length, mapping.tokens_per_hash), mapping.max_output_tokens)
     length = len(prompt)
     if mapping.context_tokens is not None:
         output_tokens = max(1, min(output_tokens, mapping.context_tokens - 1))
         prompt = prompt[: max(1, mapping.context_tokens - output_tokens)]
-    return MappedRequest(request.timestamp_ms / 1000, tuple(prompt), output_tokens, len(prompt) < length)
+    return MappedRequest(request.timestamp / 1000, tuple(prompt), output_tokens, len(prompt) < length)
 
 
 @lru_cache(CACHED_RUNS)

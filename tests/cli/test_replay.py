@@ -161,16 +161,16 @@ def test_an_engine_that_does_not_say_its_context_gets_whole_prompts(run: Run, cl
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("{", "not JSON"),
-        ("[1]", "not a JSON object"),
-        (line(0, []), "input_length must be a whole number of 1 or more"),
-        (line(512, [1], output_length=-1), "output_length must be a whole number of 0 or more"),
+        ("{", "request: Invalid JSON"),
+        ("[1]", "request: "),
+        (line(0, []), "input_length: Input should be greater than or equal to 1"),
+        (line(512, [1], output_length=-1), "output_length: Input should be greater than or equal to 0"),
         (line(513, [1]), "input_length 513 has 2 blocks of 512 tokens, and hash_ids has 1 ids"),
-        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "hash_ids must be a list of whole numbers"),
-        (line(512, [True]), "hash_ids must be a list of whole numbers"),
-        (line(512, [1], timestamp=-1), "timestamp must be a number of milliseconds"),
-        (line(512, [1]) | {"input_length": "512"}, "input_length must be a whole number"),
-        ("[" * 100_000, "not JSON"),
+        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "hash_ids: is required"),
+        (line(512, [True]), "hash_ids.0: Input should be a valid integer"),
+        (line(512, [1], timestamp=-1), "timestamp: Input should be greater than or equal to 0"),
+        (line(512, [1]) | {"input_length": "512"}, "input_length: Input should be a valid integer"),
+        ("[" * 100_000, "Invalid JSON"),
     ],
 )
 def test_malformed_lines_are_named(bad: Any, said: str, clean_world: Path) -> None:
@@ -186,7 +186,7 @@ def test_malformed_lines_are_named(bad: Any, said: str, clean_world: Path) -> No
 def test_a_malformed_line_is_bad_usage(run: Run, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1]), "{"), "--url", "http://127.0.0.1:1")
     assert (done.code, done.out) == (2, "")
-    assert "trace.jsonl, line 2: not JSON" in done.err
+    assert "trace.jsonl, line 2: request: Invalid JSON" in done.err
     assert done.err.count("\n") == 1
 
 
