@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,14 +34,6 @@ class TooManyError(Exception):
     """The limit of overrides or rules is reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPolicies:
-    """Numbers of overrides and rules that an earlier process left and that still hold."""
-
-    num_overrides: int
-    num_rules: int
-
-
 class PolicyStore:
     """The only way in which overrides and rules change. Thread: any; calls wait for the database, for a bounded time.
 
@@ -55,7 +46,7 @@ class PolicyStore:
         self._feed = feed
         self._lock = threading.Lock()
 
-    def load(self, now_s: float) -> LoadedPolicies:
+    def load(self, now_s: float) -> None:
         """Load what an earlier process left, before the engine starts. Invalid records are logged and skipped."""
         records = self._store.reader.load_overrides(now_s)
         overrides = [override for record in records if (override := _override(record))]
@@ -66,7 +57,8 @@ class PolicyStore:
             self._policies.set_override(override)
         for rule in rules[:MAX_RULES]:
             self._policies.put_rule(rule)
-        return LoadedPolicies(len(overrides), len(rules[:MAX_RULES]))
+        if overrides or rules:
+            _log.info("policies: restored %d overrides and %d rules", len(overrides), len(rules[:MAX_RULES]))
 
     def set_override(self, override: Override, now_s: float) -> None:
         """Set the policy of one request id, replacing an earlier override. Raises `TooManyError`."""

@@ -12,7 +12,6 @@ import difflib
 import json
 import logging
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from kvferry.app.api.pagination import DEFAULT_LIMIT, AuditCursor, Limit
 from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
-from kvferry.app.settings.errors import MASK
+from kvferry.app.settings.errors import MASK, SECRET_WORDS
 from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreThreads, StoreUnavailable
 from kvferry.app.times import rfc3339
 
@@ -42,7 +41,6 @@ MAX_WHAT_CHARS = 4000
 MAX_DEPTH = 8
 MAX_UNKNOWN_PER_MINUTE = 120
 
-_SECRET = re.compile(r"token(?!s)|salt|secret|passw|pwd|credential|api_?key|_url|authorization", re.IGNORECASE)
 _SECRETS = (*Settings.names().secrets, "cache_salt")
 _MAX_NAME_CHARS = 100
 _MIN_SIMILARITY = 0.75
@@ -67,7 +65,7 @@ def describe_body(body: bytes, mask: SecretMask = NO_SECRETS) -> dict[str, Any] 
 
 @lru_cache(maxsize=256)
 def _is_secret(name: str) -> bool:
-    return _SECRET.search(name) is not None or bool(
+    return SECRET_WORDS.search(name) is not None or bool(
         difflib.get_close_matches(name.lower()[:_MAX_NAME_CHARS], _SECRETS, n=1, cutoff=_MIN_SIMILARITY)
     )
 

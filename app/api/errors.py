@@ -114,34 +114,35 @@ def too_many(error: Exception) -> Problem:
     return Problem(409, str(error), slug="too-many", title="Too many")
 
 
-async def _on_problem(request: Request, exc: Exception) -> Response:
-    if not isinstance(exc, Problem):
-        raise exc
-    return exc.response(request.scope)
+def _problem_of(request: Request, exc: Exception) -> Problem:
+    if isinstance(exc, RequestValidationError):
+        errors = exc.errors()
+        if any(error["type"] == "json_invalid" for error in errors):
+            return Problem(400, "the body is not JSON", slug="invalid-json", title="Invalid JSON")
+        return invalid_fields(field_errors(errors))
+    if isinstance(exc, OutcomeUnknown):
+        return Problem(504, f"{exc}: the outcome is not known", slug="outcome-unknown")
+    if isinstance(exc, StoreUnavailable):
+        detail = f"the metadata store does not answer, and nothing was changed: {exc}"
+        return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
+    if isinstance(exc, HTTPException):
+        return _problem_of_http(request, exc)
+    if isinstance(exc, Problem):
+        return exc
+    raise exc
 
 
-async def _on_invalid(request: Request, exc: Exception) -> Response:
-    if not isinstance(exc, RequestValidationError):
-        raise exc
-    errors = exc.errors()
-    if any(error["type"] == "json_invalid" for error in errors):
-        return Problem(400, "the body is not JSON", slug="invalid-json", title="Invalid JSON").response(request.scope)
-    return invalid_fields(field_errors(errors)).response(request.scope)
-
-
-async def _on_http_exception(request: Request, exc: Exception) -> Response:
-    if not isinstance(exc, HTTPException):
-        raise exc
+def _problem_of_http(request: Request, exc: HTTPException) -> Problem:
     if exc.status_code == 400:
         # FastAPI raises it only for a body that its JSON reader cannot decode.
-        return Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON").response(request.scope)
+        return Problem(400, UNREADABLE_JSON, slug="invalid-json", title="Invalid JSON")
     detail = _DETAILS.get(exc.status_code, str(exc.detail))
     if exc.status_code in _DETAILS:
         detail = detail.format(method=request.method, path=request.url.path)
     headers = dict(exc.headers or {})
     if exc.status_code == 405:
         headers["Allow"] = ", ".join(_allowed_methods(request))
-    return Problem(exc.status_code, detail, headers=headers).response(request.scope)
+    return Problem(exc.status_code, detail, headers=headers)
 
 
 def _allowed_methods(request: Request) -> list[str]:
@@ -151,19 +152,11 @@ def _allowed_methods(request: Request) -> list[str]:
     return sorted(set().union(*(route.methods or () for route in matching)))
 
 
-async def _on_store_unavailable(request: Request, exc: Exception) -> Response:
-    if not isinstance(exc, StoreUnavailable):
-        raise exc
-    if isinstance(exc, OutcomeUnknown):
-        return Problem(504, f"{exc}: the outcome is not known", slug="outcome-unknown").response(request.scope)
-    detail = f"the metadata store does not answer, and nothing was changed: {exc}"
-    problem = Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
-    return problem.response(request.scope)
+async def _answer(request: Request, exc: Exception) -> Response:
+    return _problem_of(request, exc).response(request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
-    app.add_exception_handler(Problem, _on_problem)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(StoreUnavailable, _on_store_unavailable)
+    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable):
+        app.add_exception_handler(kind, _answer)

@@ -6,10 +6,10 @@ Core's counters become metrics by the declarations at their fields. No label has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -22,41 +22,14 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvferry.app.api.context import EngineInfo
-from kvferry.app.guard import OffloadGuard
+from kvferry.app.api.context import Cache, EngineInfo, ProcessState
+from kvferry.app.guard import OffloadStatus
 from kvferry.app.pool.recovery import WarmStart
-from kvferry.app.store import JournalStats
+from kvferry.app.store import JournalStats, MetadataStore
 from kvferry.core.counters import metric_of
 from kvferry.core.stats import Histogram, Snapshot
 
 PREFIX = "kvferry_"
-
-
-class HasSnapshot(Protocol):
-    """Source of core's counters."""
-
-    def snapshot(self) -> Snapshot: ...
-
-
-class HasJournal(Protocol):
-    """Source of the journal's counters."""
-
-    def journal_stats(self) -> JournalStats: ...
-
-
-class _Collected(Collector):
-    """Collector of what a function returns."""
-
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: registration would otherwise take a snapshot before core is complete."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families, of one moment."""
-        return self._collect()
 
 
 def declared(parts: Iterable[tuple[Any, Mapping[str, str]]]) -> Iterator[Metric]:
@@ -116,8 +89,7 @@ def _transfers(now: Snapshot) -> Iterator[Metric]:
         yield family
 
 
-def _of_process(guard: OffloadGuard, started_s: float) -> Iterator[Metric]:
-    status = guard.status
+def _of_process(status: OffloadStatus, started_s: float) -> Iterator[Metric]:
     yield _gauge("offloading_on", "Whether offloading is on (1), or off after repeated errors (0)", int(status.is_on))
     yield CounterMetricFamily(
         PREFIX + "unexpected_errors", "Unexpected errors in kvferry's own code", value=status.num_errors
@@ -140,22 +112,27 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, text, value=value)
 
 
-def build_registry(
-    source: HasSnapshot,
-    journal: HasJournal,
-    engine: EngineInfo,
-    guard: OffloadGuard,
-    started_s: float,
-    warm_start: WarmStart | None = None,
-) -> CollectorRegistry:
-    """Return a registry apart from that of another engine in this process.
+class _Cache(Collector):
+    """Collector of the cache's metrics. It describes none, since that would take a snapshot before core is complete."""
 
-    `warm_start` is the result of recovering a pool that outlived its process.
-    """
+    def __init__(self, cache: Cache, process: ProcessState, store: MetadataStore) -> None:
+        self._cache = cache
+        self._process = process
+        self._store = store
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _of_core(self._cache.scheduler.snapshot(), self._process.engine, self._store.journal_stats())
+        yield from _of_process(self._cache.guard.status, self._process.started_s)
+        if self._process.warm_start is not None:
+            yield from _of_recovery(self._process.warm_start)
+
+
+def build_registry(cache: Cache, process: ProcessState, store: MetadataStore) -> CollectorRegistry:
+    """Return a registry apart from that of another engine in this process."""
     registry = CollectorRegistry()
-    registry.register(_Collected(lambda: _of_core(source.snapshot(), engine, journal.journal_stats())))
-    registry.register(_Collected(lambda: _of_process(guard, started_s)))
-    if warm_start is not None:
-        registry.register(_Collected(lambda: _of_recovery(warm_start)))
+    registry.register(_Cache(cache, process, store))
     ProcessCollector(namespace=PREFIX.rstrip("_"), registry=registry)
     return registry

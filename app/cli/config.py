@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -44,18 +45,7 @@ def check(as_json: JsonOption = False) -> int:
         return ExitCode.USAGE
     for notice in settings.notices:
         note(notice)
-    views = {
-        view.name: {
-            "value": view.value,
-            "source": view.source.value,
-            "place": view.place,
-            "default": view.default,
-            "mutable": view.mutable,
-            "secret": view.secret,
-            "description": view.description,
-        }
-        for view in settings.describe()
-    }
+    views = {view.name: asdict(view) for view in settings.describe()}
     if as_json:
         print_json(views)
     else:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.app.guard.wrappers import ErrorLog
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
@@ -26,11 +26,13 @@ DISCARD_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OffloadStatus:
-    """Whether offloading is on, why it is off, and the unexpected errors so far."""
+    """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
 
-    is_on: bool
-    reason: str | None
-    num_errors: int
+    is_on: bool = field(metadata={"description": "false after repeated errors, until a whole reset"})
+    reason: str | None = field(metadata={"description": "why offloading is off; null while it is on"})
+    num_errors: int = field(
+        metadata={"description": "unexpected errors so far; each place is logged once, with its traceback"}
+    )
     last_error: str | None
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -47,15 +47,17 @@ def no_progress(stage: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Result of a recovery. `known` of the `recovered` slots had a row; the others are the first to be evicted.
-
-    `foreign` is the field of the fingerprint because of which the whole pool was dropped, or None.
-    """
+    """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
 
     recovered: int
-    known: int
-    dropped: dict[str, int]
-    foreign: str | None
+    known: int = field(metadata={"description": "the others are the first to be evicted"})
+    dropped: dict[str, int] = field(metadata={"description": "slots that were not recovered, by reason"})
+    foreign: str | None = field(
+        metadata={
+            "description": "field in which a pool that was dropped as a whole differs from the one wanted; null if it "
+            "was kept"
+        }
+    )
     seconds: float
 
     def __str__(self) -> str:

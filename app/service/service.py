@@ -187,13 +187,11 @@ class OffloadService:
         self._progress.note("reading overrides and rules")
         # Before the journal starts, which would overwrite the rows of another database with what memory has.
         try:
-            kept = self.policies.load(time.time())
+            self.policies.load(time.time())
         except StoreUnavailable as error:
             raise StartError(
                 f"KVFERRY_DATABASE_URL: overrides and rules of an earlier process cannot be read: {error}"
             ) from error
-        if kept.num_overrides or kept.num_rules:
-            _log.info("policies: restored %d overrides and %d rules", kept.num_overrides, kept.num_rules)
         pool = self._pool
         if pool.kept is not None:
             pool.kept.start()

@@ -15,7 +15,8 @@ from kvferry.app.settings.sources import PREFIX, RawValue
 
 MASK = "***"
 MAX_SHOWN_CHARS = 80
-_SECRET_WORDS = re.compile(r"TOK|SECRET|PASS|PWD|KEY|CRED|URL|AUTH", re.IGNORECASE)
+SECRET_WORDS = re.compile(r"tok(?!e?ns)|salt|secret|pass|pwd|key|cred|url|auth", re.IGNORECASE)
+"""Parts of names whose values are secret: of settings, of query parameters in URLs, and of fields in bodies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def unknown_problem(raw: RawValue, known: Iterable[str], secrets: Collection[str
     """Return the problem of an unknown name, with the nearest known one. A possible secret value is masked."""
     plain = raw.spelled.upper().removeprefix(PREFIX)
     near = difflib.get_close_matches(plain, [name.upper() for name in known], n=1, cutoff=0.5)
-    secret = _SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
+    secret = SECRET_WORDS.search(plain) or (near and near[0].lower() in secrets)
     spelled = raw.spelled if raw.spelled.isprintable() else show(raw.spelled)
     advice = "no such setting"
     if near:
@@ -105,7 +106,7 @@ def mask_url(url: str) -> str:
             netloc = f"{name}{colon and ':' + MASK}@{host}"
         query = urlencode(
             [
-                (key, MASK if _SECRET_WORDS.search(key) else value)
+                (key, MASK if SECRET_WORDS.search(key) else value)
                 for key, value in parse_qsl(parts.query, keep_blank_values=True)
             ],
             safe="*/:",
@@ -122,7 +123,7 @@ def url_passwords(url: str) -> list[str]:
     """Return the passwords in a database URL, as written and decoded."""
     try:
         parts = urlsplit(url)
-        found = [value for key, value in parse_qsl(parts.query) if _SECRET_WORDS.search(key)]
+        found = [value for key, value in parse_qsl(parts.query) if SECRET_WORDS.search(key)]
         user = parts.netloc.rpartition("@")[0]
     except ValueError:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
@@ -38,20 +39,12 @@ class SettingModel(BaseModel):
 
 
 def _view(settings: Settings, live: LiveSettings) -> dict[str, SettingModel]:
-    return {
-        view.name: SettingModel(
-            value=view.value,
-            source=view.source.value,
-            place=view.place,
-            default=view.default,
-            variable=view.variable,
-            mutable=view.name in live.mutable,
-            secret=view.secret,
-            description=view.description,
-            shortfall=live.shortfalls.get(view.name),
-        )
-        for view in settings.describe()
-    }
+    views = {}
+    for view in settings.describe():
+        facts = {"variable": view.variable, "mutable": view.name in live.mutable}
+        shortfall = live.shortfalls.get(view.name)
+        views[view.name] = SettingModel.model_validate({**asdict(view), **facts, "shortfall": shortfall})
+    return views
 
 
 def _patch_schemas(live: LiveSettings) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Literal
 import anyio
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, Field
 
@@ -69,9 +68,7 @@ def health_router(cache: Cache, process: ProcessState, store: MetadataStore) -> 
     """Return the routes `/healthz`, `/readyz` and `/metrics`."""
     router = APIRouter(tags=["health"])
     readiness = _ReadinessCheck(process)
-    registry: CollectorRegistry = build_registry(
-        cache.scheduler, store, process.engine, cache.guard, process.started_s, process.warm_start
-    )
+    registry = build_registry(cache, process, store)
 
     @router.get("/healthz", summary="Whether the process can answer")
     async def healthz() -> Health:

@@ -18,6 +18,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.context import Cache, EngineInfo, ProcessState
 from kvferry.app.api.sse import CLOSING_POLL_S, STREAM_RESPONSES, MaxEvents, MustEnd, Streams
+from kvferry.app.guard import OffloadStatus
+from kvferry.app.pool.recovery import WarmStart
 from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import JournalStats, MetadataStore
 from kvferry.app.times import rfc3339
@@ -47,27 +49,6 @@ class PoolStats(PoolCounts):
     kind: str = ""
 
 
-class RecoveryStats(BaseModel):
-    """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
-
-    recovered: int
-    known: int
-    dropped: dict[str, int] = Field(description="slots that were not recovered, by reason", examples=[{"unsealed": 0}])
-    foreign: str | None = Field(
-        description="field in which a pool that was dropped as a whole differs from the one wanted; null if it was kept"
-    )
-    seconds: float
-
-
-class OffloadingStats(BaseModel):
-    """Whether offloading is on, and unexpected errors in kvferry's own code, which requests survive."""
-
-    is_on: bool = Field(description="false after repeated errors, until a whole reset")
-    reason: str | None = Field(description="why offloading is off; null while it is on")
-    num_errors: int = Field(description="unexpected errors so far; each place is logged once, with its traceback")
-    last_error: str | None
-
-
 class Stats(BaseModel):
     """One consistent snapshot."""
 
@@ -86,9 +67,9 @@ class Stats(BaseModel):
     load: LoadCounts
     evictions: EvictionCounts
     tiers: dict[str, TierStats]  # type: ignore[valid-type]  # made of core's fields
-    offloading: OffloadingStats
+    offloading: OffloadStatus
     journal: JournalStats
-    recovery: RecoveryStats | None = Field(description="null if the pool does not outlive its process")
+    recovery: WarmStart | None = Field(description="null if the pool does not outlive its process")
 
 
 def take_stats(cache: Cache, process: ProcessState, store: MetadataStore, pool_kind: PoolKind, now_s: float) -> Stats:
