@@ -55,6 +55,8 @@ class Group:
     slot_tokens: int
     slot_bytes: int
     hashes_per_slot: int
+    reach_tokens: int | None
+    """`GroupSpec.reach_tokens`."""
 
 
 class GroupLayout:
@@ -101,7 +103,7 @@ class GroupLayout:
         slot_blocks = 1 if spec.kind is GroupKind.RECURRENT else self.blocks_per_slot
         slot_tokens = slot_blocks * spec.block_size
         hashes = slot_tokens // self.hash_block_size
-        return Group(index, spec, slot_blocks, slot_tokens, slot_blocks * spec.block_bytes, hashes)
+        return Group(index, spec, slot_blocks, slot_tokens, slot_blocks * spec.block_bytes, hashes, spec.reach_tokens)
 
 
 def _check(index: int, spec: GroupSpec) -> None:

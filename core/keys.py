@@ -41,26 +41,23 @@ def tenant_digest(cache_salt: str | None) -> str | None:
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_HEX_DIGITS]
 
 
+@dataclass(frozen=True, slots=True)
 class Prefix:
-    """The keys of a request's first slots in each group, compared by position, without a lookup in the pool."""
+    """The keys of a request's first slots in each group, compared by position, without a lookup in the pool.
 
-    def __init__(self, groups: Mapping[int, tuple[Sequence[Key], int]], others: Collection[Key] = ()) -> None:
-        """Make a prefix of sequences that are not copied.
+    `groups` has, by group index, the keys of the request's slots, and how many of them are part of the prefix. `others`
+    are part of it at any position.
+    """
 
-        Args:
-            groups: By group index, the keys of the request's slots, and how many of them are part of the prefix.
-            others: Further keys that are part of it, at any position.
-        """
-        self._groups = groups
-        self._others = others
-        self.num_keys = sum(count for _, count in groups.values()) + len(others)
+    groups: Mapping[int, tuple[Sequence[Key], int]]
+    others: Collection[Key] = ()
 
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Return which of these keys, at these positions within their request's group, are part of the prefix."""
         found = []
         for key, position in zip(keys, positions, strict=True):
-            known, count = self._groups.get(group_of(key), ((), 0))
-            found.append((position < count and known[position] == key) or key in self._others)
+            known, count = self.groups.get(group_of(key), ((), 0))
+            found.append((position < count and known[position] == key) or key in self.others)
         return found
 
 

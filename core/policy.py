@@ -191,7 +191,8 @@ class PolicyResolver:
     _rules: tuple[Rule, ...] = ()
     _rules_version: int = 0
     _overrides: dict[str, Override] = field(default_factory=dict)
-    _expiries: Expiries[str] = field(default_factory=Expiries)
+    expiries: Expiries[str] = field(default_factory=Expiries)
+    """Expiry times of the overrides."""
 
     def defaults(self) -> EffectivePolicy:
         """Return the settings with the runtime defaults over them."""
@@ -242,7 +243,7 @@ class PolicyResolver:
         """Set or replace the override of a request id, before the request arrives or while it runs."""
         with self.lock:
             self._overrides[override.request_id] = override
-            self._expiries.set(override.request_id, override.expires_s)
+            self.expiries.set(override.request_id, override.expires_s)
             self.version += 1
 
     def drop_override(self, request_id: str, now_s: float) -> bool:
@@ -251,7 +252,7 @@ class PolicyResolver:
             found = self._overrides.pop(request_id, None)
             if found is None:
                 return False
-            self._expiries.discard(request_id)
+            self.expiries.discard(request_id)
             self.version += 1
             return found.expires_s > now_s
 
@@ -280,9 +281,9 @@ class PolicyResolver:
 
         Requires: manager lock held.
         """
-        if self._expiries.next_s > now_s:
+        if self.expiries.next_s > now_s:
             return 0
-        due = self._expiries.pop_due(now_s, _EXPIRE_AT_ONCE)
+        due = self.expiries.pop_due(now_s, _EXPIRE_AT_ONCE)
         for request_id in due:
             del self._overrides[request_id]
         self.version += bool(due)

@@ -506,13 +506,14 @@ class OffloadManager:
         """
         table, missing = self.table, len(wanted) - len(free)
         protected = own = own[table.pins[own] == 0]
-        if missing > 0 and prefix.num_keys * _LARGE_POOL > table.num_slots:
+        num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
+        if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
             # In a larger pool the request's earlier blocks are among the latest used.
-            coldest = self.evictor.policy.peek_victims(min(missing + prefix.num_keys, _MAX_CANDIDATES))
+            coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
             coldest = coldest[self._are_in(prefix, coldest)]
             protected = np.concatenate((own, coldest[~np.isin(coldest, own)]))
         victims = self._take(wanted, free, protected)
-        if not prefix.num_keys or not len(victims):
+        if not num_earlier or not len(victims):
             return victims
         is_prefix = self._are_in(prefix, victims)
         if not is_prefix.any():

@@ -62,12 +62,12 @@ class InflightPrefixes:
         if leader is None or leader is state:
             return False
         if wait.follow_until_s is None:
-            num_led = 0
-            for block_hash in self._hashes(state, first_token, state.loadable_tokens // step * step):
+            num_led, limit = 0, state.keys.loadable_tokens(state.policy.policy)
+            for block_hash in self._hashes(state, first_token, limit // step * step):
                 if self.leaders.get(block_hash) is not leader:
                     break
                 num_led += step
-            hit = self._lookup.find(state.keys, first_token, state.loadable_tokens)
+            hit = self._lookup.find(state.keys, first_token, limit)
             wait.follow_until_s = self.wait_deadline(state, max(num_led, hit.num_tokens))
             wait.leader = leader.sequence
         return leader.sequence == wait.leader and state.now_s < wait.follow_until_s

@@ -24,7 +24,7 @@ class StorePart:
     `block_ids` has the blocks of the slots one after another; the last slot ends at the request's token `end_token`.
     Blocks that are `leaving` are about to be reused; those copied `ahead` of a step are already reused and not held.
     `others` are requests with the same blocks whose policies allow more tiers. `followers` are requests whose tiers
-    receive keys of the part once it is stored.
+    receive keys of the part once it is stored. If it `reorders`, its request is put in eviction order at its end.
     """
 
     request: RequestState
@@ -37,6 +37,7 @@ class StorePart:
     ahead: bool = False
     others: Sequence[RequestState] = ()
     disowned: bool = False
+    reorders: bool = False
     followers: list[tuple[RequestState, list[Key]]] = field(default_factory=list)
 
 
@@ -53,6 +54,7 @@ class OpenJob:
     job: TransferJob
     opened_s: float
     slots: Slots
+    num_blocks: int
     parts: list[StorePart] = field(default_factory=list)
     request: RequestState | None = None
     pin: Pin | None = None

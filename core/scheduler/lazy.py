@@ -90,7 +90,8 @@ class LazyPlanner(StorePlanner):
         self._device = device
         self._watermark = watermark_blocks
         self._max_ahead = max(min(_AHEAD_SLOTS, _AHEAD_BYTES // layout.slot_bytes), 1)
-        self._pending: dict[int, PendingStore] = {}
+        self.pending: dict[int, PendingStore] = {}
+        """What the recorded device blocks hold, by block."""
         self._cursor: int | None = None
         self._num_ahead = 0
         self._peak = 0
@@ -137,7 +138,7 @@ class LazyPlanner(StorePlanner):
             blocks = tuple(table[number * group.slot_blocks : (number + 1) * group.slot_blocks])
             if self._null_block in blocks:
                 continue
-            old = self._pending.get(blocks[0])
+            old = self.pending.get(blocks[0])
             if old is not None and (old.key != key or old.block_ids != blocks):
                 old = None
             if old is not None and old.priority_class >= priority:
@@ -157,7 +158,7 @@ class LazyPlanner(StorePlanner):
                 before = self._remove(block)
                 if before is not None and before.content_of(block) != content:
                     replaced.append(before)
-                self._pending[block] = pending
+                self.pending[block] = pending
             self._count_lost(replaced)
 
     def _join(self, pending: PendingStore, state: RequestState) -> None:
@@ -168,7 +169,7 @@ class LazyPlanner(StorePlanner):
         pending.others.append(state)
         pending.is_cascaded = False
         for block in pending.block_ids:
-            if self._pending.get(block) is pending and state.tiers.session is not None:
+            if self.pending.get(block) is pending and state.tiers.session is not None:
                 state.tiers.session.acquire()
 
     def _find_hidden(self, group: Group, blocks: Sequence[int]) -> frozenset[int]:
@@ -191,16 +192,14 @@ class LazyPlanner(StorePlanner):
 
     # --- submitting -------------------------------------------------------------------------------------------------
 
-    def store_reused(self, now_s: float) -> None:
+    def store_reused(self, reused: Mapping[int, Key | None], now_s: float) -> None:
         """Submit recorded blocks that this step has given to other requests, to be copied ahead of the step.
 
         Must be called first in every step: the records are of earlier steps, and are removed in the step that reuses
-        the block, so that no block is stored under a key that it does not hold any more.
+        the block, so that no block is stored under a key that it does not hold any more. `reused` has the keys that
+        the blocks had before this step took them.
         """
-        reused = self._device.take_given_out(self._pending)
-        if not reused:
-            return
-        leaving = list(dict.fromkeys(self._pending[block] for block in reused))
+        leaving = list(dict.fromkeys(self.pending[block] for block in reused))
         self._submit(self._select(leaving, reused)[0], now_s, ahead=True)
         for block in reused:
             self._remove(block)
@@ -211,18 +210,18 @@ class LazyPlanner(StorePlanner):
         self._num_ahead = max(self._num_ahead + self._stores.num_returned - num_taken_blocks, 0)
         self._peak = max(num_taken_blocks, self._peak - -(-self._peak // _PEAK_STEPS))
         self._stores.num_returned = 0
-        if not self._pending or self._refused_version == self._manager.table.space_version:
+        if not self.pending or self._refused_version == self._manager.table.space_version:
             return
         blocks = None if self._cursor is None else self._device.free_blocks(self._cursor)
         if blocks is None:
-            self.reset()
+            self.restart()
             blocks = self._device.free_blocks(None) or iter(())
         wanted = self._watermark_now() - self._num_ahead - self._stores.num_leaving
         walked = list(islice(blocks, max(wanted, 0)))
         self._refused_version = None
         if not walked:
             return
-        found = dict.fromkeys(found for block in walked if (found := self._pending.get(block)) is not None)
+        found = dict.fromkeys(found for block in walked if (found := self.pending.get(block)) is not None)
         valid, gone = self._select(list(found), {})
         self._forget(gone)
         if self._submit(valid, now_s):
@@ -240,18 +239,18 @@ class LazyPlanner(StorePlanner):
 
     def forget_hidden(self) -> None:
         """Forget blocks that the device cannot find, since a step failed and their contents are unknown."""
-        self._forget([pending for pending in dict.fromkeys(self._pending.values()) if pending.hidden])
+        self._forget([pending for pending in dict.fromkeys(self.pending.values()) if pending.hidden])
 
-    def reset(self) -> None:
+    def restart(self) -> None:
         """Restart at the head of the free queue: the pool may lack what the cursor has passed."""
         self._cursor = None
         self._num_ahead = 0
 
     def abandon(self) -> None:
         """Forget the contents of all device blocks."""
-        self._pending.clear()
+        self.pending.clear()
         self._refused_version = None
-        self.reset()
+        self.restart()
 
     def _watermark_now(self) -> int:
         """Return how many blocks at the head of the free queue the next steps may take; loads take the most."""
@@ -352,7 +351,7 @@ class LazyPlanner(StorePlanner):
         """Return whether blocks hold the recorded contents, given the keys that the device finds for them."""
         return all(
             # A block that was reused in an earlier step has no record, or one of its new contents.
-            (latest := self._pending.get(block)) is not None
+            (latest := self.pending.get(block)) is not None
             and latest.content_of(block) == pending.content_of(block)
             and latest.matches(block, present[block])
             for block in pending.block_ids
@@ -360,7 +359,7 @@ class LazyPlanner(StorePlanner):
 
     def _remove(self, block: int) -> PendingStore | None:
         """Remove and return the record of a block."""
-        pending = self._pending.pop(block, None)
+        pending = self.pending.pop(block, None)
         if pending is not None:
             for request in pending.requests:
                 if request.tiers.session is not None:
@@ -371,7 +370,7 @@ class LazyPlanner(StorePlanner):
         """Remove the records of all blocks of these slots, and count the slots that are lost."""
         for pending in gone:
             for block in pending.block_ids:
-                if self._pending.get(block) is pending:
+                if self.pending.get(block) is pending:
                     self._remove(block)
         self._count_lost(gone)
 

@@ -89,14 +89,14 @@ class LoadPlanner:
             if is_new_prefix or not load.is_decline_counted:
                 self._look_up_disabled(state, num_computed_tokens)
             return self._miss(state)
-        limit, num_pinned = state.loadable_tokens, self._num_pinned
+        limit, num_pinned = state.keys.loadable_tokens(state.policy.policy), self._num_pinned
         is_led = num_computed_tokens < limit and bool(self._inflight.leaders)
         if is_led and self._inflight.must_wait(state, num_computed_tokens):
             self._set_hit(state, None)
             return _LATER
         if load.pin is not None:
             num_pinned -= len(load.pin.slots)
-        max_slots = max(self._manager.num_slots // 2, 1) - num_pinned
+        max_slots = max(self._manager.table.num_slots // 2, 1) - num_pinned
         hit = self._lookup.find(state.keys, num_computed_tokens, limit)
         load.boundary_tokens = self._lookup.find_boundary(state.keys, hit.end_token)
         unused = MissCause.GAP
@@ -123,7 +123,7 @@ class LoadPlanner:
     def _look_up_disabled(self, state: RequestState, num_computed_tokens: int) -> None:
         """Look up the hit of a request whose policy disables loads, to count it once and to find the boundary."""
         load = state.load
-        hit = self._lookup.find(state.keys, num_computed_tokens, state.loadable_tokens)
+        hit = self._lookup.find(state.keys, num_computed_tokens, state.keys.loadable_tokens(state.policy.policy))
         load.boundary_tokens = self._lookup.find_boundary(state.keys, num_computed_tokens)
         self.counts.declined += 0 if load.is_decline_counted else hit.num_blocks
         load.is_decline_counted = True
@@ -189,11 +189,11 @@ class LoadPlanner:
 
     def end(self, ended: OpenJob, now_s: float) -> None:
         """Release what a load held, and queue its outcome if its request still waits for it."""
-        job, hit, state = ended.job, ended.hit, ended.request
+        hit, state = ended.hit, ended.request
         pin = Pin.empty() if ended.pin is None else ended.pin
         intact = self._manager.complete_load(pin)
         self._jobs.release(ended)
-        num_blocks = job.num_blocks
+        num_blocks = ended.num_blocks
         self.counts.in_flight -= num_blocks
         self.counts.seconds += ended.seconds
         if ended.errors and pin.epoch == self._manager.epoch:
@@ -249,12 +249,12 @@ class LoadPlanner:
         loads = [job for job in self._jobs if not job.is_store]
         for job in loads:
             job.is_abandoned = True
-        self.counts.in_flight = sum(job.job.num_blocks for job in loads)
+        self.counts.in_flight = sum(job.num_blocks for job in loads)
         self._bytes_in_flight = sum(job.hit.num_bytes for job in loads if job.hit is not None)
         for job in dropped:
             state, hit = job.request, job.hit
             if not job.is_store:
-                self.counts.failed += job.job.num_blocks
+                self.counts.failed += job.num_blocks
             if state is not None and hit is not None:
                 state.load.lost = LoadOutcome(state.request.request_id, False, hit.first_token, hit.num_tokens)
         self._fail_lost(states, {id(job.request) for job in loads})
@@ -302,13 +302,14 @@ class LoadPlanner:
             state.request.request_id,
             verify=verify if len(verify) else None,
         )
-        opened = OpenJob(job, now_s, pin.slots, request=state, pin=pin, hit=hit)
-        self._jobs.hold(opened, [block_id for run in runs for block_id in run.block_ids.tolist()])
+        block_ids = [block_id for run in runs for block_id in run.block_ids.tolist()]
+        opened = OpenJob(job, now_s, pin.slots, len(block_ids), request=state, pin=pin, hit=hit)
+        self._jobs.hold(opened, block_ids)
         self._jobs.open(opened)
         self.pending.append(job)
         state.load.lost = None
         self._inflight.lead(state, hit.first_token, hit.end_token)
-        self.counts.in_flight += job.num_blocks
+        self.counts.in_flight += opened.num_blocks
         self._bytes_in_flight += hit.num_bytes
 
     def _drop_failed(self, ended: OpenJob, slots: Slots, now_s: float) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.core.engine_api import DeviceView, EngineRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, make_keys
+from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.eviction.history import Ghosts
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
@@ -41,6 +42,11 @@ class RequestKeys:
         """Make the keys of all slots that a hit may contain. Thread: engine; the manager lock is not needed."""
         for group in self._groups:
             self.extend(group, (self.request.num_tokens - 1) // group.slot_tokens)
+
+    def loadable_tokens(self, policy: RequestPolicy) -> int:
+        """Return the number of leading tokens that may be loaded: all but the last, up to the policy's cap."""
+        last = self.request.num_tokens - 1
+        return last if policy.max_load_tokens is None else min(last, policy.max_load_tokens)
 
     def of(self, group: Group, first: int, end: int) -> list[Key]:
         """Return the keys of slots `first` to `end`, as far as they are hashed."""
@@ -238,7 +244,7 @@ class PrefixLookup:
             slots[: len(hashed)] = self._find_each(hashed, also)
             found[group.index] = slots
             present = np.concatenate(([0], np.cumsum(slots >= 0)))
-            needed = np.maximum(ends - (group.spec.reach_tokens or 0), first_token)
+            needed = np.maximum(ends - (group.reach_tokens or 0), first_token)
             starts = needed // group.spec.block_size // group.slot_blocks - first
             stops = -(-ends // group.slot_tokens) - first
             agreed &= present[stops] - present[starts] == stops - starts
@@ -252,7 +258,7 @@ def _group_hit(group: Group, slots: Slots, first_slot: int, first_token: int, en
     The device already has the blocks before `first_token`; of windows, only the last is needed.
     """
     size = group.spec.block_size
-    needed = first_token if group.spec.reach_tokens is None else max(first_token, group.spec.needed_from(end_token))
+    needed = first_token if group.reach_tokens is None else max(first_token, end_token - group.reach_tokens)
     first_block, end_block = needed // size, end_token // size
     first, end = first_block // group.slot_blocks, -(-end_block // group.slot_blocks)
     if first < first_slot or end > first_slot + len(slots):

@@ -116,10 +116,6 @@ class Promotions:
         """Forget the look-up of a request; blocks in flight are still published."""
         state.tiers.lookup = None
 
-    def touched_slots(self) -> list[Slots]:
-        """Return the slots that tiers may write to."""
-        return [promotion.slots for promotion in self.open]
-
     def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
         """Void earlier look-ups, and prevent the publication of affected blocks from some tiers, or from all (None)."""
         self._version += 1
@@ -163,7 +159,7 @@ class Promotions:
     def _begin(self, state: RequestState, hit: PrefixHit) -> TierLookup | None:
         """Look up what the pool lacks in the tiers; None if there is nothing to look up or no tier for it."""
         step = self._layout.alignment_tokens
-        limit = state.loadable_tokens // step * step
+        limit = state.keys.loadable_tokens(state.policy.policy) // step * step
         clients = [client for client in self._tiers_of(state) if not client.num_unawaited]
         if limit <= hit.end_token or hit.first_token % step or not clients or not _may_promote(state):
             return None

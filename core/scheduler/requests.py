@@ -191,13 +191,6 @@ class RequestState:
         for progress in self.storing.groups:
             progress.refused_version = None
 
-    @property
-    def loadable_tokens(self) -> int:
-        """Number of leading tokens that may be loaded: all but the last, up to the policy's cap."""
-        cap = self.policy.policy.max_load_tokens
-        last = self.request.num_tokens - 1
-        return last if cap is None else min(last, cap)
-
     def record_promoted(self, first: int, last: int, tier: str) -> None:
         """Record that a tier brought the aligned pieces `first` to `last`, unless the prompt is already counted."""
         if self.prefill.counted or self.phase is RequestPhase.FINISHED:

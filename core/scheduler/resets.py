@@ -66,7 +66,9 @@ class Resets:
         """
         manager, cascades = self._manager, self._tiers.cascades
         of_pool = places is None or HOST in places
-        clients = self._tiers.named(None if places is None else [name for name in places if name != HOST])
+        clients = self._tiers.clients
+        if places is not None:
+            clients = self._tiers.named([name for name in places if name != HOST])
         try:
             if not of_pool or match is None:
                 return self._reset(now_s, match, clients, of_pool)
@@ -88,23 +90,28 @@ class Resets:
         manager, tiers = self._manager, self._tiers
         dropped = 0
         with manager.lock:
-            job_ids = tiers.open_transfers()
-            tickets = tiers.reset(clients, match, of_pool, now_s)
-            job_ids += tickets.values()
+            job_ids: list[int] = []
+            tickets: dict[str, int] = {}
+            if tiers.clients:
+                job_ids += tiers.open_transfers()
+                tickets = tiers.reset(clients, match, of_pool, now_s)
+                job_ids += tickets.values()
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
                 dropped = manager.reset(self.filled_slots(), now_s)
-                self._stores.reset()
-                self._lazy.reset()
+                # The blocks of stores in flight may be submitted again.
+                self._stores.storing.clear()
+                if self._lazy.pending:
+                    self._lazy.restart()
             elif of_pool and match is not None:
                 job_ids += [*self._stores.disown(match), *(job.job.job_id for job in self._jobs if not job.is_store)]
-            epoch = manager.epoch
+            epoch = manager.table.epoch
         if of_pool and match is not None:
             next_slot: int | None = 0
             while next_slot is not None:
                 count, next_slot = manager.drop_matching(match.matches, next_slot, now_s)
                 dropped += count
-        return ResetTicket(epoch, dropped, dropped * manager.slot_bytes, tuple(job_ids), tickets)
+        return ResetTicket(epoch, dropped, dropped * manager.table.slot_bytes, tuple(job_ids), tickets)
 
     def tier_results(self, ticket: ResetTicket) -> dict[str, TierResetResult]:
         """Return what the tiers dropped whose resets have ended."""
@@ -124,6 +131,7 @@ class Resets:
 
     def filled_slots(self) -> Slots:
         """Return the slots that transfers write to or will write to, each once. Requires: manager lock held."""
-        filled = [job.slots for job in self._jobs if job.is_store] + self._stores.touched_slots()
-        filled += self._tiers.promotions.touched_slots()
+        filled = [job.slots for job in self._jobs if job.is_store]
+        filled += [part.slots for part in self._stores.parts]
+        filled += [promotion.slots for promotion in self._tiers.promotions.open]
         return np.concatenate(filled) if filled else NO_SLOTS

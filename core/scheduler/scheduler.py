@@ -97,6 +97,7 @@ class OffloadScheduler:
         self.layout = layout
         self.choice = choice = choice or LoadOrCompute()
         self.policies = policies
+        self._device = device
         self._request_fields = tuple(options.request_fields)
         self.requests = RequestTable(options.num_recent_requests, policies, manager.lock)
         self._jobs = JobTable(options.num_workers, device)
@@ -215,13 +216,16 @@ class OffloadScheduler:
             if self._jobs.orphans:
                 self._jobs.release_orphans()
             self._expire(now_s)
-            prefills, planner = self._prefills, self._planner
+            prefills, planner, lazy = self._prefills, self._planner, self._lazy
             if prefills.planned or prefills.last_step is not None:
                 prefills.end_step(now_s)
             if self._stores.parts:
                 self._stores.end_disowned(now_s)
-            # Before the tables below are updated: the contents of reused blocks were recorded by earlier steps.
-            self._lazy.store_reused(now_s)
+            # Also in eager mode, as the device keeps the blocks until they are taken. Before the tables below are
+            # updated: the contents of reused blocks were recorded by earlier steps.
+            reused = self._device.take_given_out(lazy.pending)
+            if reused:
+                lazy.store_reused(reused, now_s)
             num_prefill_tokens = num_tokens = 0
             for step in progress:
                 state = self.requests.live.get(step.request_id)
@@ -244,7 +248,8 @@ class OffloadScheduler:
             prefills.begin_step(num_prefill_tokens, num_tokens, now_s)
             if self._stores.reorderings:
                 self._stores.continue_reordering()
-            self._lazy.walk(self._num_taken_blocks, now_s)
+            if planner is lazy or lazy.pending:
+                lazy.walk(self._num_taken_blocks, now_s)
             self._num_taken_blocks = 0
             loads = self._loads.take_jobs() if self._loads.pending else []
             stores, ahead = self._stores.take_jobs(now_s) if self._stores.parts else ([], [])
@@ -265,7 +270,8 @@ class OffloadScheduler:
                 state.num_computed_tokens = 0
                 state.prefill.planned = False
             self._stores.end_failed(failed, now_s)
-            self._lazy.forget_hidden()
+            if self._lazy.pending:
+                self._lazy.forget_hidden()
 
     def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
         """Process the workers' reports, and return the outcomes of loads that ended. Called every step."""
@@ -417,14 +423,18 @@ class OffloadScheduler:
         """Submit blocks as they fill, or before they leave the device. Blocks already recorded are still submitted."""
         with self.manager.lock:
             is_lazy = mode is StoreMode.LAZY
+            if is_lazy and self._planner is not self._lazy:
+                self._lazy.restart()
             self._planner = self._lazy if is_lazy else self._eager
             self.manager.set_residency(self._lazy.residency if is_lazy else None)
 
     # --- internals ------------------------------------------------------------------------------------------------
 
     def _expire(self, now_s: float) -> None:
-        self.policies.expire(now_s)
-        self.manager.operator_pins.expire(now_s)
+        if self.policies.expiries.next_s <= now_s:
+            self.policies.expire(now_s)
+        if self.manager.operator_pins.expiries.next_s <= now_s:
+            self.manager.operator_pins.expire(now_s)
 
     def _update_policy(self, state: RequestState, now_s: float) -> None:
         state.now_s = now_s

@@ -80,6 +80,7 @@ class StoreJobs:
         """Such blocks that have returned to the head of the free queue since the lazy planner last read this."""
         self.cascades = cascades
         self._manager = manager
+        self._table = manager.table
         self._jobs = jobs
         self._layout = layout
         self.parts: list[StorePart] = []
@@ -151,7 +152,7 @@ class StoreJobs:
         part = StorePart(
             request=candidate.request,
             group=group,
-            epoch=self._manager.epoch,
+            epoch=self._table.epoch,
             slots=slots,
             block_ids=blocks_at(candidate.block_ids, stored_at, group.slot_blocks),
             end_token=(int(candidate.numbers[stored_at[-1]]) + 1) * group.slot_tokens,
@@ -185,7 +186,8 @@ class StoreJobs:
                 slots = of_job[0].slots if len(of_job) == 1 else np.concatenate([part.slots for part in of_job])
                 labels = self._manager.labels(slots)
                 job = TransferJob(self._jobs.new_id(), Direction.STORE, tuple(runs), labels=labels)
-                self._jobs.open(OpenJob(job, now_s, slots, parts=of_job))
+                num_blocks = sum(len(part.block_ids) for part in of_job)
+                self._jobs.open(OpenJob(job, now_s, slots, num_blocks, parts=of_job))
                 jobs[ahead].append(job)
         return jobs
 
@@ -207,10 +209,9 @@ class StoreJobs:
 
     def end(self, ended: OpenJob, now_s: float) -> None:
         """Publish or free the slots of a job. Its seconds are divided among its requests by their blocks."""
-        num_blocks = sum(len(part.block_ids) for part in ended.parts)
         for part in ended.parts:
             self._end_part(part, bool(ended.errors), now_s)
-            part.request.store.seconds += ended.seconds * len(part.block_ids) / num_blocks
+            part.request.store.seconds += ended.seconds * len(part.block_ids) / ended.num_blocks
         self.counts.seconds += ended.seconds
 
     def _end_part(self, part: StorePart, failed: bool, now_s: float) -> None:
@@ -222,17 +223,17 @@ class StoreJobs:
             self.num_returned += count
         disowned = self._is_disowned(part)
         ok = not failed and not disowned
-        keys = [] if ok and self.cascades is None else self._manager.table.keys[part.slots].tolist()
+        keys = [] if ok and self.cascades is None else self._table.keys[part.slots].tolist()
         published = 0
         if ok:
-            is_last = part.request.phase is RequestPhase.FINISHED
+            is_last = part.reorders or part.request.phase is RequestPhase.FINISHED
             reorder = is_last or len(part.slots) * group.slot_tokens * _REORDER_SHARE >= part.end_token
             used = self._begin_reordering(part.request.keys, part.end_token) if reorder else ()
             published = self._manager.complete_store(part.slots, now_s, used) * group.slot_blocks
         else:
             if failed and not disowned:
                 missing.record_not_stored(keys, NotStored.FAILED)
-            elif part.epoch == self._manager.epoch:
+            elif part.epoch == self._table.epoch:
                 missing.record_not_stored(keys, NotStored.RESET)
             self._manager.abort_store(part.slots)
         if self.cascades is not None:
@@ -252,7 +253,7 @@ class StoreJobs:
         """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
         states = (part.request, *part.others)
         if keys is not None:
-            won = self._manager.table.is_ready(part.slots)
+            won = self._table.is_ready(part.slots)
             cascades.submit_stored(states, part.slots[won], now_s)
             cascades.submit_present(states, [keys[i] for i in np.flatnonzero(~won).tolist()], now_s)
         for follower, wanted in part.followers:
@@ -264,11 +265,18 @@ class StoreJobs:
     # --- eviction order ---------------------------------------------------------------------------------------------
 
     def reorder(self, state: RequestState, *, is_last: bool = False) -> None:
-        """Put the decided slots of a request in eviction order, its end first, if enough of them are new."""
+        """Put the decided slots of a request in eviction order, its end first, if enough of them are new.
+
+        With a store to begin, at the end of that store, which makes more of them ready.
+        """
         ordered = state.storing.ordered_tokens
         decided = max(each.answered * each.group.slot_tokens for each in state.storing.groups)
         if ordered < decided and (is_last or (decided - ordered) * _REORDER_SHARE >= decided):
-            self._manager.touch(self._begin_reordering(state.keys, decided))
+            begun = [part for part in self.parts if part.request is state]
+            for part in begun:
+                part.reorders = True
+            if not begun:
+                self._manager.touch(self._begin_reordering(state.keys, decided))
             state.storing.ordered_tokens = decided
 
     def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
@@ -308,18 +316,10 @@ class StoreJobs:
 
     # --- resets and recovery ----------------------------------------------------------------------------------------
 
-    def touched_slots(self) -> list[Slots]:
-        """Return the reserved slots that are in no job yet."""
-        return [part.slots for part in self.parts]
-
     def disown(self, match: RequestFilter) -> list[int]:
         """Prevent the publication of stores from matching origins; return the affected jobs."""
         self._disown_parts(self.parts, match)
         return [job.job.job_id for job in self._jobs if self._disown_parts(job.parts, match)]
-
-    def reset(self) -> None:
-        """Begin a new epoch: stores in flight will not be published, and their blocks may be submitted again."""
-        self.storing.clear()
 
     def abandon(self, requests: Iterable[RequestState | RequestView]) -> None:
         """Drop all parts that are in no job, disown the others, and set the counts to what the open jobs store."""
@@ -346,7 +346,7 @@ class StoreJobs:
         return bool(matching)
 
     def _is_disowned(self, part: StorePart) -> bool:
-        return part.disowned or part.epoch != self._manager.epoch
+        return part.disowned or part.epoch != self._table.epoch
 
     def _forget_blocks(self, part: StorePart) -> None:
         """Remove a part from `storing`, except blocks that were submitted again since a reset."""

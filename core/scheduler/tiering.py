@@ -79,12 +79,12 @@ class Tiering:
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def named(self, names: Sequence[str] | None) -> list[TierClient]:
-        """Return the tiers with these names, or all. Raises `ValueError` for an unknown name."""
-        unknown = [] if names is None else sorted(set(names) - {client.name for client in self.clients})
+    def named(self, names: Sequence[str]) -> list[TierClient]:
+        """Return the tiers with these names. Raises `ValueError` for an unknown name."""
+        unknown = sorted(set(names) - {client.name for client in self.clients})
         if unknown:
             raise ValueError(f"there is no tier called {', '.join(unknown)}")
-        return [client for client in self.clients if names is None or client.name in names]
+        return [client for client in self.clients if client.name in names]
 
     def reset(
         self, clients: Sequence[TierClient], match: RequestFilter | None, is_of_pool: bool, now_s: float

@@ -224,7 +224,7 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     )
     manager, scheduler = engine.manager, engine.offload
     device = Faulty(engine.device, fault, atomic=("hold", "release"))
-    scheduler._jobs._device = scheduler._lazy._device = device
+    scheduler._device = scheduler._jobs._device = scheduler._lazy._device = device
     manager.evictor.policy = Faulty(manager.evictor.policy, fault)
     manager.admission = Faulty(manager.admission, fault)
     manager._record = Faulty(NullRecord(), fault)

@@ -144,7 +144,7 @@ def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() ->
     book = PolicyResolver(RequestPolicy(), {}, RLock())
     for number in range(5000):
         book.set_override(Override("id", {}, 100.0 + number))
-    assert len(book._expiries) < 1000
+    assert len(book.expiries) < 1000
     for number in range(5000):
         book.set_override(Override(f"id{number}", {}, 100.0))
     assert 0 < book.expire(200.0) < 5000, "a bounded number a call"

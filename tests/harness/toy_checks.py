@@ -102,7 +102,7 @@ def _check_slots(engine: ToyEngine) -> None:
     _check_size(engine, np.flatnonzero(states == SlotState.RETIRED).tolist(), max(free, default=-1))
     assert not free.intersection(np.flatnonzero(ready).tolist()), "a ready slot is free"
     stores = [slot for job in offload._jobs if job.is_store for slot in job.slots.tolist()]
-    stores += [slot for slots in offload._stores.touched_slots() for slot in slots.tolist()]
+    stores += [slot for part in offload._stores.parts for slot in part.slots.tolist()]
     loads = {slot for job in offload._jobs if not job.is_store for slot in job.slots.tolist()}
     stores += [slot for slots in promoting_slots(engine) for slot in slots.tolist()]
     cascading = {slot for pin in manager.pins._reading.values() for slot in pin.slots.tolist()}
@@ -124,7 +124,7 @@ def _check_size(engine: ToyEngine, retired: list[int], last_free: int) -> None:
     # Pins of an older epoch are void.
     assert not table.pins[retired][table.epochs[retired] == table.epoch].any(), "a slot was retired under a pin"
     used = [slots for job in engine.offload._jobs for slots in [job.slots]]
-    used += [*engine.offload._stores.touched_slots(), *promoting_slots(engine)]
+    used += [*(part.slots for part in engine.offload._stores.parts), *promoting_slots(engine)]
     used += [pin.slots for pin in manager.pins._reading.values()]
     named = {slot for slots in used for slot in slots.tolist()}
     assert named.isdisjoint(retired), "a slot was retired under a transfer"
@@ -194,7 +194,7 @@ def _check_disowned(engine: ToyEngine) -> None:
 
 
 def promoting_slots(engine: ToyEngine) -> list:
-    return engine.offload.tiers.promotions.touched_slots()
+    return [promotion.slots for promotion in engine.offload.tiers.promotions.open]
 
 
 def _check_tiers(engine: ToyEngine) -> None:
