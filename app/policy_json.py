@@ -7,6 +7,7 @@ operators name it by a glob of its digest or by its cache salt, which is not kep
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
 
 from kvferry.core.keys import TENANT_HEX_DIGITS, tenant_digest
 from kvferry.core.policy import CAP_FIELDS, POLICY_FIELDS, UNLIMITED, EffectivePolicy, Level, PolicyPatch, Priority
-from kvferry.core.rules import EVERYTHING, MAX_GLOB_CHARS, Rule, RuleMatch, Span
+from kvferry.core.rules import MAX_GLOB_CHARS, Rule, RuleMatch, Span
 
 T = TypeVar("T")
 
@@ -322,49 +323,21 @@ class PutRuleBody(RuleBody):
     name: RuleName | None = Field(default=None, description="as in the path, or omitted")
 
 
-class RuleMatchView(BaseModel):
-    """A rule's conditions; null is no condition."""
-
-    request: str | None
-    lora: str | None
-    tenant: str | None = Field(description="glob of the tenant's digest")
-    priority: NumberSpan | None
-    prompt_tokens: NumberSpan | None
-
-
 class RuleView(BaseModel):
     """A rule in force."""
 
     name: str
     order: int
-    match: RuleMatchView
+    match: RuleMatch
     policy: PolicyBody = Field(description="the fields that it sets")
-
-
-def match_to_json(match: RuleMatch) -> dict[str, Any]:
-    """Return a rule's conditions as JSON values, which `RuleMatchBody` reads back."""
-    return {
-        "request": match.request,
-        "lora": match.lora,
-        "tenant": match.tenant,
-        "priority": _from_span(match.priority),
-        "prompt_tokens": _from_span(match.prompt_tokens),
-    }
 
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
     """Return a rule as JSON values, which `NamedRuleBody` reads back."""
-    return {
-        "name": rule.name,
-        "order": rule.order,
-        "match": match_to_json(rule.match),
-        "policy": patch_to_json(rule.patch),
-    }
+    return {"name": rule.name, "order": rule.order, "match": asdict(rule.match), "policy": patch_to_json(rule.policy)}
 
 
-def _to_span(span: NumberSpan | None) -> Span:
-    return EVERYTHING if span is None else Span(span.min, span.max)
-
-
-def _from_span(span: Span) -> dict[str, int | None] | None:
-    return None if span == EVERYTHING else {"min": span.least, "max": span.most}
+def _to_span(span: NumberSpan | None) -> Span | None:
+    if span is None or (span.min is None and span.max is None):
+        return None
+    return Span(span.min, span.max)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.app.field_errors import field_errors
-from kvferry.app.policy_json import NamedRuleBody, PolicyBody, match_to_json, patch_to_json, rule_to_json
-from kvferry.app.store import MetadataStore, OverrideRecord, RuleRecord, StoreUnavailable
+from kvferry.app.policy_json import NamedRuleBody, PolicyBody, patch_to_json, rule_to_json
+from kvferry.app.store import MetadataStore, OverrideRecord, StoreUnavailable
 from kvferry.app.times import rfc3339
 from kvferry.core.policy import MAX_OVERRIDES, Override, PolicyResolver
 from kvferry.core.rules import MAX_RULES, Rule
@@ -108,8 +108,7 @@ class PolicyStore:
     def _save(self, rule: Rule) -> None:
         if not self._exists(rule.name) and len(self._policies.rules()) >= MAX_RULES:
             raise TooManyError(f"there are {MAX_RULES} rules already: delete one, or combine several globs into one")
-        record = RuleRecord(rule.name, rule.order, match_to_json(rule.match), patch_to_json(rule.patch))
-        self._store.intents.save_rule(record)
+        self._store.intents.save_rule(rule_to_json(rule))
         self._policies.put_rule(rule)
 
     def _exists(self, name: str) -> bool:
@@ -139,12 +138,11 @@ def _override(record: OverrideRecord) -> Override | None:
         return None
 
 
-def _rule(record: RuleRecord) -> Rule | None:
-    body = {"name": record.name, "order": record.order, "match": record.match, "policy": record.policy}
+def _rule(stored: Mapping[str, Any]) -> Rule | None:
     try:
-        return NamedRuleBody.model_validate(body).to_core(record.name)
+        return NamedRuleBody.model_validate(stored).to_core(stored["name"])
     except ValidationError as error:
-        _log.warning("stored record not valid, skipped: rule %r: %s", record.name, _fields(error))
+        _log.warning("stored record not valid, skipped: rule %r: %s", stored["name"], _fields(error))
         return None
 
 

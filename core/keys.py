@@ -90,7 +90,11 @@ class RequestFilter:
 
     def matches(self, origin: RequestIdentity) -> bool:
         """Return whether blocks of this request match."""
-        return not origin.request_id or (
+        return not origin.request_id or self.matches_names(origin)
+
+    def matches_names(self, origin: RequestIdentity) -> bool:
+        """Return whether the names of this request match."""
+        return (
             _any_matches(self.request, (origin.request_id, *origin.aliases))
             and _any_matches(self.tenant, (origin.tenant or "",))
             and _any_matches(self.lora, (origin.lora or "",))

@@ -297,7 +297,7 @@ class PolicyResolver:
         `before` is what this returned for the same request last: rules are tried again only if they changed since.
         """
         if before is None or before.rules_version != self._rules_version:
-            rule = next((one for one in self._rules if one.match.matches(subject)), None)
+            rule = next((one for one in self._rules if one.match.applies_to(subject)), None)
         else:
             rule = before.rule
         base = self.defaults()
@@ -306,7 +306,7 @@ class PolicyResolver:
         origin = subject.origin
         override = self.override((origin.request_id, *origin.aliases), now_s)
         for source, patch in (
-            ("", {}) if rule is None else (rule.source, rule.patch),
+            ("", {}) if rule is None else (f"rule:{rule.name}", rule.policy),
             ("request", request_patch),
             ("override", {} if override is None else override.patch),
         ):

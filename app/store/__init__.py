@@ -3,7 +3,7 @@
 from kvferry.app.store.database import Database, StoreThreads
 from kvferry.app.store.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from kvferry.app.store.history import AgeBucket, EvictionSummary
-from kvferry.app.store.intents import AuditEntry, Intents, OverrideRecord, RuleRecord
+from kvferry.app.store.intents import AuditEntry, Intents, OverrideRecord
 from kvferry.app.store.journal import Journal, JournalStats
 from kvferry.app.store.migrate import Upgrade
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
@@ -30,7 +30,6 @@ __all__ = [
     "OutcomeUnknown",
     "OverrideRecord",
     "Page",
-    "RuleRecord",
     "SlotColumns",
     "StoreError",
     "StoreReader",

@@ -41,16 +41,6 @@ class OverrideRecord:
     expires_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RuleRecord:
-    """A named policy rule, with its conditions and policy fields as JSON values."""
-
-    name: str
-    order: int
-    match: Mapping[str, Any]
-    policy: Mapping[str, Any]
-
-
 class Intents:
     """Synchronous writes, for threads that may wait. `StoreUnavailable` means that nothing was written."""
 
@@ -77,15 +67,15 @@ class Intents:
             connection.execute(delete(OVERRIDES).where(*which, OVERRIDES.c.expires_at <= now_s))
             return connection.execute(delete(OVERRIDES).where(*which)).rowcount > 0
 
-    def save_rule(self, rule: RuleRecord) -> None:
-        """Add a rule, or replace the one of the same name."""
+    def save_rule(self, rule: Mapping[str, Any]) -> None:
+        """Add a rule, or replace the one of the same name; `rule` has its JSON values."""
         now_s = time.time()
         row = {
             "engine": self._engine,
-            "name": clean(rule.name),
-            "rule_order": rule.order,
-            "match": dict(rule.match),
-            "policy": dict(rule.policy),
+            "name": clean(rule["name"]),
+            "rule_order": rule["order"],
+            "match": rule["match"],
+            "policy": rule["policy"],
             "created_at": now_s,
             "updated_at": now_s,
         }

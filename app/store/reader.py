@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Row, Select, Table, select, tuple_
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.history import EvictionSummary, in_window, summarize
-from kvferry.app.store.intents import AuditEntry, OverrideRecord, RuleRecord
+from kvferry.app.store.intents import AuditEntry, OverrideRecord
 from kvferry.app.store.schema import AUDIT, EVICTIONS, OVERRIDES, RULES, clean
 
 T = TypeVar("T")
@@ -179,11 +179,11 @@ class StoreReader:
         rows = self._rows(statement.order_by(OVERRIDES.c.request))
         return [OverrideRecord(row.request, row.policy, row.set_at, row.expires_at) for row in rows]
 
-    def load_rules(self) -> list[RuleRecord]:
-        """Return all rules, in the order in which they are tried."""
+    def load_rules(self) -> list[dict[str, Any]]:
+        """Return the JSON values of all rules, in the order in which they are tried."""
         statement = select(RULES).where(RULES.c.engine == self._engine)
         rows = self._rows(statement.order_by(RULES.c.rule_order, RULES.c.name))
-        return [RuleRecord(row.name, row.rule_order, row.match, row.policy) for row in rows]
+        return [{"name": row.name, "order": row.rule_order, "match": row.match, "policy": row.policy} for row in rows]
 
     def _rows(self, statement: Select[Any]) -> list[Row[Any]]:
         with self._database.read() as connection:

@@ -49,7 +49,7 @@ def state(service: Service) -> tuple[Any, ...]:
         sorted(found.request_id for found in policies.overrides()),
         [(found.name, found.order) for found in policies.rules()],
         sorted(record.request for record in reader.load_overrides(time.time())),
-        [(record.name, record.order) for record in reader.load_rules()],
+        [(record["name"], record["order"]) for record in reader.load_rules()],
         len(reader.audit(None, 100).items),
     )
 

@@ -17,7 +17,7 @@ from tests.harness.toy_engine import ToyEngine, ToyRequest
 GLOBS = st.none() | st.text(alphabet="ab*?[]!-^\\&~|.\n", max_size=6)
 NAMES = st.text(alphabet="ab-]\n", max_size=4)
 NUMBERS = st.none() | st.integers(-3, 3)
-SPANS = st.builds(Span, NUMBERS, NUMBERS)
+SPANS = st.none() | st.builds(Span, NUMBERS, NUMBERS)
 SUBJECT = RuleSubject(RequestIdentity("id", tenant="0123456789abcdef", lora="sql", aliases=("alias",)), 100, 5)
 
 
@@ -32,11 +32,11 @@ def holds(glob: str | None, *names: str | None) -> bool:
     return glob is None or any(fnmatchcase(name or "", glob) for name in names)
 
 
-def lies_in(span: Span, number: int | None) -> bool:
-    if span == Span():
+def lies_in(span: Span | None, number: int | None) -> bool:
+    if span in (None, Span()):
         return True
-    least = -99 if span.least is None else span.least
-    most = 99 if span.most is None else span.most
+    least = -99 if span.min is None else span.min
+    most = 99 if span.max is None else span.max
     return number is not None and least <= number <= most
 
 
@@ -58,12 +58,12 @@ def test_a_rule_matches_where_all_its_conditions_hold(globs, spans, request_id, 
         and holds(globs[2], lora)
         and all(lies_in(span, number) for span, number in zip(spans, numbers, strict=True))
     )
-    assert match.matches(subject) == expected
+    assert match.applies_to(subject) == expected
 
 
 @given(glob=st.text(max_size=200), name=st.text(max_size=200))
 def test_any_text_is_a_glob(glob: str, name: str) -> None:
-    assert RuleMatch(lora=glob).matches(RuleSubject(RequestIdentity("r", lora=name))) == fnmatchcase(name, glob)
+    assert RuleMatch(lora=glob).applies_to(RuleSubject(RequestIdentity("r", lora=name))) == fnmatchcase(name, glob)
 
 
 @pytest.mark.parametrize(
@@ -78,21 +78,21 @@ def test_any_text_is_a_glob(glob: str, name: str) -> None:
         (RuleMatch(lora="[!s]*"), False),
         (RuleMatch(prompt_tokens=Span(100, 100)), True),
         (RuleMatch(prompt_tokens=Span(101)), False),
-        (RuleMatch(prompt_tokens=Span(most=99)), False),
+        (RuleMatch(prompt_tokens=Span(max=99)), False),
         (RuleMatch(priority=Span(5), lora="sql"), True),
         (RuleMatch(priority=Span(5), lora="sqlite"), False),
     ],
 )
 def test_conditions(match: RuleMatch, matches: bool) -> None:
-    assert match.matches(SUBJECT) is matches
+    assert match.applies_to(SUBJECT) is matches
 
 
 def test_a_request_without_tenant_or_lora_matches_a_star_and_nothing_narrower() -> None:
     bare = RuleSubject(RequestIdentity("id"))
-    assert RuleMatch(tenant="*", lora="*").matches(bare)
-    assert not RuleMatch(tenant="?*").matches(bare)
-    assert not RuleMatch(lora="?*").matches(bare)
-    assert not RuleMatch(priority=Span(most=0)).matches(bare)
+    assert RuleMatch(tenant="*", lora="*").applies_to(bare)
+    assert not RuleMatch(tenant="?*").applies_to(bare)
+    assert not RuleMatch(lora="?*").applies_to(bare)
+    assert not RuleMatch(priority=Span(max=0)).applies_to(bare)
 
 
 def test_the_first_rule_that_matches_is_the_only_one_that_counts() -> None:
@@ -122,7 +122,7 @@ def test_rules_are_tried_again_only_when_they_have_changed() -> None:
     tried: list[str] = []
 
     class Counting(RuleMatch):
-        def matches(self, subject: RuleSubject) -> bool:
+        def applies_to(self, subject: RuleSubject) -> bool:
             tried.append(subject.origin.request_id)
             return True
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.groups import Group, GroupKind
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Override, RequestPolicy
-from kvferry.core.rules import Rule
+from kvferry.core.rules import Rule, Span
 from tests.harness.toy_compute import first_needed
 from tests.harness.toy_tokens import ToyRequest
 
@@ -93,7 +93,7 @@ class PolicyOracle:
         """Override, then what the request sent, then the first rule, then runtime defaults, then settings."""
         sent = {k: v for k, v in (request.kv_transfer_params or {}).items() if _is_valid(k, v)}
         rules = sorted((rule.order, name) for name, rule in self.rules.items() if _rule_matches(rule, request))
-        fields = {**self.runtime, **(self.rules[rules[0][1]].patch if rules else {}), **sent}
+        fields = {**self.runtime, **(self.rules[rules[0][1]].policy if rules else {}), **sent}
         for name in (request.request_id, *request.aliases):
             override = self.overrides.get(name)
             if override is not None and override.expires_s > now_s:
@@ -122,8 +122,8 @@ class PolicyOracle:
 def _rule_matches(rule: Rule, request: ToyRequest) -> bool:
     asked = RequestFilter(rule.match.request, rule.match.tenant, rule.match.lora)
     origin = RequestIdentity(request.request_id, request.tenant, request.lora, request.aliases)
-    least, most = rule.match.prompt_tokens.least or 0, rule.match.prompt_tokens.most
-    in_span = least <= request.num_prompt_tokens <= (10**9 if most is None else most)
+    span = rule.match.prompt_tokens or Span()
+    in_span = (span.min or 0) <= request.num_prompt_tokens <= (10**9 if span.max is None else span.max)
     return in_span and matches(asked, origin)
 
 

@@ -63,9 +63,9 @@ _RESETS = (
 _RULES = (
     RuleMatch(request="r*2"),
     RuleMatch(tenant="tenant*"),
-    RuleMatch(request="alias*", prompt_tokens=Span(least=9)),
+    RuleMatch(request="alias*", prompt_tokens=Span(min=9)),
     RuleMatch(lora=""),
-    RuleMatch(prompt_tokens=Span(most=16)),
+    RuleMatch(prompt_tokens=Span(max=16)),
 )
 _TENANT_TOKENS = 1_000_000
 _FAMILY_TOKENS = 10_000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvferry.app.store import AuditEntry, OverrideRecord, RuleRecord, StoreUnavailable
+from kvferry.app.store import AuditEntry, OverrideRecord, StoreUnavailable
 from kvferry.app.store.database import WriteTurns
 from tests.harness.stores import DEADLINE_S, START_S, Where, eviction, running, shell, sized, wait_until
 
@@ -38,23 +38,27 @@ def test_overrides_survive_a_restart_until_their_time_is_over(where: Where) -> N
         assert store.reader.load_overrides(LATER_S) == []
 
 
+def rule_row(name: str, order: int, match: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "order": order, "match": match, "policy": policy}
+
+
 def test_rules_are_kept_in_the_order_in_which_they_are_tried(where: Where) -> None:
-    late = RuleRecord("late", 9, {"lora": "sql-*"}, {"store": False})
+    late = rule_row("late", 9, {"lora": "sql-*"}, {"store": False})
     with running(where) as (store, _):
         for rule in (
             late,
-            RuleRecord("b", 1, {"tenant": "x"}, {"priority": "high"}),
-            RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
+            rule_row("b", 1, {"tenant": "x"}, {"priority": "high"}),
+            rule_row("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ):
             store.intents.save_rule(rule)
-        assert [rule.name for rule in store.reader.load_rules()] == ["a", "b", "late"]
-        store.intents.save_rule(replace(late, order=0))
+        assert [rule["name"] for rule in store.reader.load_rules()] == ["a", "b", "late"]
+        store.intents.save_rule({**late, "order": 0})
         assert store.intents.delete_rule("b")
         assert not store.intents.delete_rule("b")
     with running(where) as (store, _):
         assert store.reader.load_rules() == [
-            replace(late, order=0),
-            RuleRecord("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
+            {**late, "order": 0},
+            rule_row("a", 1, {"prompt_tokens": {"min": 5, "max": None}}, {"tiers": []}),
         ]
         assert store.degraded() == []
     with running(where, engine="another") as (store, _):
