@@ -19,7 +19,7 @@ NUM_TRIES = 20
 
 def settings(folder: Path, **others: object) -> dict[str, object]:
     tiers = [{"type": "fs", "name": "disk", "path": str(folder), "max_bytes": "1GiB"}]
-    given = {"dtype": "float64", "device_blocks": 90, "pool_bytes": "48MiB", "load_decision": "always"}
+    given = {"dtype": "float64", "device_blocks": 90, "pool_bytes": "16MiB", "load_decision": "always"}
     return given | {"tiers": json.dumps(tiers)} | others
 
 
@@ -62,11 +62,12 @@ def store_in_tier(served: Served, prompt: list[int]) -> list[int]:
 
 
 def turn_over_pool(served: Served, first: int) -> None:
-    """Store other prompts until nothing of before is in the pool, and let the device forget it too."""
+    """Store other prompts until the pool and the device hold none of the earlier blocks."""
     num_slots = served.stats()["pool"]["slots"]
     for number in range(first, first + num_slots // 15 + 2):
         served.tokens(prompt_of(number), max_tokens=1)
-        settle(served)
+    # The engine polls the tier for ended stores at its next request, and once a second while it has none.
+    settle(served)
     turn_over(served)
 
 
