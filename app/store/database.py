@@ -285,11 +285,11 @@ class WriteTurns:
 class Database:
     """Connections to one database. Methods may be called from any thread once `open` has returned."""
 
-    def __init__(self, url: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        """`busy_timeout_s` bounds each wait for another connection's lock."""
+    def __init__(self, url: str) -> None:
         self._url = parse_url(url)
         self.name = masked(self._url)
-        self.busy_timeout_s = busy_timeout_s
+        self.busy_timeout_s = BUSY_TIMEOUT_S
+        """Bound of each wait for another connection's lock."""
         self._path = sqlite_path(self._url)
         self._opened_file: tuple[int, int] | None = None
         self._turns = WriteTurns()

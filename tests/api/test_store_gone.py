@@ -6,6 +6,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +15,15 @@ import pytest
 from tests.api.test_blocks import fill
 from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import Service
-from tests.harness.stores import read_only
+from tests.harness.loop_service import Service, start_service
+from tests.harness.stores import read_only, short_waits
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Service]:
+    """A service of a test's own that does not wait long for a lock."""
+    with short_waits(), start_service(tmp_path) as running:
+        yield running
 
 
 @contextmanager
@@ -133,7 +141,7 @@ def test_calls_work_again_once_the_database_does(fresh: Service) -> None:
 
 
 def test_lists_from_a_database_that_is_gone_are_503(fresh: Service) -> None:
-    fresh.store.database.close()
+    fresh.store.close(0.1)
     with fresh.client() as client:
         for path in ("/admin/v1/audit", "/admin/v1/evictions", "/admin/v1/evictions/summary"):
             answer: httpx.Response = client.get(path)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import psycopg
+import pytest
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from kvferry.app.store import MetadataStore
+from kvferry.app.store import MetadataStore, database, journal
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.events import EvictionBatch
 from kvferry.core.pool.inventory import Inventory
@@ -166,6 +167,17 @@ def held_exclusively(path: Path) -> Iterator[None]:
         connection.execute("BEGIN EXCLUSIVE")
         yield
         connection.execute("ROLLBACK")
+
+
+@contextmanager
+def short_waits() -> Iterator[None]:
+    """Stores opened meanwhile wait briefly for locks, and soon try again after a failure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+        patch.setattr(database, "OPEN_TIMEOUT_S", 0.05)
+        patch.setattr(journal, "INTERVAL_S", 0.05)
+        patch.setattr(journal, "MAX_BACKOFF_S", 0.1)
+        yield
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from tests.harness.stores import (
     within_deadline,
 )
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 ENTRY = AuditEntry(START_S, "admin", "127.0.0.1", "id", "POST", "/admin/v1/reset", {"reason": "test"})
 
 

@@ -103,7 +103,7 @@ def test_two_processes_may_upgrade_at_once(where: Where) -> None:
     code = f"from kvferry.app.store import upgrade; print(upgrade({url_of(where)!r}).after)"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in started:
         out, err = process.communicate(timeout=60)
@@ -216,6 +216,7 @@ def test_a_database_of_a_newer_version_refuses_to_start(where: Where) -> None:
         upgrade(url_of(where))
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_database_locked_at_start_refuses_to_start(path: Path) -> None:
     upgrade(url_of(path))
     with held_exclusively(path), pytest.raises(StoreError, match="locked"):
