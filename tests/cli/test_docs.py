@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kvferry.app.event_feed import EventType
 from kvferry.core.keys import tenant_digest
 from kvferry.core.policy import POLICY_FIELDS
 from kvferry.core.rules import MAX_RULES
-from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, command_environment
+from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, Run
 from tests.harness.loop_service import ADMIN, Service
 
 STEERING = (ROOT / "docs" / "steering.md").read_text()
@@ -24,23 +23,14 @@ COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block
 
 
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.split("\n")[0].strip())
-def test_commands_run_in_their_order(block: str, service: Service, clean_world: Path) -> None:
-    program = clean_world / "kvferry"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvferry.app.cli "$@"\n')
-    program.chmod(0o755)
-    environment = command_environment(URL=service.url, ADMIN_TOKEN=ADMIN)
-    done = subprocess.run(
-        ["sh", "-e", "-c", block],
-        cwd=clean_world,
-        env=environment | {"PATH": f"{clean_world}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_DEADLINE_S * 2,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    if "sha256sum" in block:
-        assert done.stdout.strip() == tenant_digest("the salt")
+def test_commands_run_in_their_order(block: str, service: Service, ask: Run, clean_world: Path) -> None:
+    for line in block.splitlines():
+        if line.strip().startswith("kvferry "):
+            done = ask(*shlex.split(line)[1:])
+            assert done.code == 0, done.err
+        else:
+            out = subprocess.check_output(["sh", "-c", line], cwd=clean_world, text=True, timeout=COMMAND_DEADLINE_S)
+            assert out.strip() in ("", tenant_digest("the salt"))
     with service.client(ADMIN) as client:
         for rule in client.get("/admin/v1/rules").json()["items"]:
             client.delete(f"/admin/v1/rules/{rule['name']}")

@@ -83,7 +83,7 @@ def test_wheel_when_run_beside_folders_named_as_ours_serves(wheel: zipfile.ZipFi
     for name in PARTS:
         (tmp_path / "state" / name).mkdir(parents=True)
         (tmp_path / "state" / name / "__init__.py").write_text("raise RuntimeError('not ours')")
-    with serving(tmp_path / "state", import_path=tmp_path / "installed", pool_bytes="8MiB", device_blocks=64) as served:
+    with serving(tmp_path / "state", import_path=tmp_path / "installed", engine="none", pool_bytes="8MiB") as served:
         assert "<html" in served.http.get("/ui/").text
         assert served.get("/admin/v1/evictions")["items"] == []
     found = subprocess.run(

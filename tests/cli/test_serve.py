@@ -19,10 +19,11 @@ from tests.harness.service_process import START_S, Served, serving
 TOKEN = "an-admin-token-of-this-test"
 
 
-def serve(folder: Path, own_interpreter: bool = False) -> AbstractContextManager[Served]:
+def serve(folder: Path, own_interpreter: bool = False, engine: str = "embedded") -> AbstractContextManager[Served]:
     return serving(
         folder,
         own_interpreter,
+        engine=engine,
         admin_token=TOKEN,
         device_blocks=64,
         pool_bytes="64MiB",
@@ -85,10 +86,17 @@ def test_a_port_that_is_taken_refuses_to_start(run: Run) -> None:
     assert f"PORT={port}" in done.err
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
-def test_it_stops_when_told_to(told: signal.Signals, tmp_path: Path) -> None:
-    with serve(tmp_path, own_interpreter=told == signal.SIGTERM) as served:
-        served.process.send_signal(told)
+@pytest.mark.parametrize(
+    ("number", "own_interpreter", "engine"),
+    [
+        (signal.SIGINT, False, "embedded"),
+        (signal.SIGTERM, True, "none"),
+        pytest.param(signal.SIGTERM, True, "embedded", marks=pytest.mark.long),
+    ],
+)
+def test_it_stops_when_told_to(number: signal.Signals, own_interpreter: bool, engine: str, tmp_path: Path) -> None:
+    with serve(tmp_path, own_interpreter, engine) as served:
+        served.process.send_signal(number)
         assert served.process.wait(START_S) == 0, served.log()
     with sqlite3.connect(tmp_path / "kvferry.db") as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)

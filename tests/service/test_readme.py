@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.harness.commands import run_command
 from tests.harness.service_process import Served, environment, serving
 from tests.service.test_replay import write_trace
 
@@ -38,13 +39,11 @@ def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, comma
     if command.startswith("curl") and shutil.which("curl") is None:
         pytest.skip("curl is not installed on this machine")
     write_trace(tmp_path / "TRACE.jsonl", conversations=3, turns=2)
-    command = command.replace("localhost:8787", served.url).replace(
-        "kvferry ", f"{sys.executable} -m kvferry.app.cli ", 1
-    )
-    env = environment(tmp_path, {"url": served.url}) | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    words = shlex.split(command.replace("localhost:8787", served.url))
+    if words[0] == "kvferry":
+        ended = run_command(words[1:], environment(tmp_path, {"url": served.url}), tmp_path, timeout=120)
+    else:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip()
 

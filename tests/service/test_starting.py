@@ -27,8 +27,8 @@ from kvferry.cuda_ops.persistent.lock import lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation
-from tests.harness.commands import run_command
-from tests.harness.service_process import environment, serving, wait_until
+from tests.harness.commands import run_command, start_command
+from tests.harness.service_process import WAIT_S, environment, serving, wait_until
 
 
 def start_reason(port: int) -> str:
@@ -50,7 +50,7 @@ class Noted(StartProgress):
 
 
 def test_a_service_is_up_from_before_its_model_was_loaded(tmp_path: Path) -> None:
-    settings = Settings(_env_file=None, state_dir=tmp_path, device_blocks=8, pool_bytes=1 << 20, device="cpu")
+    settings = Settings(_env_file=None, state_dir=tmp_path, engine="none", pool_bytes=1 << 20)
     noted = Noted()
     with start_logging(settings) as logs:
         process = Process(settings, logs, noted)
@@ -214,20 +214,15 @@ def test_start_when_stopped_midway_removes_its_new_pool(tmp_path: Path, kind: st
         with closing(sqlite3.connect(database, isolation_level=None)) as locker:
             # By then the pool is mapped, and its lock is held.
             locker.execute("BEGIN EXCLUSIVE")
-            with subprocess.Popen(
-                [sys.executable, "-m", "kvferry.app.cli", "serve"],
-                env=environment(tmp_path, settings),
-                cwd=tmp_path,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as process:
-                assert process.stderr is not None
+            with (tmp_path / "stderr").open("w+") as stderr:
+                process = start_command(["serve"], environment(tmp_path, settings), tmp_path, stderr, stderr)
                 wait_until(lambda: "opening the database" in start_reason(port), "the stage after the pool's")
                 assert pool.exists()
                 process.send_signal(signal.SIGTERM)
-                said = process.stderr.read()
-        assert process.returncode == 0, said
-        assert "Traceback" not in said
+                locker.execute("ROLLBACK")
+                code = process.wait(WAIT_S)
+                stderr.seek(0)
+                assert (code, "Traceback" in stderr.read()) == (0, False)
         assert not pool.exists()
         with serving(tmp_path, **settings) as served:
             assert served.stats()["pool"]["slots"] > 0
