@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -33,9 +33,12 @@ def fresh(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def api(service: Service) -> Iterator[httpx.Client]:
-    with service.client() as client:
-        yield client
+def client(fresh: Service) -> httpx.Client:
+    """A client of `fresh`."""
+    return fresh.shared_client
 
 
-StartService = Callable[..., Service]
+@pytest.fixture
+def api(service: Service) -> httpx.Client:
+    """A client of `service`."""
+    return service.shared_client

@@ -26,14 +26,13 @@ def fill(service: Service, *requests: LoopRequest) -> list[str]:
     return hashes
 
 
-def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> None:
+def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service, client: httpx.Client) -> None:
     """vllm#53893, dynamo#10066: no eviction counter, no view of what is held."""
     hashes = fill(fresh, LoopRequest("one", 64, seed=1, tenant="a1b2", lora="sql"))
     fill(fresh, LoopRequest("two", 64, seed=1, tenant="a1b2", lora="sql"))
-    with fresh.client() as client:
-        shown = client.get(f"{BLOCKS}/{hashes[1]}").json()
-        listed = client.get(BLOCKS).json()["items"]
-        assert client.get(f"{BLOCKS}/{hashes[1].upper()}").json() == shown
+    shown = client.get(f"{BLOCKS}/{hashes[1]}").json()
+    listed = client.get(BLOCKS).json()["items"]
+    assert client.get(f"{BLOCKS}/{hashes[1].upper()}").json() == shown
     assert shown in listed
     assert shown["key"] == shown["hash"] == hashes[1]
     assert (shown["group"], shown["size"], shown["state"], shown["position"]) == (0, BLOCK_BYTES, "ready", 1)
@@ -45,23 +44,22 @@ def test_a_block_is_shown_with_everything_the_contract_names(fresh: Service) -> 
     assert (tail["hits"], tail["last_hit"]) == (0, None)
 
 
-def test_a_block_shows_the_class_in_which_it_is_evicted(fresh: Service) -> None:
+def test_a_block_shows_the_class_in_which_it_is_evicted(fresh: Service, client: httpx.Client) -> None:
     """The highest that it was offered in: a request of a lower one does not take it back."""
-    with fresh.client() as client:
-        for name in ("low", "high"):
-            client.put(f"/admin/v1/requests/{name}/policy", json={"priority": name})
-        stored = {name: fill(fresh, LoopRequest(name, 64, seed=1)) for name in ("low", "normal")}
-        assert stored["low"] == stored["normal"]
-        stored["high"] = fill(fresh, LoopRequest("high", 64, seed=2))
-        fill(fresh, LoopRequest("low", 64, seed=2))
-        for name, priority in (("normal", "normal"), ("high", "high")):
-            assert {client.get(f"{BLOCKS}/{block}").json()["priority"] for block in stored[name]} == {priority}
-        other = fill(fresh, LoopRequest("low", 64, seed=3))
-        listed = {item["hash"]: item["priority"] for item in client.get(BLOCKS).json()["items"]}
-        assert {listed[block] for block in other} == {"low"}
+    for name in ("low", "high"):
+        client.put(f"/admin/v1/requests/{name}/policy", json={"priority": name})
+    stored = {name: fill(fresh, LoopRequest(name, 64, seed=1)) for name in ("low", "normal")}
+    assert stored["low"] == stored["normal"]
+    stored["high"] = fill(fresh, LoopRequest("high", 64, seed=2))
+    fill(fresh, LoopRequest("low", 64, seed=2))
+    for name, priority in (("normal", "normal"), ("high", "high")):
+        assert {client.get(f"{BLOCKS}/{block}").json()["priority"] for block in stored[name]} == {priority}
+    other = fill(fresh, LoopRequest("low", 64, seed=3))
+    listed = {item["hash"]: item["priority"] for item in client.get(BLOCKS).json()["items"]}
+    assert {listed[block] for block in other} == {"low"}
 
 
-def test_a_block_says_what_it_is_under(fresh: Service) -> None:
+def test_a_block_says_what_it_is_under(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
 
     def states(client: httpx.Client) -> list[str]:
@@ -70,54 +68,50 @@ def test_a_block_says_what_it_is_under(fresh: Service) -> None:
         assert [listed[block] for block in hashes] == one_by_one
         return one_by_one
 
-    with fresh.client() as client:
-        assert states(client) == ["ready"] * 6
-        client.put(f"{BLOCKS}/{hashes[0]}/pin")
-        client.put(f"{BLOCKS}/{hashes[5]}/pin")
-        assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
-        fresh.engine.copies.shut()
-        two = fresh.engine.submit(LoopRequest("two", 80, seed=1))
-        wait_until(lambda: fresh.engine.copies.num_held == 1, "a load is in flight")
-        assert states(client) == [*["loading"] * 4, "ready", "pinned"]
-        pool = client.get("/admin/v1/stats").json()["pool"]
-        assert (pool["loading"], pool["pinned"], pool["ready"]) == (4, 5, 6)
-        fresh.engine.copies.open()
-        assert two.done.wait(20)
-        assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
-        client.delete(f"{BLOCKS}/{hashes[0]}/pin")
-        assert states(client) == [*["ready"] * 5, "pinned"]
+    assert states(client) == ["ready"] * 6
+    client.put(f"{BLOCKS}/{hashes[0]}/pin")
+    client.put(f"{BLOCKS}/{hashes[5]}/pin")
+    assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
+    fresh.engine.copies.shut()
+    two = fresh.engine.submit(LoopRequest("two", 80, seed=1))
+    wait_until(lambda: fresh.engine.copies.num_held == 1, "a load is in flight")
+    assert states(client) == [*["loading"] * 4, "ready", "pinned"]
+    pool = client.get("/admin/v1/stats").json()["pool"]
+    assert (pool["loading"], pool["pinned"], pool["ready"]) == (4, 5, 6)
+    fresh.engine.copies.open()
+    assert two.done.wait(20)
+    assert states(client) == ["pinned", *["ready"] * 4, "pinned"]
+    client.delete(f"{BLOCKS}/{hashes[0]}/pin")
+    assert states(client) == [*["ready"] * 5, "pinned"]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_pages_hold_each_block_once(fresh: Service, limit: int) -> None:
+def test_pages_hold_each_block_once(fresh: Service, client: httpx.Client, limit: int) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 96, seed=number) for number in range(5)))
-    with fresh.client() as client:
-        items = pages(client, BLOCKS, limit)
+    items = pages(client, BLOCKS, limit)
     assert sorted(item["hash"] for item in items) == sorted(hashes)
     assert [item["slot"] for item in items] == sorted(item["slot"] for item in items)
 
 
-def test_pages_are_stable_while_blocks_go(fresh: Service) -> None:
+def test_pages_are_stable_while_blocks_go(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 320, seed=1))
-    with fresh.client() as client:
-        first = client.get(BLOCKS, params={"limit": 5}).json()
-        shown = [item["hash"] for item in first["items"]]
-        gone = [shown[0], next(block for block in hashes if block not in shown)]
-        for block in gone:
-            assert client.delete(f"{BLOCKS}/{block}").status_code == 204
-        rest = client.get(BLOCKS, params={"limit": 100, "cursor": first["next_cursor"]}).json()
+    first = client.get(BLOCKS, params={"limit": 5}).json()
+    shown = [item["hash"] for item in first["items"]]
+    gone = [shown[0], next(block for block in hashes if block not in shown)]
+    for block in gone:
+        assert client.delete(f"{BLOCKS}/{block}").status_code == 204
+    rest = client.get(BLOCKS, params={"limit": 100, "cursor": first["next_cursor"]}).json()
     assert sorted(shown + [item["hash"] for item in rest["items"]]) == sorted(set(hashes) - {gone[1]})
 
 
-def test_a_block_is_dropped(fresh: Service) -> None:
+def test_a_block_is_dropped(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 64, seed=1))
-    with fresh.client() as client:
-        assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 204
-        assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 404
-        assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 404
-        assert client.get("/admin/v1/stats").json()["evictions"]["by_reason"]["operator"] == 1
-        fresh.engine.run(LoopRequest("two", 64, seed=1))
-        assert client.get("/admin/v1/stats").json()["prompt_tokens"]["host_hit"] == 0
+    assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 204
+    assert client.delete(f"{BLOCKS}/{hashes[0]}").status_code == 404
+    assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 404
+    assert client.get("/admin/v1/stats").json()["evictions"]["by_reason"]["operator"] == 1
+    fresh.engine.run(LoopRequest("two", 64, seed=1))
+    assert client.get("/admin/v1/stats").json()["prompt_tokens"]["host_hit"] == 0
 
 
 @pytest.mark.parametrize(
@@ -130,97 +124,90 @@ def test_what_is_no_block_is_404_or_422_and_never_worse(api: httpx.Client, name:
         assert answer.headers["Content-Type"] == "application/problem+json"
 
 
-def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service) -> None:
+def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("pinned", 64, seed=1))
-    with fresh.client() as client:
-        answer = client.put(f"{BLOCKS}/{hashes[0]}/pin", json={"ttl_s": 3600})
-        assert answer.status_code == 200
-        assert answer.json()["hash"] == hashes[0]
-        assert client.get(f"{BLOCKS}/{hashes[0]}").json()["pinned_until"] == answer.json()["pinned_until"]
-        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 1
-        fill(fresh, *(LoopRequest(f"r{number}", 320, seed=100 + number) for number in range(20)))
-        assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 200
-        assert client.get(f"{BLOCKS}/{hashes[1]}").status_code == 404
-        assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 204
-        assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 404
-        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+    answer = client.put(f"{BLOCKS}/{hashes[0]}/pin", json={"ttl_s": 3600})
+    assert answer.status_code == 200
+    assert answer.json()["hash"] == hashes[0]
+    assert client.get(f"{BLOCKS}/{hashes[0]}").json()["pinned_until"] == answer.json()["pinned_until"]
+    assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 1
+    fill(fresh, *(LoopRequest(f"r{number}", 320, seed=100 + number) for number in range(20)))
+    assert client.get(f"{BLOCKS}/{hashes[0]}").status_code == 200
+    assert client.get(f"{BLOCKS}/{hashes[1]}").status_code == 404
+    assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 204
+    assert client.delete(f"{BLOCKS}/{hashes[0]}/pin").status_code == 404
+    assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
 
 
-def test_a_block_in_a_part_of_the_pool_that_goes_is_not_pinned(fresh: Service) -> None:
+def test_a_block_in_a_part_of_the_pool_that_goes_is_not_pinned(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
     resize = PoolResize(fresh.engine.manager, extent_slots=2)
     resize.request(4)
-    with fresh.client() as client:
-        leaving, staying = client.get(f"{BLOCKS}/{hashes[4]}").json(), client.get(f"{BLOCKS}/{hashes[1]}").json()
-        assert (staying["slot"], leaving["slot"]) == (1, 4)
-        resize.step(0.0)
-        answer = client.put(f"{BLOCKS}/{hashes[4]}/pin")
-        assert answer.status_code == 409
-        assert "is being removed" in answer.json()["detail"]
-        assert client.put(f"{BLOCKS}/{hashes[1]}/pin").status_code == 200
-        while resize.step(0.0) is not Todo.MEMORY:
-            pass
-        resize.acknowledge(4)
-        assert client.get(f"{BLOCKS}/{hashes[4]}").status_code == 404
-        pool = client.get("/admin/v1/stats").json()["pool"]
-        assert (pool["slots"], pool["wanted_slots"], pool["pinned"]) == (4, 4, 1)
-        assert "kvferry_pool_wanted_slots 4.0" in client.get("/metrics").text
-        assert client.get("/admin/v1/slots/map").json()["slots"] == 4
+    leaving, staying = client.get(f"{BLOCKS}/{hashes[4]}").json(), client.get(f"{BLOCKS}/{hashes[1]}").json()
+    assert (staying["slot"], leaving["slot"]) == (1, 4)
+    resize.step(0.0)
+    answer = client.put(f"{BLOCKS}/{hashes[4]}/pin")
+    assert answer.status_code == 409
+    assert "is being removed" in answer.json()["detail"]
+    assert client.put(f"{BLOCKS}/{hashes[1]}/pin").status_code == 200
+    while resize.step(0.0) is not Todo.MEMORY:
+        pass
+    resize.acknowledge(4)
+    assert client.get(f"{BLOCKS}/{hashes[4]}").status_code == 404
+    pool = client.get("/admin/v1/stats").json()["pool"]
+    assert (pool["slots"], pool["wanted_slots"], pool["pinned"]) == (4, 4, 1)
+    assert "kvferry_pool_wanted_slots 4.0" in client.get("/metrics").text
+    assert client.get("/admin/v1/slots/map").json()["slots"] == 4
 
 
-def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service) -> None:
+def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("pinned", 64, seed=1))
     url = f"{BLOCKS}/{hashes[0]}/pin"
-    with fresh.client() as client:
-        first = client.put(url).json()["pinned_until"]
-        assert client.put(url, json={"ttl_s": 7200}).json()["pinned_until"] > first
-        client.put(url, json={"ttl_s": 0.01})
+    first = client.put(url).json()["pinned_until"]
+    assert client.put(url, json={"ttl_s": 7200}).json()["pinned_until"] > first
+    client.put(url, json={"ttl_s": 0.01})
 
-        def unpinned() -> bool:
-            fresh.engine.wake()
-            return bool(client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0)
+    def unpinned() -> bool:
+        fresh.engine.wake()
+        return bool(client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0)
 
-        wait_until(unpinned, "the pin has ended")
+    wait_until(unpinned, "the pin has ended")
 
 
 @pytest.mark.parametrize("body", [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": "60"}, {"ttl_s": True}, {"ttl": 5}, [], "x"])
-def test_what_is_no_pin_is_refused(fresh: Service, body: Any) -> None:
+def test_what_is_no_pin_is_refused(fresh: Service, client: httpx.Client, body: Any) -> None:
     hashes = fill(fresh, LoopRequest("one", 64, seed=1))
-    with fresh.client() as client:
-        assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422
-        assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
+    assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422
+    assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
 
 
-def test_operators_cannot_pin_the_pool_shut(fresh: Service) -> None:
+def test_operators_cannot_pin_the_pool_shut(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 320, seed=number) for number in range(4)))
-    with fresh.client() as client:
-        statuses = [client.put(f"{BLOCKS}/{block}/pin").status_code for block in hashes[:70]]
-        assert statuses == [200] * 64 + [409] * 6
-        refused = client.put(f"{BLOCKS}/{hashes[70]}/pin")
-        assert refused.json()["type"] == "urn:kvferry:problem:pin-limit"
-        assert "25% of the pool" in refused.json()["detail"]
-        assert client.put(f"{BLOCKS}/{hashes[0]}/pin").status_code == 200
-        client.delete(f"{BLOCKS}/{hashes[0]}/pin")
-        assert client.put(f"{BLOCKS}/{hashes[70]}/pin").status_code == 200
+    statuses = [client.put(f"{BLOCKS}/{block}/pin").status_code for block in hashes[:70]]
+    assert statuses == [200] * 64 + [409] * 6
+    refused = client.put(f"{BLOCKS}/{hashes[70]}/pin")
+    assert refused.json()["type"] == "urn:kvferry:problem:pin-limit"
+    assert "25% of the pool" in refused.json()["detail"]
+    assert client.put(f"{BLOCKS}/{hashes[0]}/pin").status_code == 200
+    client.delete(f"{BLOCKS}/{hashes[0]}/pin")
+    assert client.put(f"{BLOCKS}/{hashes[70]}/pin").status_code == 200
 
 
-def test_a_small_share_of_pins_is_named_as_it_is(fresh: Service) -> None:
+def test_a_small_share_of_pins_is_named_as_it_is(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("r", 320, seed=1))
-    with fresh.client() as client:
-        client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.001})
-        details = [client.put(f"{BLOCKS}/{block}/pin").json().get("detail", "") for block in hashes[:2]]
-        client.patch("/admin/v1/config", json={"max_pinned_fraction": None})
+    client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.001})
+    details = [client.put(f"{BLOCKS}/{block}/pin").json().get("detail", "") for block in hashes[:2]]
+    client.patch("/admin/v1/config", json={"max_pinned_fraction": None})
     assert "0.1% of the pool" in details[-1]
 
 
-def test_the_map_shows_every_slot(fresh: Service) -> None:
+def test_the_map_shows_every_slot(fresh: Service, client: httpx.Client) -> None:
     fill(fresh, LoopRequest("one", 160, seed=1))
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("two", 64, seed=2))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
-    with fresh.client() as client:
-        answer = client.get("/admin/v1/slots/map").json()
-        pool = client.get("/admin/v1/stats").json()["pool"]
+    answer = client.get("/admin/v1/slots/map").json()
+    pool = client.get("/admin/v1/stats").json()["pool"]
     fresh.engine.copies.open()
     states = base64.b64decode(answer["states"], validate=True)
     counts = {name: states.count(code) for name, code in answer["legend"].items()}

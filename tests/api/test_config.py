@@ -17,9 +17,8 @@ from tests.harness.loop_service import ADMIN, READ, Service, start_service
 CONFIG = "/admin/v1/config"
 
 
-def test_every_setting_is_shown_with_its_source(fresh: Service) -> None:
-    with fresh.client() as client:
-        config = client.get(CONFIG).json()
+def test_every_setting_is_shown_with_its_source(client: httpx.Client) -> None:
+    config = client.get(CONFIG).json()
     assert set(config) == set(Settings.model_fields)
     assert config["port"]["value"] == 8787
     assert config["port"]["source"] == "default"
@@ -43,57 +42,54 @@ def test_secrets_are_masked_everywhere(guarded: Service) -> None:
     assert config["admin_token"]["value"] == "***"
 
 
-def test_what_may_change_changes_at_once(fresh: Service) -> None:
-    with fresh.client() as client:
-        answer = client.patch(CONFIG, json={"max_pinned_fraction": 0.0, "log_level": "debug"})
-        assert answer.status_code == 200
-        assert answer.json() == client.get(CONFIG).json()
-        assert answer.json()["max_pinned_fraction"]["value"] == 0.0
-        assert answer.json()["max_pinned_fraction"]["source"] == "runtime"
-        assert logging.getLogger("kvferry.app").level == logging.DEBUG
-        (block, *_) = fill(fresh, LoopRequest("one", 64, seed=1))
-        assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 409
-        back = client.patch(CONFIG, json={"max_pinned_fraction": None}).json()
-        assert (back["max_pinned_fraction"]["value"], back["max_pinned_fraction"]["source"]) == (0.25, "default")
-        assert back["log_level"]["value"] == "debug"
-        assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 200
-        client.patch(CONFIG, json={"log_level": None})
+def test_what_may_change_changes_at_once(fresh: Service, client: httpx.Client) -> None:
+    answer = client.patch(CONFIG, json={"max_pinned_fraction": 0.0, "log_level": "debug"})
+    assert answer.status_code == 200
+    assert answer.json() == client.get(CONFIG).json()
+    assert answer.json()["max_pinned_fraction"]["value"] == 0.0
+    assert answer.json()["max_pinned_fraction"]["source"] == "runtime"
+    assert logging.getLogger("kvferry.app").level == logging.DEBUG
+    (block, *_) = fill(fresh, LoopRequest("one", 64, seed=1))
+    assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 409
+    back = client.patch(CONFIG, json={"max_pinned_fraction": None}).json()
+    assert (back["max_pinned_fraction"]["value"], back["max_pinned_fraction"]["source"]) == (0.25, "default")
+    assert back["log_level"]["value"] == "debug"
+    assert client.put(f"/admin/v1/blocks/{block}/pin").status_code == 200
+    client.patch(CONFIG, json={"log_level": None})
 
 
-def test_the_eviction_policy_is_exchanged_and_nothing_is_lost(fresh: Service) -> None:
+def test_the_eviction_policy_is_exchanged_and_nothing_is_lost(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 320, seed=number) for number in range(10)))
 
     def shown() -> tuple[str, int]:
         pool = client.get("/admin/v1/stats").json()["pool"]
         return pool["eviction_policy"], pool["ready"]
 
-    with fresh.client() as client:
-        for value, name in (("arc", "arc"), ("arc", "arc"), ("lru", "lru"), ("arc", "arc"), (None, "lru")):
-            answer = client.patch(CONFIG, json={"eviction_policy": value})
-            assert answer.json()["eviction_policy"]["value"] == name
-            assert shown() == (name, 200)
-        assert all(client.get(f"/admin/v1/blocks/{block}").status_code == 200 for block in hashes)
-        refused = client.patch(CONFIG, json={"eviction_policy": "fifo"})
-        (error,) = refused.json()["errors"]
-        assert (refused.status_code, error["field"]) == (422, "eviction_policy")
-        assert "lru, arc" in error["message"]
-        client.patch(CONFIG, json={"eviction_policy": "arc"})
-        fill(fresh, *(LoopRequest(f"more{number}", 320, seed=100 + number) for number in range(10)))
-        assert shown() == ("arc", 256)
+    for value, name in (("arc", "arc"), ("arc", "arc"), ("lru", "lru"), ("arc", "arc"), (None, "lru")):
+        answer = client.patch(CONFIG, json={"eviction_policy": value})
+        assert answer.json()["eviction_policy"]["value"] == name
+        assert shown() == (name, 200)
+    assert all(client.get(f"/admin/v1/blocks/{block}").status_code == 200 for block in hashes)
+    refused = client.patch(CONFIG, json={"eviction_policy": "fifo"})
+    (error,) = refused.json()["errors"]
+    assert (refused.status_code, error["field"]) == (422, "eviction_policy")
+    assert "lru, arc" in error["message"]
+    client.patch(CONFIG, json={"eviction_policy": "arc"})
+    fill(fresh, *(LoopRequest(f"more{number}", 320, seed=100 + number) for number in range(10)))
+    assert shown() == ("arc", 256)
 
 
-def test_the_store_threshold_holds_from_the_next_offer_on(fresh: Service) -> None:
-    with fresh.client() as client:
-        assert client.patch(CONFIG, json={"store_threshold": 2}).json()["store_threshold"]["value"] == 2
-        for number, stored in ((1, 0), (2, 4)):
-            fill(fresh, LoopRequest(f"r{number}", 64, seed=1))
-            store = client.get("/admin/v1/stats").json()["store"]
-            assert (store["stored"], store["skipped"]["admission"]) == (stored, 4)
-        client.patch(CONFIG, json={"store_threshold": None})
-        fill(fresh, LoopRequest("r3", 64, seed=3))
-        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 8
-        assert client.patch(CONFIG, json={"store_threshold": 0}).status_code == 422
-        assert client.patch(CONFIG, json={"store_threshold": 64}).status_code == 422
+def test_the_store_threshold_holds_from_the_next_offer_on(fresh: Service, client: httpx.Client) -> None:
+    assert client.patch(CONFIG, json={"store_threshold": 2}).json()["store_threshold"]["value"] == 2
+    for number, stored in ((1, 0), (2, 4)):
+        fill(fresh, LoopRequest(f"r{number}", 64, seed=1))
+        store = client.get("/admin/v1/stats").json()["store"]
+        assert (store["stored"], store["skipped"]["admission"]) == (stored, 4)
+    client.patch(CONFIG, json={"store_threshold": None})
+    fill(fresh, LoopRequest("r3", 64, seed=3))
+    assert client.get("/admin/v1/stats").json()["store"]["stored"] == 8
+    assert client.patch(CONFIG, json={"store_threshold": 0}).status_code == 422
+    assert client.patch(CONFIG, json={"store_threshold": 64}).status_code == 422
 
 
 def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
@@ -170,7 +166,9 @@ def test_the_bounds_of_settings_are_described_exactly(api: httpx.Client) -> None
     ]
 
 
-def test_a_change_that_fails_midway_is_taken_back(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_fails_midway_is_taken_back(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = fresh.engine.manager
     switch_policy = manager.switch_policy
 
@@ -181,15 +179,14 @@ def test_a_change_that_fails_midway_is_taken_back(fresh: Service, monkeypatch: p
 
     monkeypatch.setattr(manager, "switch_policy", fail)
     change = {"max_pinned_fraction": 0.125, "store_threshold": 3, "eviction_policy": "arc"}
-    with fresh.client() as client:
-        before = client.get(CONFIG).json()
-        assert client.patch(CONFIG, json=change).status_code == 500
-        assert client.get(CONFIG).json() == before
-        assert manager.operator_pins.max_fraction == before["max_pinned_fraction"]["value"]
-        assert manager.admission.threshold == before["store_threshold"]["value"]
-        monkeypatch.undo()
-        assert client.patch(CONFIG, json=change).status_code == 200
-        assert manager.operator_pins.max_fraction == 0.125
+    before = client.get(CONFIG).json()
+    assert client.patch(CONFIG, json=change).status_code == 500
+    assert client.get(CONFIG).json() == before
+    assert manager.operator_pins.max_fraction == before["max_pinned_fraction"]["value"]
+    assert manager.admission.threshold == before["store_threshold"]["value"]
+    monkeypatch.undo()
+    assert client.patch(CONFIG, json=change).status_code == 200
+    assert manager.operator_pins.max_fraction == 0.125
 
 
 def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:

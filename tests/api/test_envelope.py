@@ -72,10 +72,9 @@ def test_bad_json_is_a_problem(api: httpx.Client) -> None:
         assert "JSON" in str(document["detail"])
 
 
-def test_an_answer_without_a_body_has_no_type(fresh: Service) -> None:
-    with fresh.client() as client:
-        client.put("/admin/v1/rules/one", json={})
-        gone = client.delete("/admin/v1/rules/one")
+def test_an_answer_without_a_body_has_no_type(client: httpx.Client) -> None:
+    client.put("/admin/v1/rules/one", json={})
+    gone = client.delete("/admin/v1/rules/one")
     assert (gone.status_code, gone.content) == (204, b"")
     assert "Content-Type" not in gone.headers
     assert gone.headers["X-Request-ID"]
@@ -117,13 +116,13 @@ def test_bodies_are_bounded_however_they_are_sent(api: httpx.Client) -> None:
     assert "16777216" in str(openai_error_of(too_large, 413)["message"])
 
 
-def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service) -> None:
+def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service, client: httpx.Client) -> None:
     head = (
         b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 16000000\r\n\r\n"
     )
     num_fitting = MAX_LARGE_BODY_BYTES // 15_000_000
-    with contextlib.ExitStack() as stack, fresh.client() as client:
+    with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", fresh.port), timeout=60))
             for _ in range(num_fitting + 1)

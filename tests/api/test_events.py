@@ -59,10 +59,10 @@ def watching(service: Service, last_id: str | None = None, **params: Any) -> Ite
         yield watcher
 
 
-def test_what_the_cache_did_is_told_as_it_happens(fresh: Service) -> None:
+def test_what_the_cache_did_is_told_as_it_happens(fresh: Service, client: httpx.Client) -> None:
     request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql")
     hashes = [key.hex() for key in make_keys(request.block_hashes[:4], 0)]
-    with watching(fresh) as watcher, fresh.client() as client:
+    with watching(fresh) as watcher:
         fresh.engine.run(request)
         whom = {"request": "one", "tenant": "a1b2", "lora": "sql"}
         seen = sorted((watcher.next(), watcher.next()), key=lambda event: event["type"])
@@ -94,9 +94,9 @@ def test_what_pushed_a_block_out_is_told(fresh: Service) -> None:
     assert evicted["blocks"] == len(evicted["hashes"]) == 4
 
 
-def test_what_operators_change_is_told(fresh: Service) -> None:
+def test_what_operators_change_is_told(fresh: Service, client: httpx.Client) -> None:
     rule = {"name": "batch", "order": 1, "match": {"cache_salt": "secret-salt"}, "policy": {"max_offload_tokens": 5}}
-    with watching(fresh) as watcher, fresh.client() as client:
+    with watching(fresh) as watcher:
         client.patch("/admin/v1/policy", json={"store": True, "load": None, "max_offload_tokens": "unlimited"})
         assert watcher.next() == {
             "type": "policy",
@@ -116,8 +116,8 @@ def test_what_operators_change_is_told(fresh: Service) -> None:
         assert watcher.next() == {"type": "config", "settings": ["log_level", "max_pinned_fraction"]}
 
 
-def test_only_what_was_asked_for(fresh: Service) -> None:
-    with watching(fresh, type=["rule", "reset"]) as watcher, fresh.client() as client:
+def test_only_what_was_asked_for(fresh: Service, client: httpx.Client) -> None:
+    with watching(fresh, type=["rule", "reset"]) as watcher:
         fresh.engine.run(LoopRequest("one", 64, seed=1))
         fresh.settle()
         client.post("/admin/v1/reset")
@@ -139,30 +139,30 @@ def test_nothing_is_kept_while_nobody_watches(fresh: Service) -> None:
         assert watcher.next()["request"] == "two"
 
 
-def test_one_who_comes_back_soon_misses_nothing(fresh: Service) -> None:
-    with fresh.client() as client:
-        with watching(fresh, type="rule") as watcher:
-            client.put("/admin/v1/rules/seen", json={})
-            assert watcher.next()["rule"]["name"] == "seen"
-            last_id = watcher.last_id
-        client.put("/admin/v1/rules/missed", json={})
-        client.delete("/admin/v1/rules/missed")
-        with watching(fresh, last_id) as watcher:
-            assert [watcher.next()["change"], watcher.next()["change"]] == ["set", "removed"]
+def test_one_who_comes_back_soon_misses_nothing(fresh: Service, client: httpx.Client) -> None:
+    with watching(fresh, type="rule") as watcher:
+        client.put("/admin/v1/rules/seen", json={})
+        assert watcher.next()["rule"]["name"] == "seen"
+        last_id = watcher.last_id
+    client.put("/admin/v1/rules/missed", json={})
+    client.delete("/admin/v1/rules/missed")
+    with watching(fresh, last_id) as watcher:
+        assert [watcher.next()["change"], watcher.next()["change"]] == ["set", "removed"]
 
 
-def test_one_who_comes_back_late_is_told_how_much_was_missed(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_who_comes_back_late_is_told_how_much_was_missed(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_feed, "RESUME_S", 0.0)
     with watching(fresh) as watcher:
         last_id = watcher.last_id
     wait_until(lambda: fresh.context.feed.num_watchers == 0, "it has gone")
-    with fresh.client() as client:
-        for number in range(7):
-            client.put("/admin/v1/rules/one", json={"order": number})
-        with watching(fresh, last_id) as watcher:
-            assert watcher.next() == {"type": "gap", "missed": 7}
-            client.put("/admin/v1/rules/one", json={"order": 7})
-            assert watcher.next()["rule"]["order"] == 7
+    for number in range(7):
+        client.put("/admin/v1/rules/one", json={"order": number})
+    with watching(fresh, last_id) as watcher:
+        assert watcher.next() == {"type": "gap", "missed": 7}
+        client.put("/admin/v1/rules/one", json={"order": 7})
+        assert watcher.next()["rule"]["order"] == 7
 
 
 @pytest.mark.parametrize("last_id", ["", "5", "00000000-1", "x", "%00", "-1", "{name}-99999999", "{name}-1e3"])

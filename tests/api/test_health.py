@@ -30,35 +30,35 @@ def test_healthz_answers(api: httpx.Client) -> None:
     assert api.get("/healthz").json() == {"status": "ok"}
 
 
-def test_readyz_says_why_not(fresh: Service) -> None:
+def test_readyz_says_why_not(fresh: Service, client: httpx.Client) -> None:
     """LMCache on CPU: a connector failed to start, and the engine ran on without a word."""
-    with fresh.client() as client:
-        assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
-            200,
-            READY,
-        )
-        fresh.reasons.append("no engine is attached")
-        answer = client.get("/readyz")
-        assert (answer.status_code, answer.json()) == (
-            503,
-            {"ready": False, "reasons": ["no engine is attached"], "degraded": []},
-        )
-        fresh.reasons.clear()
-        assert client.get("/readyz").status_code == 200
+    assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
+        200,
+        READY,
+    )
+    fresh.reasons.append("no engine is attached")
+    answer = client.get("/readyz")
+    assert (answer.status_code, answer.json()) == (
+        503,
+        {"ready": False, "reasons": ["no engine is attached"], "degraded": []},
+    )
+    fresh.reasons.clear()
+    assert client.get("/readyz").status_code == 200
 
 
-def test_readyz_names_what_is_out_of_order_and_lets_traffic_come_all_the_same(fresh: Service) -> None:
+def test_readyz_names_what_is_out_of_order_and_lets_traffic_come_all_the_same(
+    fresh: Service, client: httpx.Client
+) -> None:
     """A tier is optional: without it requests are served, and a fleet that lost one shared disk must not go dark."""
-    with fresh.client() as client:
-        fresh.degraded.append("tier disk: the disk is full")
-        answer = client.get("/readyz")
-        assert (answer.status_code, answer.json()) == (200, READY | {"degraded": ["tier disk: the disk is full"]})
-        fresh.degraded.clear()
-        assert client.get("/readyz").json() == READY
+    fresh.degraded.append("tier disk: the disk is full")
+    answer = client.get("/readyz")
+    assert (answer.status_code, answer.json()) == (200, READY | {"degraded": ["tier disk: the disk is full"]})
+    fresh.degraded.clear()
+    assert client.get("/readyz").json() == READY
 
 
 def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
-    fresh: Service, monkeypatch: pytest.MonkeyPatch
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 0.05)
     release = threading.Event()
@@ -70,29 +70,27 @@ def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
 
     # The service copies the list on the thread of the check.
     fresh.reasons_source[0] = Slow()
-    with fresh.client() as client:
-        for _ in range(3):
-            answer = client.get("/readyz")
-            assert answer.status_code == 503
-            assert "did not end" in answer.json()["reasons"][0]
-        assert client.get("/healthz").status_code == 200
-        release.set()
-        fresh.reasons_source[0] = []
-        monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
-        client.get("/readyz")
-        assert client.get("/readyz").json() == READY
+    for _ in range(3):
+        answer = client.get("/readyz")
+        assert answer.status_code == 503
+        assert "did not end" in answer.json()["reasons"][0]
+    assert client.get("/healthz").status_code == 200
+    release.set()
+    fresh.reasons_source[0] = []
+    monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 10.0)
+    client.get("/readyz")
+    assert client.get("/readyz").json() == READY
 
 
-def test_metrics_say_what_stats_say(fresh: Service) -> None:
+def test_metrics_say_what_stats_say(fresh: Service, client: httpx.Client) -> None:
     for number in range(4):
         fresh.engine.run(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))
         fresh.settle()
     fresh.settle_history()
-    with fresh.client() as client:
-        stats = client.get("/admin/v1/stats").json()
-        answer = client.get("/metrics")
-        assert answer.headers["Content-Type"].startswith("text/plain")
-        found = samples(answer.text)
+    stats = client.get("/admin/v1/stats").json()
+    answer = client.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    found = samples(answer.text)
     one = {name: value for (name, labels), value in found.items() if not labels}
     by_label = {(name, labels[0][1]): value for (name, labels), value in found.items() if len(labels) == 1}
     assert one["kvferry_store_offered_blocks_total"] == stats["store"]["offered"] > 0
@@ -120,20 +118,18 @@ def test_metrics_say_what_stats_say(fresh: Service) -> None:
         # Blocks of 4 KiB, of which no job here has more than a hundred.
         assert buckets[2.0**20] == buckets[float("inf")] == jobs
         assert sorted(buckets.values()) == [buckets[bound] for bound in sorted(buckets)]
-    with fresh.client() as client:
-        client.post("/admin/v1/reset")
-        dropped = samples(client.get("/metrics").text)[("kvferry_evictions_total", (("reason", "reset"),))]
-        stats = client.get("/admin/v1/stats").json()
+    client.post("/admin/v1/reset")
+    dropped = samples(client.get("/metrics").text)[("kvferry_evictions_total", (("reason", "reset"),))]
+    stats = client.get("/admin/v1/stats").json()
     assert dropped == stats["evictions"]["by_reason"]["reset"] > 0
 
 
-def test_every_metric_is_ours_and_traffic_makes_up_no_label(fresh: Service) -> None:
-    with fresh.client() as client:
-        before = set(samples(client.get("/metrics").text))
-        for number in range(20):
-            fresh.engine.run(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
-            client.put(f"/admin/v1/requests/made-up-{number}/policy", json={"store": False})
-        text = client.get("/metrics").text
+def test_every_metric_is_ours_and_traffic_makes_up_no_label(fresh: Service, client: httpx.Client) -> None:
+    before = set(samples(client.get("/metrics").text))
+    for number in range(20):
+        fresh.engine.run(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
+        client.put(f"/admin/v1/requests/made-up-{number}/policy", json={"store": False})
+    text = client.get("/metrics").text
     assert set(samples(text)) == before
     assert "made-up" not in text
     for name, _ in before:

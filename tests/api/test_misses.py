@@ -53,41 +53,39 @@ def flat(shown: dict[str, Any]) -> dict[str, int]:
     return causes
 
 
-def test_what_nobody_stored_is_new(fresh: Service) -> None:
+def test_what_nobody_stored_is_new(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first")
-    with fresh.client() as client:
-        assert missed(client, "first") == {"new": BLOCKS}
-        ask(fresh, "second")
-        assert missed(client, "second") == {}
+    assert missed(client, "first") == {"new": BLOCKS}
+    ask(fresh, "second")
+    assert missed(client, "second") == {}
 
 
 @pytest.mark.parametrize(("sent", "cause"), [({"store": False}, "disabled"), ({"max_offload_tokens": 0}, "token_cap")])
-def test_what_a_policy_kept_out_says_which(fresh: Service, sent: dict[str, Any], cause: str) -> None:
+def test_what_a_policy_kept_out_says_which(
+    fresh: Service, client: httpx.Client, sent: dict[str, Any], cause: str
+) -> None:
     ask(fresh, "first", kv_transfer_params=sent)
     ask(fresh, "second")
-    with fresh.client() as client:
-        assert missed(client, "second") == {f"not_stored:{cause}": BLOCKS}
+    assert missed(client, "second") == {f"not_stored:{cause}": BLOCKS}
 
 
-def test_an_answer_that_is_asked_again_was_not_stored_for_prompt_only(fresh: Service) -> None:
+def test_an_answer_that_is_asked_again_was_not_stored_for_prompt_only(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first", 4 * BLOCK_TOKENS, num_output_tokens=6 * BLOCK_TOKENS)
     ask(fresh, "second")
-    with fresh.client() as client:
-        assert missed(client, "second") == {"not_stored:prompt_only": 6}
+    assert missed(client, "second") == {"not_stored:prompt_only": 6}
 
 
-def test_what_was_not_offered_often_enough_or_failed_says_so(fresh: Service) -> None:
-    with fresh.client() as client:
-        client.patch("/admin/v1/config", json={"store_threshold": 3}).raise_for_status()
-        ask(fresh, "first")
-        ask(fresh, "second")
-        assert missed(client, "second") == {"not_stored:admission": BLOCKS}
-        client.patch("/admin/v1/config", json={"store_threshold": 1}).raise_for_status()
-        fresh.engine.copies.failing = Direction.STORE
-        ask(fresh, "other", seed=2)
-        fresh.engine.copies.failing = None
-        ask(fresh, "other-again", seed=2)
-        assert missed(client, "other-again") == {"not_stored:failed": BLOCKS}
+def test_what_was_not_offered_often_enough_or_failed_says_so(fresh: Service, client: httpx.Client) -> None:
+    client.patch("/admin/v1/config", json={"store_threshold": 3}).raise_for_status()
+    ask(fresh, "first")
+    ask(fresh, "second")
+    assert missed(client, "second") == {"not_stored:admission": BLOCKS}
+    client.patch("/admin/v1/config", json={"store_threshold": 1}).raise_for_status()
+    fresh.engine.copies.failing = Direction.STORE
+    ask(fresh, "other", seed=2)
+    fresh.engine.copies.failing = None
+    ask(fresh, "other-again", seed=2)
+    assert missed(client, "other-again") == {"not_stored:failed": BLOCKS}
 
 
 def test_what_found_no_room_or_is_held_by_those_who_wait_says_so(tmp_path: Path) -> None:
@@ -98,46 +96,46 @@ def test_what_found_no_room_or_is_held_by_those_who_wait_says_so(tmp_path: Path)
         assert missed(client, "second") == {"pin_limit": 4, "not_stored:no_space": BLOCKS - 8}
 
 
-def test_what_was_evicted_says_why_and_when_and_what_is_behind_it_is_a_gap(fresh: Service) -> None:
+def test_what_was_evicted_says_why_and_when_and_what_is_behind_it_is_a_gap(
+    fresh: Service, client: httpx.Client
+) -> None:
     first = ask(fresh, "first")
     hashes = [key.hex() for key in make_keys(first.block_hashes, 0)]
-    with fresh.client() as client:
-        client.delete(f"/admin/v1/blocks/{hashes[7]}").raise_for_status()
-        ask(fresh, "no-store", kv_transfer_params={"store": False})
-        assert missed(client, "no-store") == {"evicted:operator": 1, "gap": 2}
-        # Of these seeds, no two ghosts that are asked for fall on one place.
-        for number in range(3):
-            ask(fresh, f"other{number}", 100 * BLOCK_TOKENS, seed=20 + number)
-        ask(fresh, "second", kv_transfer_params={"store": False})
-        assert missed(client, "second") == {"evicted:capacity": 9, "evicted:operator": 1}
-        client.post("/admin/v1/reset", json={"match": {"request": "other2"}}).raise_for_status()
-        ask(fresh, "other2-again", 100 * BLOCK_TOKENS, seed=22)
-        assert missed(client, "other2-again") == {"evicted:reset": 99}
-        fresh.settle_history()
-        rows = client.get("/admin/v1/evictions?request=first&limit=1000").json()["items"]
-        times = sorted(row["time"] for row in rows)
-        shown = client.get("/admin/v1/requests/second").json()["evicted_between"]
-        # To the second: the window finds the rows.
-        assert shown[0] <= times[0]
-        assert shown[1] <= times[-1]
-        found = client.get("/admin/v1/evictions", params={"since": shown[0], "request": "first"}).json()["items"]
-        assert len(found) == BLOCKS
+    client.delete(f"/admin/v1/blocks/{hashes[7]}").raise_for_status()
+    ask(fresh, "no-store", kv_transfer_params={"store": False})
+    assert missed(client, "no-store") == {"evicted:operator": 1, "gap": 2}
+    # Of these seeds, no two ghosts that are asked for fall on one place.
+    for number in range(3):
+        ask(fresh, f"other{number}", 100 * BLOCK_TOKENS, seed=20 + number)
+    ask(fresh, "second", kv_transfer_params={"store": False})
+    assert missed(client, "second") == {"evicted:capacity": 9, "evicted:operator": 1}
+    client.post("/admin/v1/reset", json={"match": {"request": "other2"}}).raise_for_status()
+    ask(fresh, "other2-again", 100 * BLOCK_TOKENS, seed=22)
+    assert missed(client, "other2-again") == {"evicted:reset": 99}
+    fresh.settle_history()
+    rows = client.get("/admin/v1/evictions?request=first&limit=1000").json()["items"]
+    times = sorted(row["time"] for row in rows)
+    shown = client.get("/admin/v1/requests/second").json()["evicted_between"]
+    # To the second: the window finds the rows.
+    assert shown[0] <= times[0]
+    assert shown[1] <= times[-1]
+    found = client.get("/admin/v1/evictions", params={"since": shown[0], "request": "first"}).json()["items"]
+    assert len(found) == BLOCKS
 
 
-def test_a_load_that_failed_was_declined_or_not_allowed_says_so(fresh: Service) -> None:
+def test_a_load_that_failed_was_declined_or_not_allowed_says_so(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first")
-    with fresh.client() as client:
-        ask(fresh, "not-allowed", kv_transfer_params={"load": False, "store": False})
-        assert missed(client, "not-allowed") == {"load_disabled": BLOCKS}
-        fresh.engine.copies.failing = Direction.LOAD
-        ask(fresh, "failed", kv_transfer_params={"store": False})
-        fresh.engine.copies.failing = None
-        assert missed(client, "failed") == {"load_failed": BLOCKS}
-        ask(fresh, "after")
-        assert missed(client, "after") == {"evicted:load_failed": BLOCKS}
-        choice = fresh.engine.scheduler.choice
-        for _ in range(MIN_SAMPLES):
-            choice.bytes_rate.observe(1, 1.0)
-            choice.tokens_rate.observe(1_000_000, 1.0)
-        ask(fresh, "slower")
-        assert missed(client, "slower") == {"declined": BLOCKS}
+    ask(fresh, "not-allowed", kv_transfer_params={"load": False, "store": False})
+    assert missed(client, "not-allowed") == {"load_disabled": BLOCKS}
+    fresh.engine.copies.failing = Direction.LOAD
+    ask(fresh, "failed", kv_transfer_params={"store": False})
+    fresh.engine.copies.failing = None
+    assert missed(client, "failed") == {"load_failed": BLOCKS}
+    ask(fresh, "after")
+    assert missed(client, "after") == {"evicted:load_failed": BLOCKS}
+    choice = fresh.engine.scheduler.choice
+    for _ in range(MIN_SAMPLES):
+        choice.bytes_rate.observe(1, 1.0)
+        choice.tokens_rate.observe(1_000_000, 1.0)
+    ask(fresh, "slower")
+    assert missed(client, "slower") == {"declined": BLOCKS}

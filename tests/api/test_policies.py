@@ -78,30 +78,26 @@ def fields_of(answer: httpx.Response) -> dict[str, Any]:
 # --- runtime defaults
 
 
-def test_defaults_come_with_their_sources(fresh: Service) -> None:
-    with fresh.client() as client:
-        assert client.get("/admin/v1/policy").json() == DEFAULTS
+def test_defaults_come_with_their_sources(client: httpx.Client) -> None:
+    assert client.get("/admin/v1/policy").json() == DEFAULTS
 
 
-def test_runtime_defaults_are_laid_over_settings_and_taken_away_again(fresh: Service) -> None:
-    with fresh.client() as client:
-        patched = client.patch("/admin/v1/policy", json={"offload_prompt_only": False, "max_offload_tokens": 0})
-        assert patched.status_code == 200
-        assert patched.json() == client.get("/admin/v1/policy").json()
-        assert patched.json() == {
-            **DEFAULTS,
-            "offload_prompt_only": {"value": False, "source": "runtime"},
-            "max_offload_tokens": {"value": 0, "source": "runtime"},
-        }
-        lifted = client.patch(
-            "/admin/v1/policy", json={"max_offload_tokens": "unlimited", "tiers": [], "level": "request"}
-        )
-        assert lifted.json()["max_offload_tokens"] == {"value": "unlimited", "source": "runtime"}
-        assert lifted.json()["tiers"] == {"value": [], "source": "runtime"}
-        assert lifted.json()["level"] == {"value": "request", "source": "runtime"}
-        nulls = dict.fromkeys(POLICY_FIELDS)
-        assert client.patch("/admin/v1/policy", json=nulls).json() == DEFAULTS
-        assert client.patch("/admin/v1/policy", json={}).json() == DEFAULTS
+def test_runtime_defaults_are_laid_over_settings_and_taken_away_again(client: httpx.Client) -> None:
+    patched = client.patch("/admin/v1/policy", json={"offload_prompt_only": False, "max_offload_tokens": 0})
+    assert patched.status_code == 200
+    assert patched.json() == client.get("/admin/v1/policy").json()
+    assert patched.json() == {
+        **DEFAULTS,
+        "offload_prompt_only": {"value": False, "source": "runtime"},
+        "max_offload_tokens": {"value": 0, "source": "runtime"},
+    }
+    lifted = client.patch("/admin/v1/policy", json={"max_offload_tokens": "unlimited", "tiers": [], "level": "request"})
+    assert lifted.json()["max_offload_tokens"] == {"value": "unlimited", "source": "runtime"}
+    assert lifted.json()["tiers"] == {"value": [], "source": "runtime"}
+    assert lifted.json()["level"] == {"value": "request", "source": "runtime"}
+    nulls = dict.fromkeys(POLICY_FIELDS)
+    assert client.patch("/admin/v1/policy", json=nulls).json() == DEFAULTS
+    assert client.patch("/admin/v1/policy", json={}).json() == DEFAULTS
 
 
 @pytest.mark.parametrize(("body", "fields"), BAD_FIELDS)
@@ -111,17 +107,16 @@ def test_what_is_no_policy_is_refused_and_changes_nothing(api: httpx.Client, bod
     assert api.get("/admin/v1/policy").json() == before
 
 
-def test_runtime_defaults_govern_what_is_stored(fresh: Service) -> None:
-    with fresh.client() as client:
-        client.patch("/admin/v1/policy", json={"max_offload_tokens": 64})
-        fresh.engine.run(LoopRequest("capped", 160, seed=1))
-        fresh.settle()
-        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 4
-        client.patch("/admin/v1/policy", json={"store": False})
-        fresh.engine.run(LoopRequest("none", 160, seed=2))
-        shown = client.get("/admin/v1/requests/none").json()
-        assert shown["store"]["skipped"]["disabled"] == 10
-        assert shown["policy"]["store"] == {"value": False, "source": "runtime"}
+def test_runtime_defaults_govern_what_is_stored(fresh: Service, client: httpx.Client) -> None:
+    client.patch("/admin/v1/policy", json={"max_offload_tokens": 64})
+    fresh.engine.run(LoopRequest("capped", 160, seed=1))
+    fresh.settle()
+    assert client.get("/admin/v1/stats").json()["store"]["stored"] == 4
+    client.patch("/admin/v1/policy", json={"store": False})
+    fresh.engine.run(LoopRequest("none", 160, seed=2))
+    shown = client.get("/admin/v1/requests/none").json()
+    assert shown["store"]["skipped"]["disabled"] == 10
+    assert shown["policy"]["store"] == {"value": False, "source": "runtime"}
 
 
 def test_runtime_defaults_do_not_survive_a_restart(tmp_path: Path) -> None:
@@ -134,90 +129,82 @@ def test_runtime_defaults_do_not_survive_a_restart(tmp_path: Path) -> None:
 # --- overrides
 
 
-def test_an_override_before_the_request_arrives(fresh: Service) -> None:
-    with fresh.client() as client:
-        assert get(client, "soon").status_code == 404
-        answer = put(client, "soon", {"max_offload_tokens": 32, "offload_prompt_only": False})
-        assert answer.status_code == 200
-        assert fields_of(answer) == {
-            **DEFAULTS,
-            "max_offload_tokens": {"value": 32, "source": "override"},
-            "offload_prompt_only": {"value": False, "source": "override"},
-        }
-        assert get(client, "soon").json() == answer.json()
-        expected = client.get("/admin/v1/requests/soon").json()
-        assert (expected["id"], expected["state"]) == ("soon", "expected")
-        assert expected["policy"] == fields_of(answer)
-        fresh.engine.run(
-            LoopRequest("soon", 160, seed=1, kv_transfer_params={"max_offload_tokens": 128, "load": False})
-        )
-        fresh.settle()
-        shown = client.get("/admin/v1/requests/soon").json()
-        assert shown["state"] == "finished"
-        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
-        assert shown["policy"]["max_offload_tokens"] == {"value": 32, "source": "override"}
-        assert shown["policy"]["load"] == {"value": False, "source": "request"}
+def test_an_override_before_the_request_arrives(fresh: Service, client: httpx.Client) -> None:
+    assert get(client, "soon").status_code == 404
+    answer = put(client, "soon", {"max_offload_tokens": 32, "offload_prompt_only": False})
+    assert answer.status_code == 200
+    assert fields_of(answer) == {
+        **DEFAULTS,
+        "max_offload_tokens": {"value": 32, "source": "override"},
+        "offload_prompt_only": {"value": False, "source": "override"},
+    }
+    assert get(client, "soon").json() == answer.json()
+    expected = client.get("/admin/v1/requests/soon").json()
+    assert (expected["id"], expected["state"]) == ("soon", "expected")
+    assert expected["policy"] == fields_of(answer)
+    fresh.engine.run(LoopRequest("soon", 160, seed=1, kv_transfer_params={"max_offload_tokens": 128, "load": False}))
+    fresh.settle()
+    shown = client.get("/admin/v1/requests/soon").json()
+    assert shown["state"] == "finished"
+    assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
+    assert shown["policy"]["max_offload_tokens"] == {"value": 32, "source": "override"}
+    assert shown["policy"]["load"] == {"value": False, "source": "request"}
 
 
-def test_an_override_while_the_request_runs(fresh: Service) -> None:
+def test_an_override_while_the_request_runs(fresh: Service, client: httpx.Client) -> None:
     hold = threading.Event()
-    with fresh.client() as client:
-        fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
-        wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
-        assert client.get("/admin/v1/requests/running").json()["policy"]["store"]["source"] == "default"
-        assert fields_of(get(client, "running")) == DEFAULTS
-        assert get(client, "running").json()["override"] is None
-        put(client, "running", {"store": False})
-        assert client.get("/admin/v1/requests/running").json()["policy"]["store"] == {
-            "value": False,
-            "source": "override",
-        }
-        hold.set()
-        fresh.engine.wake()
-        wait_until(lambda: client.get("/admin/v1/requests/running").json()["state"] == "finished", "it has finished")
-        assert client.get("/admin/v1/requests/running").json()["store"]["skipped"]["disabled"] == 10
+    fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
+    wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
+    assert client.get("/admin/v1/requests/running").json()["policy"]["store"]["source"] == "default"
+    assert fields_of(get(client, "running")) == DEFAULTS
+    assert get(client, "running").json()["override"] is None
+    put(client, "running", {"store": False})
+    assert client.get("/admin/v1/requests/running").json()["policy"]["store"] == {
+        "value": False,
+        "source": "override",
+    }
+    hold.set()
+    fresh.engine.wake()
+    wait_until(lambda: client.get("/admin/v1/requests/running").json()["state"] == "finished", "it has finished")
+    assert client.get("/admin/v1/requests/running").json()["store"]["skipped"]["disabled"] == 10
 
 
-def test_put_replaces_and_null_leaves_a_field_out(fresh: Service) -> None:
-    with fresh.client() as client:
-        put(client, "r", {"store": False, "load": False})
-        replaced = put(client, "r", {"store": False, "load": None, "max_offload_tokens": "unlimited"})
-        assert replaced.json()["load"] == DEFAULTS["load"]
-        assert replaced.json()["store"] == {"value": False, "source": "override"}
-        assert replaced.json()["max_offload_tokens"] == {"value": "unlimited", "source": "override"}
-        assert fields_of(put(client, "r", {"store": None})) == DEFAULTS
+def test_put_replaces_and_null_leaves_a_field_out(client: httpx.Client) -> None:
+    put(client, "r", {"store": False, "load": False})
+    replaced = put(client, "r", {"store": False, "load": None, "max_offload_tokens": "unlimited"})
+    assert replaced.json()["load"] == DEFAULTS["load"]
+    assert replaced.json()["store"] == {"value": False, "source": "override"}
+    assert replaced.json()["max_offload_tokens"] == {"value": "unlimited", "source": "override"}
+    assert fields_of(put(client, "r", {"store": None})) == DEFAULTS
 
 
-def test_an_override_lifts_a_cap_that_the_request_sent(fresh: Service) -> None:
-    with fresh.client() as client:
-        put(client, "lifted", {"max_offload_tokens": "unlimited"})
-        fresh.engine.run(LoopRequest("lifted", 160, seed=1, kv_transfer_params={"max_offload_tokens": 0}))
-        fresh.settle()
-        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 10
+def test_an_override_lifts_a_cap_that_the_request_sent(fresh: Service, client: httpx.Client) -> None:
+    put(client, "lifted", {"max_offload_tokens": "unlimited"})
+    fresh.engine.run(LoopRequest("lifted", 160, seed=1, kv_transfer_params={"max_offload_tokens": 0}))
+    fresh.settle()
+    assert client.get("/admin/v1/stats").json()["store"]["stored"] == 10
 
 
-def test_an_override_is_taken_away(fresh: Service) -> None:
-    with fresh.client() as client:
-        put(client, "r", {"store": False})
-        gone = client.delete("/admin/v1/requests/r/policy")
-        assert (gone.status_code, gone.content) == (204, b"")
-        assert client.delete("/admin/v1/requests/r/policy").status_code == 404
-        assert get(client, "r").status_code == 404
-        assert client.get("/admin/v1/requests/r").status_code == 404
+def test_an_override_is_taken_away(client: httpx.Client) -> None:
+    put(client, "r", {"store": False})
+    gone = client.delete("/admin/v1/requests/r/policy")
+    assert (gone.status_code, gone.content) == (204, b"")
+    assert client.delete("/admin/v1/requests/r/policy").status_code == 404
+    assert get(client, "r").status_code == 404
+    assert client.get("/admin/v1/requests/r").status_code == 404
 
 
-def test_an_override_ends_by_itself(fresh: Service) -> None:
-    with fresh.client() as client:
-        now_s = datetime.now(UTC).timestamp()
-        answer = put(client, "hour", {"store": False})
-        ends_s = datetime.fromisoformat(answer.json()["override"]["expires_at"]).timestamp()
-        assert now_s + 3599 < ends_s < now_s + 3700
-        assert answer.json()["override"]["fields"] == ["store"]
-        put(client, "short", {"store": False, "ttl_s": 0.05})
-        wait_until(lambda: get(client, "short").status_code == 404, "the override has ended")
-        assert client.delete("/admin/v1/requests/short/policy").status_code == 404
-        fresh.engine.run(LoopRequest("short", 64, seed=1))
-        assert client.get("/admin/v1/requests/short").json()["policy"]["store"]["source"] == "default"
+def test_an_override_ends_by_itself(fresh: Service, client: httpx.Client) -> None:
+    now_s = datetime.now(UTC).timestamp()
+    answer = put(client, "hour", {"store": False})
+    ends_s = datetime.fromisoformat(answer.json()["override"]["expires_at"]).timestamp()
+    assert now_s + 3599 < ends_s < now_s + 3700
+    assert answer.json()["override"]["fields"] == ["store"]
+    put(client, "short", {"store": False, "ttl_s": 0.05})
+    wait_until(lambda: get(client, "short").status_code == 404, "the override has ended")
+    assert client.delete("/admin/v1/requests/short/policy").status_code == 404
+    fresh.engine.run(LoopRequest("short", 64, seed=1))
+    assert client.get("/admin/v1/requests/short").json()["policy"]["store"]["source"] == "default"
 
 
 def test_overrides_survive_a_restart(tmp_path: Path) -> None:
@@ -273,20 +260,18 @@ AWKWARD_IDS = [
 
 
 @pytest.mark.parametrize("request_id", AWKWARD_IDS)
-def test_any_printable_id_works(fresh: Service, request_id: str) -> None:
+def test_any_printable_id_works(fresh: Service, client: httpx.Client, request_id: str) -> None:
     url = f"{fresh.url}/admin/v1/requests/{quote(request_id, safe='').replace('.', '%2E')}"
-    with fresh.client() as client:
-        assert client.get(url).status_code == 404
-        assert client.put(url + "/policy", json={"store": False}).json()["id"] == request_id
-        assert client.get(url).json()["id"] == request_id
-        assert fresh.engine.scheduler.policies.override((request_id,), 0.0) is not None
-        assert client.delete(url + "/policy").status_code == 204
+    assert client.get(url).status_code == 404
+    assert client.put(url + "/policy", json={"store": False}).json()["id"] == request_id
+    assert client.get(url).json()["id"] == request_id
+    assert fresh.engine.scheduler.policies.override((request_id,), 0.0) is not None
+    assert client.delete(url + "/policy").status_code == 204
 
 
-def test_a_slash_may_stay_as_it_is(fresh: Service) -> None:
-    with fresh.client() as client:
-        assert client.put("/admin/v1/requests/a/b/policy", json={"store": False}).json()["id"] == "a/b"
-        assert client.get("/admin/v1/requests/a/b").json()["id"] == "a/b"
+def test_a_slash_may_stay_as_it_is(client: httpx.Client) -> None:
+    assert client.put("/admin/v1/requests/a/b/policy", json={"store": False}).json()["id"] == "a/b"
+    assert client.get("/admin/v1/requests/a/b").json()["id"] == "a/b"
 
 
 @pytest.mark.parametrize("raw", ["%00", "%0A", "%ff", "x" * 513, "", "%e2%80%a8"])
@@ -327,13 +312,12 @@ def test_what_is_put_is_what_is_read(service: Service, body: dict[str, Any]) -> 
                 assert shown["source"] != "override"
 
 
-def test_an_alias_is_covered_by_the_override_of_its_id(fresh: Service) -> None:
-    with fresh.client() as client:
-        put(client, "mine", {"store": False})
-        fresh.engine.run(LoopRequest("cmpl-mine-0-12345678", 64, seed=1, aliases=("mine",)))
-        for name in ("mine", "cmpl-mine-0-12345678"):
-            shown = client.get(f"/admin/v1/requests/{name}").json()
-            assert shown["id"] == "cmpl-mine-0-12345678"
-            assert shown["policy"]["store"] == {"value": False, "source": "override"}
-            assert shown["override"]["fields"] == ["store"]
-            assert get(client, name).json()["store"] == {"value": False, "source": "override"}
+def test_an_alias_is_covered_by_the_override_of_its_id(fresh: Service, client: httpx.Client) -> None:
+    put(client, "mine", {"store": False})
+    fresh.engine.run(LoopRequest("cmpl-mine-0-12345678", 64, seed=1, aliases=("mine",)))
+    for name in ("mine", "cmpl-mine-0-12345678"):
+        shown = client.get(f"/admin/v1/requests/{name}").json()
+        assert shown["id"] == "cmpl-mine-0-12345678"
+        assert shown["policy"]["store"] == {"value": False, "source": "override"}
+        assert shown["override"]["fields"] == ["store"]
+        assert get(client, name).json()["store"] == {"value": False, "source": "override"}

@@ -24,14 +24,13 @@ def pages(client: httpx.Client, url: str, limit: int) -> list[dict[str, Any]]:
             return items
 
 
-def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service) -> None:
+def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.run(LoopRequest("first", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
     fresh.settle()
     fresh.engine.run(LoopRequest("second", 160, seed=1, num_output_tokens=32, tenant="a1b2", lora="sql"))
     fresh.settle()
-    with fresh.client() as client:
-        shown = client.get(f"{LIST}/second").json()
-        stats = client.get("/admin/v1/stats").json()
+    shown = client.get(f"{LIST}/second").json()
+    stats = client.get("/admin/v1/stats").json()
     assert shown["id"] == "second"
     assert shown["state"] == "finished"
     assert (shown["num_prompt_tokens"], shown["num_output_tokens"]) == (160, 32)
@@ -45,15 +44,14 @@ def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service) -
     assert shown["policy"].keys() == client_policy(fresh).keys()
 
 
-def test_a_finished_request_shows_what_became_of_its_last_blocks(fresh: Service) -> None:
+def test_a_finished_request_shows_what_became_of_its_last_blocks(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("last", 160, seed=1))
-    with fresh.client() as client:
-        assert client.get(f"{LIST}/last").json()["store"]["in_flight"] == 10
-        fresh.engine.copies.open()
-        fresh.settle()
-        store = client.get(f"{LIST}/last").json()["store"]
-        assert (store["in_flight"], store["stored"], store["offered"]) == (0, 10, 10)
+    assert client.get(f"{LIST}/last").json()["store"]["in_flight"] == 10
+    fresh.engine.copies.open()
+    fresh.settle()
+    store = client.get(f"{LIST}/last").json()["store"]
+    assert (store["in_flight"], store["stored"], store["offered"]) == (0, 10, 10)
 
 
 def client_policy(service: Service) -> dict[str, Any]:
@@ -69,22 +67,20 @@ def test_a_request_that_nobody_knows_is_404(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 100])
-def test_pages_hold_each_request_once_the_latest_first(fresh: Service, limit: int) -> None:
+def test_pages_hold_each_request_once_the_latest_first(fresh: Service, client: httpx.Client, limit: int) -> None:
     for number in range(20):
         fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
-    with fresh.client() as client:
-        items = pages(client, LIST, limit)
+    items = pages(client, LIST, limit)
     assert [item["id"] for item in items] == [f"r{number}" for number in reversed(range(20))]
 
 
-def test_pages_are_stable_while_requests_come(fresh: Service) -> None:
+def test_pages_are_stable_while_requests_come(fresh: Service, client: httpx.Client) -> None:
     for number in range(10):
         fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
-    with fresh.client() as client:
-        first = client.get(LIST, params={"limit": 4}).json()
-        for number in range(10, 15):
-            fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
-        second = client.get(LIST, params={"limit": 100, "cursor": first["next_cursor"]}).json()
+    first = client.get(LIST, params={"limit": 4}).json()
+    for number in range(10, 15):
+        fresh.engine.run(LoopRequest(f"r{number}", 32, seed=number))
+    second = client.get(LIST, params={"limit": 100, "cursor": first["next_cursor"]}).json()
     assert [item["id"] for item in first["items"] + second["items"]] == [f"r{number}" for number in reversed(range(10))]
 
 
@@ -102,11 +98,10 @@ def test_a_filter_that_there_is_not_is_refused(api: httpx.Client, url: str) -> N
     assert [error["field"] for error in answer.json()["errors"]] == ["State"]
 
 
-def test_requests_are_listed_by_state(fresh: Service) -> None:
+def test_requests_are_listed_by_state(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.run(LoopRequest("done", 32))
-    with fresh.client() as client:
-        assert client.get(LIST, params={"state": "running"}).json()["items"] == []
-        assert [item["id"] for item in client.get(LIST, params={"state": "finished"}).json()["items"]] == ["done"]
+    assert client.get(LIST, params={"state": "running"}).json()["items"] == []
+    assert [item["id"] for item in client.get(LIST, params={"state": "finished"}).json()["items"]] == ["done"]
 
 
 LISTS = (LIST, "/admin/v1/blocks", "/admin/v1/evictions", "/admin/v1/audit")

@@ -30,54 +30,52 @@ def fill(service: Service, *requests: LoopRequest) -> None:
     service.settle()
 
 
-def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service) -> None:
+def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service, client: httpx.Client) -> None:
     """LMCache#1660, LMCache#1692, LMCache#1693: clear said success and freed nothing."""
     fill(fresh, LoopRequest("one", 160, seed=1))
-    with fresh.client() as client:
-        answer = client.post(RESET)
-        assert answer.status_code == 200
-        assert answer.json() == {
-            "epoch": 1,
-            "dropped_blocks": 10,
-            "dropped_bytes": 10 * BLOCK_BYTES,
-            "tiers": {},
-            "drained_jobs": 0,
-            "pending_jobs": 0,
-        }
-        again = client.post(RESET, json={}).json()
-        assert (again["epoch"], again["dropped_blocks"]) == (2, 0)
-        assert client.get("/admin/v1/blocks").json()["items"] == []
-        fill(fresh, LoopRequest("two", 160, seed=1))
-        stats = stats_of(client)
-        assert stats["prompt_tokens"]["host_hit"] == 0
-        assert stats["pool"]["ready"] == 10
-        assert stats["epoch"] == 2
+    answer = client.post(RESET)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "epoch": 1,
+        "dropped_blocks": 10,
+        "dropped_bytes": 10 * BLOCK_BYTES,
+        "tiers": {},
+        "drained_jobs": 0,
+        "pending_jobs": 0,
+    }
+    again = client.post(RESET, json={}).json()
+    assert (again["epoch"], again["dropped_blocks"]) == (2, 0)
+    assert client.get("/admin/v1/blocks").json()["items"] == []
+    fill(fresh, LoopRequest("two", 160, seed=1))
+    stats = stats_of(client)
+    assert stats["prompt_tokens"]["host_hit"] == 0
+    assert stats["pool"]["ready"] == 10
+    assert stats["epoch"] == 2
 
 
-def test_a_reset_in_flight_outlasts_its_timeout_and_holds_all_the_same(fresh: Service) -> None:
+def test_a_reset_in_flight_outlasts_its_timeout_and_holds_all_the_same(fresh: Service, client: httpx.Client) -> None:
     """LMCache#2942, vllm#57959: unbounded waits for a buffer or for a pending store."""
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
-    with fresh.client() as client:
-        assert stats_of(client)["store"]["in_flight"] == 10
-        answer = client.post(RESET, json={"drain_timeout_s": 0.1})
-        assert answer.status_code == 202
-        body = answer.json()
-        assert (body["pending_jobs"], body["drained_jobs"], body["epoch"]) == (1, 0, 1)
-        assert stats_of(client)["pool"]["storing"] == 10
-        fresh.engine.copies.open()
-        fresh.settle()
-        after = stats_of(client)
-        assert after["pool"]["free"] == after["pool"]["slots"]
-        assert (after["store"]["stored"], after["store"]["skipped"]["reset"]) == (0, 10)
+    assert stats_of(client)["store"]["in_flight"] == 10
+    answer = client.post(RESET, json={"drain_timeout_s": 0.1})
+    assert answer.status_code == 202
+    body = answer.json()
+    assert (body["pending_jobs"], body["drained_jobs"], body["epoch"]) == (1, 0, 1)
+    assert stats_of(client)["pool"]["storing"] == 10
+    fresh.engine.copies.open()
+    fresh.settle()
+    after = stats_of(client)
+    assert after["pool"]["free"] == after["pool"]["slots"]
+    assert (after["store"]["stored"], after["store"]["skipped"]["reset"]) == (0, 10)
 
 
-def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service) -> None:
+def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
-    with fresh.client() as client, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.post, RESET, json={"drain_timeout_s": 20})
         with fresh.client() as other:
             wait_until(lambda: stats_of(other)["epoch"] == 1, "the reset has happened")
@@ -89,36 +87,34 @@ def test_a_reset_waits_for_the_jobs_it_disowned(fresh: Service) -> None:
         assert stats_of(client)["pool"]["free"] == 256
 
 
-def test_a_request_whose_load_is_disowned_still_ends(fresh: Service) -> None:
+def test_a_request_whose_load_is_disowned_still_ends(fresh: Service, client: httpx.Client) -> None:
     fill(fresh, LoopRequest("one", 160, seed=1))
     fresh.engine.copies.shut()
     two = fresh.engine.submit(LoopRequest("two", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a load is in flight")
-    with fresh.client() as client:
-        assert client.post(RESET, json={"drain_timeout_s": 0}).status_code == 202
-        fresh.engine.copies.open()
-        assert two.done.wait(20)
-        fresh.settle()
-        stats = stats_of(client)
-        assert stats["requests"]["running"] == 0
-        assert stats["pool"]["slots"] == stats["pool"]["free"] + stats["pool"]["ready"]
-        assert fresh.engine.num_held == 0
+    assert client.post(RESET, json={"drain_timeout_s": 0}).status_code == 202
+    fresh.engine.copies.open()
+    assert two.done.wait(20)
+    fresh.settle()
+    stats = stats_of(client)
+    assert stats["requests"]["running"] == 0
+    assert stats["pool"]["slots"] == stats["pool"]["free"] + stats["pool"]["ready"]
+    assert fresh.engine.num_held == 0
 
 
-def test_a_client_that_goes_does_not_undo_its_reset(fresh: Service) -> None:
+def test_a_client_that_goes_does_not_undo_its_reset(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
-    with fresh.client() as client, pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.ReadTimeout):
         client.post(RESET, json={"drain_timeout_s": 3600}, timeout=0.3)
-    with fresh.client() as client:
-        assert stats_of(client)["epoch"] == 1
+    assert stats_of(client)["epoch"] == 1
 
-        def recorded() -> bool:
-            items = client.get("/admin/v1/audit").json()["items"]
-            return bool(items) and items[0]["status"] == 202
+    def recorded() -> bool:
+        items = client.get("/admin/v1/audit").json()["items"]
+        return bool(items) and items[0]["status"] == 202
 
-        wait_until(recorded, "the reset whose client went is in the audit table")
+    wait_until(recorded, "the reset whose client went is in the audit table")
     fresh.engine.copies.open()
 
 
@@ -153,7 +149,7 @@ def test_a_waiting_reset_ends_with_the_server(tmp_path: Path) -> None:
     ],
 )
 def test_a_reset_by_match_drops_what_matching_requests_stored(
-    fresh: Service, match: dict[str, str | None] | None, kept: set[str]
+    fresh: Service, client: httpx.Client, match: dict[str, str | None] | None, kept: set[str]
 ) -> None:
     fill(
         fresh,
@@ -162,12 +158,11 @@ def test_a_reset_by_match_drops_what_matching_requests_stored(
         LoopRequest("b1", 32, seed=3, tenant=RED),
         LoopRequest("c1", 32, seed=4, lora="sql-7"),
     )
-    with fresh.client() as client:
-        answer = client.post(RESET, json={"match": match, "reason": "test"})
-        assert answer.status_code == 200
-        items = client.get("/admin/v1/blocks").json()["items"]
-        assert {item["request"] for item in items} == kept
-        assert answer.json()["dropped_blocks"] == 8 - 2 * len(kept)
+    answer = client.post(RESET, json={"match": match, "reason": "test"})
+    assert answer.status_code == 200
+    items = client.get("/admin/v1/blocks").json()["items"]
+    assert {item["request"] for item in items} == kept
+    assert answer.json()["dropped_blocks"] == 8 - 2 * len(kept)
 
 
 @pytest.mark.parametrize(
@@ -245,23 +240,24 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     assert fresh.engine.failure is None
 
 
-def test_a_search_that_outlasts_its_timeout_goes_on(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_outlasts_its_timeout_goes_on(
+    fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvferry.app.api.routes.reset.SEARCH_GRACE_S", 0.0)
     fill(fresh, LoopRequest("a1", 160, seed=1), LoopRequest("b1", 160, seed=2))
-    with fresh.client() as client:
-        answer = client.post(RESET, json={"match": {"request": "a*"}, "drain_timeout_s": 0})
-        assert answer.status_code == 202
-        assert answer.json()["pending_jobs"] == 1
+    answer = client.post(RESET, json={"match": {"request": "a*"}, "drain_timeout_s": 0})
+    assert answer.status_code == 202
+    assert answer.json()["pending_jobs"] == 1
 
-        def is_done() -> bool:
-            return {item["request"] for item in client.get("/admin/v1/blocks").json()["items"]} == {"b1"}
+    def is_done() -> bool:
+        return {item["request"] for item in client.get("/admin/v1/blocks").json()["items"]} == {"b1"}
 
-        wait_until(is_done, "the search has dropped what matches")
+    wait_until(is_done, "the search has dropped what matches")
 
 
-def test_searches_that_wait_leave_the_engine_its_threads(fresh: Service) -> None:
+def test_searches_that_wait_leave_the_engine_its_threads(fresh: Service, client: httpx.Client) -> None:
     num_resets = 2 * (os.cpu_count() or 1) + 8
-    with ThreadPoolExecutor(num_resets) as pool, fresh.client() as client:
+    with ThreadPoolExecutor(num_resets) as pool:
         with fresh.engine.manager.lock:
             body = {"match": {"request": "none-*"}}
             resets = [pool.submit(fresh.shared_client.post, "/admin/v1/reset", json=body) for _ in range(num_resets)]

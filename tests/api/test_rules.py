@@ -48,75 +48,71 @@ def policy_of(client: httpx.Client, request_id: str) -> dict[str, Any]:
 # --- the resource
 
 
-def test_a_rule_is_added_read_replaced_and_taken_away(fresh: Service) -> None:
-    with fresh.client() as client:
-        body = {"name": "batch", "order": 5, "match": {"request": "batch-*"}, "policy": {"store": False}}
-        added = client.post(RULES, json=body)
-        assert (added.status_code, added.headers["Location"]) == (201, f"{RULES}/batch")
-        assert added.json() == {**body, "match": {**ALL, "request": "batch-*"}}
-        assert client.get(f"{RULES}/batch").json() == added.json()
-        assert client.get(RULES).json() == {"items": [added.json()], "next_cursor": None}
-        again = client.post(RULES, json=body)
-        assert (again.status_code, again.json()["type"]) == (409, "urn:kvferry:problem:rule-exists")
-        replaced = put(client, "batch", policy={"load": False})
-        assert (replaced.status_code, replaced.json()) == (
-            200,
-            {"name": "batch", "order": 0, "match": ALL, "policy": {"load": False}},
-        )
-        gone = client.delete(f"{RULES}/batch")
-        assert (gone.status_code, gone.content) == (204, b"")
-        for answer in (client.delete(f"{RULES}/batch"), client.get(f"{RULES}/batch")):
-            assert answer.status_code == 404
-            assert answer.headers["Content-Type"] == "application/problem+json"
-        assert put(client, "batch").status_code == 201
-        assert names(client) == ["batch"]
+def test_a_rule_is_added_read_replaced_and_taken_away(client: httpx.Client) -> None:
+    body = {"name": "batch", "order": 5, "match": {"request": "batch-*"}, "policy": {"store": False}}
+    added = client.post(RULES, json=body)
+    assert (added.status_code, added.headers["Location"]) == (201, f"{RULES}/batch")
+    assert added.json() == {**body, "match": {**ALL, "request": "batch-*"}}
+    assert client.get(f"{RULES}/batch").json() == added.json()
+    assert client.get(RULES).json() == {"items": [added.json()], "next_cursor": None}
+    again = client.post(RULES, json=body)
+    assert (again.status_code, again.json()["type"]) == (409, "urn:kvferry:problem:rule-exists")
+    replaced = put(client, "batch", policy={"load": False})
+    assert (replaced.status_code, replaced.json()) == (
+        200,
+        {"name": "batch", "order": 0, "match": ALL, "policy": {"load": False}},
+    )
+    gone = client.delete(f"{RULES}/batch")
+    assert (gone.status_code, gone.content) == (204, b"")
+    for answer in (client.delete(f"{RULES}/batch"), client.get(f"{RULES}/batch")):
+        assert answer.status_code == 404
+        assert answer.headers["Content-Type"] == "application/problem+json"
+    assert put(client, "batch").status_code == 201
+    assert names(client) == ["batch"]
 
 
-def test_a_rule_that_was_read_can_be_put_back(fresh: Service) -> None:
-    with fresh.client() as client:
-        made = put(
-            client,
-            "all-of-it",
-            order=-7,
-            match={"request": "r*", "lora": "?*", "tenant": "[0-9]*", "priority": 3, "prompt_tokens": {"max": 10}},
-            policy={
-                "offload_prompt_only": False,
-                "max_offload_tokens": "unlimited",
-                "level": "request",
-                "store": True,
-                "load": False,
-                "tiers": ["disk"],
-                "priority": "high",
-            },
-        ).json()
-        assert made["match"]["priority"] == {"min": 3, "max": 3}
-        assert made["match"]["prompt_tokens"] == {"min": None, "max": 10}
-        back = client.put(f"{RULES}/all-of-it", json=made)
-        assert (back.status_code, back.json()) == (200, made)
-        other = client.put(f"{RULES}/other", json=made)
-        assert (other.status_code, other.json()["type"]) == (409, "urn:kvferry:problem:name-differs")
+def test_a_rule_that_was_read_can_be_put_back(client: httpx.Client) -> None:
+    made = put(
+        client,
+        "all-of-it",
+        order=-7,
+        match={"request": "r*", "lora": "?*", "tenant": "[0-9]*", "priority": 3, "prompt_tokens": {"max": 10}},
+        policy={
+            "offload_prompt_only": False,
+            "max_offload_tokens": "unlimited",
+            "level": "request",
+            "store": True,
+            "load": False,
+            "tiers": ["disk"],
+            "priority": "high",
+        },
+    ).json()
+    assert made["match"]["priority"] == {"min": 3, "max": 3}
+    assert made["match"]["prompt_tokens"] == {"min": None, "max": 10}
+    back = client.put(f"{RULES}/all-of-it", json=made)
+    assert (back.status_code, back.json()) == (200, made)
+    other = client.put(f"{RULES}/other", json=made)
+    assert (other.status_code, other.json()["type"]) == (409, "urn:kvferry:problem:name-differs")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 1000])
-def test_rules_are_listed_in_the_order_in_which_they_are_tried(fresh: Service, limit: int) -> None:
-    with fresh.client() as client:
-        for name, order in (("z", 1), ("b", 2), ("a", 2), ("first", -1), ("c", 2)):
-            put(client, name, order=order)
-        assert [rule["name"] for rule in pages(client, RULES, limit)] == ["first", "z", "a", "b", "c"]
+def test_rules_are_listed_in_the_order_in_which_they_are_tried(client: httpx.Client, limit: int) -> None:
+    for name, order in (("z", 1), ("b", 2), ("a", 2), ("first", -1), ("c", 2)):
+        put(client, name, order=order)
+    assert [rule["name"] for rule in pages(client, RULES, limit)] == ["first", "z", "a", "b", "c"]
 
 
-def test_pages_are_stable_while_rules_come_and_go(fresh: Service) -> None:
-    with fresh.client() as client:
-        for order in range(10):
-            put(client, f"r{order}", order=order)
-        first = client.get(RULES, params={"limit": 4}).json()
-        assert [rule["name"] for rule in first["items"]] == ["r0", "r1", "r2", "r3"]
-        for name in ("r0", "r3", "r5"):
-            client.delete(f"{RULES}/{name}")
-        put(client, "new", order=2)
-        put(client, "r9", order=100)
-        rest = client.get(RULES, params={"cursor": first["next_cursor"]}).json()
-        assert [rule["name"] for rule in rest["items"]] == ["r4", "r6", "r7", "r8", "r9"]
+def test_pages_are_stable_while_rules_come_and_go(client: httpx.Client) -> None:
+    for order in range(10):
+        put(client, f"r{order}", order=order)
+    first = client.get(RULES, params={"limit": 4}).json()
+    assert [rule["name"] for rule in first["items"]] == ["r0", "r1", "r2", "r3"]
+    for name in ("r0", "r3", "r5"):
+        client.delete(f"{RULES}/{name}")
+    put(client, "new", order=2)
+    put(client, "r9", order=100)
+    rest = client.get(RULES, params={"cursor": first["next_cursor"]}).json()
+    assert [rule["name"] for rule in rest["items"]] == ["r4", "r6", "r7", "r8", "r9"]
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "0", "é", "W10", "WyJydWxlcyJd", "WyJydWxlcyIsMS4wLCJhIl0", "a" * 9000])
@@ -124,16 +120,15 @@ def test_a_cursor_that_was_never_given_out_is_refused(api: httpx.Client, cursor:
     assert errors_of(api.get(RULES, params={"cursor": cursor})) == ["cursor"]
 
 
-def test_there_is_a_bound(fresh: Service) -> None:
-    with fresh.client() as client:
-        for number in range(MAX_RULES):
-            assert put(client, f"r{number}").status_code == 201
-        for refused in (put(client, "more"), client.post(RULES, json={"name": "more"})):
-            assert (refused.status_code, refused.json()["type"]) == (409, "urn:kvferry:problem:too-many")
-            assert str(MAX_RULES) in refused.json()["detail"]
-        assert put(client, "r5", order=3).status_code == 200
-        assert client.delete(f"{RULES}/r6").status_code == 204
-        assert put(client, "more").status_code == 201
+def test_there_is_a_bound(client: httpx.Client) -> None:
+    for number in range(MAX_RULES):
+        assert put(client, f"r{number}").status_code == 201
+    for refused in (put(client, "more"), client.post(RULES, json={"name": "more"})):
+        assert (refused.status_code, refused.json()["type"]) == (409, "urn:kvferry:problem:too-many")
+        assert str(MAX_RULES) in refused.json()["detail"]
+    assert put(client, "r5", order=3).status_code == 200
+    assert client.delete(f"{RULES}/r6").status_code == 204
+    assert put(client, "more").status_code == 201
 
 
 # --- what is no rule
@@ -251,26 +246,25 @@ def test_what_is_put_is_what_is_read(service: Service, order: int, match: Any, p
 # --- what it does
 
 
-def test_rules_settle_what_neither_override_nor_request_does(fresh: Service) -> None:
-    with fresh.client() as client:
-        client.patch("/admin/v1/policy", json={"max_offload_tokens": 16, "priority": "low"})
-        rule = {"max_offload_tokens": 32, "load": False, "offload_prompt_only": False, "store": True}
-        put(client, "sql", match={"lora": "sql-*"}, policy=rule)
-        put(client, "later", order=1, policy={"store": False})
-        client.put("/admin/v1/requests/r1/policy", json={"load": True})
-        sent = {"offload_prompt_only": True}
-        fresh.engine.run(LoopRequest("r1", 160, seed=1, lora="sql-3", kv_transfer_params=sent))
-        policy = policy_of(client, "r1")
-        assert policy["max_offload_tokens"] == {"value": 32, "source": "rule:sql"}
-        assert policy["load"] == {"value": True, "source": "override"}
-        assert policy["offload_prompt_only"] == {"value": True, "source": "request"}
-        assert policy["store"] == {"value": True, "source": "rule:sql"}
-        assert policy["priority"] == {"value": "low", "source": "runtime"}
-        assert policy["level"]["source"] == "default"
-        fresh.settle()
-        assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
-        fresh.engine.run(LoopRequest("r2", 160, seed=2))
-        assert policy_of(client, "r2")["store"] == {"value": False, "source": "rule:later"}
+def test_rules_settle_what_neither_override_nor_request_does(fresh: Service, client: httpx.Client) -> None:
+    client.patch("/admin/v1/policy", json={"max_offload_tokens": 16, "priority": "low"})
+    rule = {"max_offload_tokens": 32, "load": False, "offload_prompt_only": False, "store": True}
+    put(client, "sql", match={"lora": "sql-*"}, policy=rule)
+    put(client, "later", order=1, policy={"store": False})
+    client.put("/admin/v1/requests/r1/policy", json={"load": True})
+    sent = {"offload_prompt_only": True}
+    fresh.engine.run(LoopRequest("r1", 160, seed=1, lora="sql-3", kv_transfer_params=sent))
+    policy = policy_of(client, "r1")
+    assert policy["max_offload_tokens"] == {"value": 32, "source": "rule:sql"}
+    assert policy["load"] == {"value": True, "source": "override"}
+    assert policy["offload_prompt_only"] == {"value": True, "source": "request"}
+    assert policy["store"] == {"value": True, "source": "rule:sql"}
+    assert policy["priority"] == {"value": "low", "source": "runtime"}
+    assert policy["level"]["source"] == "default"
+    fresh.settle()
+    assert client.get("/admin/v1/stats").json()["store"]["stored"] == 2
+    fresh.engine.run(LoopRequest("r2", 160, seed=2))
+    assert policy_of(client, "r2")["store"] == {"value": False, "source": "rule:later"}
 
 
 @pytest.mark.parametrize(
@@ -291,45 +285,46 @@ def test_rules_settle_what_neither_override_nor_request_does(fresh: Service) -> 
         ({"prompt_tokens": {"max": 64}, "priority": {"min": 1}}, {"c"}),
     ],
 )
-def test_conditions_hold_together(fresh: Service, match: dict[str, Any], matching: set[str]) -> None:
-    with fresh.client() as client:
-        assert put(client, "rule", match=match, policy={"store": False}).status_code == 201
-        for request in (
-            LoopRequest("a", 64, seed=1, tenant=tenant_digest("salt-a"), priority=0),
-            LoopRequest("b", 128, seed=2, tenant=tenant_digest("salt-b"), lora="x", priority=1, aliases=("the-b",)),
-            LoopRequest("c", 64, seed=3, priority=5),
-        ):
-            fresh.engine.run(request)
-        found = {name for name in "abc" if policy_of(client, name)["store"]["source"] == "rule:rule"}
+def test_conditions_hold_together(
+    fresh: Service, client: httpx.Client, match: dict[str, Any], matching: set[str]
+) -> None:
+    assert put(client, "rule", match=match, policy={"store": False}).status_code == 201
+    for request in (
+        LoopRequest("a", 64, seed=1, tenant=tenant_digest("salt-a"), priority=0),
+        LoopRequest("b", 128, seed=2, tenant=tenant_digest("salt-b"), lora="x", priority=1, aliases=("the-b",)),
+        LoopRequest("c", 64, seed=3, priority=5),
+    ):
+        fresh.engine.run(request)
+    found = {name for name in "abc" if policy_of(client, name)["store"]["source"] == "rule:rule"}
     assert found == matching
 
 
-def test_a_rule_applies_to_the_blocks_not_yet_offered_of_a_running_request(fresh: Service) -> None:
+def test_a_rule_applies_to_the_blocks_not_yet_offered_of_a_running_request(
+    fresh: Service, client: httpx.Client
+) -> None:
     hold = threading.Event()
-    with fresh.client() as client:
-        fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
-        wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
-        put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
-        assert policy_of(client, "running")["max_offload_tokens"] == {"value": 48, "source": "rule:cap"}
-        client.delete(f"{RULES}/cap")
-        assert policy_of(client, "running")["max_offload_tokens"]["source"] == "default"
-        put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
-        hold.set()
-        fresh.engine.wake()
-        wait_until(lambda: client.get("/admin/v1/requests/running").json()["state"] == "finished", "it has finished")
-        fresh.settle()
-        assert client.get("/admin/v1/requests/running").json()["store"]["stored"] == 3
+    fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
+    wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
+    put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
+    assert policy_of(client, "running")["max_offload_tokens"] == {"value": 48, "source": "rule:cap"}
+    client.delete(f"{RULES}/cap")
+    assert policy_of(client, "running")["max_offload_tokens"]["source"] == "default"
+    put(client, "cap", match={"prompt_tokens": 160}, policy={"max_offload_tokens": 48})
+    hold.set()
+    fresh.engine.wake()
+    wait_until(lambda: client.get("/admin/v1/requests/running").json()["state"] == "finished", "it has finished")
+    fresh.settle()
+    assert client.get("/admin/v1/requests/running").json()["store"]["stored"] == 3
 
 
-def test_what_the_id_alone_settles_is_shown_before_the_request_comes(fresh: Service) -> None:
-    with fresh.client() as client:
-        put(client, "long", match={"request": "soon", "prompt_tokens": {"min": 1}}, policy={"load": False})
-        put(client, "soon", order=1, match={"request": "so*"}, policy={"store": False, "load": True})
-        client.put("/admin/v1/requests/soon/policy", json={"max_offload_tokens": 5})
-        for policy in (policy_of(client, "soon"), client.get("/admin/v1/requests/soon/policy").json()):
-            assert policy["store"] == {"value": False, "source": "rule:soon"}
-            assert policy["load"] == {"value": True, "source": "rule:soon"}
-            assert policy["max_offload_tokens"] == {"value": 5, "source": "override"}
+def test_what_the_id_alone_settles_is_shown_before_the_request_comes(client: httpx.Client) -> None:
+    put(client, "long", match={"request": "soon", "prompt_tokens": {"min": 1}}, policy={"load": False})
+    put(client, "soon", order=1, match={"request": "so*"}, policy={"store": False, "load": True})
+    client.put("/admin/v1/requests/soon/policy", json={"max_offload_tokens": 5})
+    for policy in (policy_of(client, "soon"), client.get("/admin/v1/requests/soon/policy").json()):
+        assert policy["store"] == {"value": False, "source": "rule:soon"}
+        assert policy["load"] == {"value": True, "source": "rule:soon"}
+        assert policy["max_offload_tokens"] == {"value": 5, "source": "override"}
 
 
 # --- tenants
@@ -438,12 +433,11 @@ def test_a_rule_with_an_empty_span_is_refused(api: httpx.Client, field: str) -> 
         assert [error["field"] for error in answer.json()["errors"]] == [f"match.{field}"]
 
 
-def test_whole_numbers_may_be_written_with_a_fraction_of_zero(fresh: Service) -> None:
+def test_whole_numbers_may_be_written_with_a_fraction_of_zero(client: httpx.Client) -> None:
     """JSON Schema, and with it the API's description, calls 5.0 an integer."""
-    with fresh.client() as client:
-        body = {"order": 5.0, "match": {"priority": 3.0}, "policy": {"max_offload_tokens": 7.0}}
-        made = client.put(f"{RULES}/whole", json=body).json()
-        assert (made["order"], made["match"]["priority"]) == (5, {"min": 3, "max": 3})
-        assert made["policy"] == {"max_offload_tokens": 7}
-        changed = client.patch("/admin/v1/config", json={"store_threshold": 2.0}).json()
-        assert changed["store_threshold"]["value"] == 2
+    body = {"order": 5.0, "match": {"priority": 3.0}, "policy": {"max_offload_tokens": 7.0}}
+    made = client.put(f"{RULES}/whole", json=body).json()
+    assert (made["order"], made["match"]["priority"]) == (5, {"min": 3, "max": 3})
+    assert made["policy"] == {"max_offload_tokens": 7}
+    changed = client.patch("/admin/v1/config", json={"store_threshold": 2.0}).json()
+    assert changed["store_threshold"]["value"] == 2

@@ -72,38 +72,38 @@ Trouble = Callable[[Service], Any]
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_intent_is_refused_and_not_applied(fresh: Service, trouble: Trouble) -> None:
-    with fresh.client() as client:
-        client.put("/admin/v1/requests/kept/policy", json={"store": False})
-        kept = client.put("/admin/v1/rules/kept", json={"order": 1}).json()
-        with trouble(fresh):
-            calls: list[tuple[str, str, dict[str, Any]]] = [
-                ("PUT", "/admin/v1/requests/r/policy", {"json": {"store": False}}),
-                ("DELETE", "/admin/v1/requests/kept/policy", {}),
-                ("POST", "/admin/v1/rules", {"json": {"name": "r"}}),
-                ("PUT", "/admin/v1/rules/kept", {"json": {"order": 5}}),
-                ("DELETE", "/admin/v1/rules/kept", {}),
-                ("PATCH", "/admin/v1/policy", {"json": {"store": False}}),
-                ("PATCH", "/admin/v1/config", {"json": {"log_level": "debug"}}),
-            ]
-            for method, path, sent in calls:
-                answer = client.request(method, path, **sent)
-                assert answer.status_code == 503, (path, answer.text)
-                assert answer.headers["Content-Type"] == "application/problem+json"
-                assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
-                assert answer.headers["Retry-After"]
-            assert client.get("/admin/v1/requests/r").status_code == 404
-            assert client.get("/admin/v1/requests/kept").json()["policy"]["store"]["source"] == "override"
-            assert client.get("/admin/v1/rules").json()["items"] == [kept]
-            assert client.get("/admin/v1/policy").json()["store"]["value"] is True
-            assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
+def test_intent_is_refused_and_not_applied(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
+    client.put("/admin/v1/requests/kept/policy", json={"store": False})
+    kept = client.put("/admin/v1/rules/kept", json={"order": 1}).json()
+    with trouble(fresh):
+        calls: list[tuple[str, str, dict[str, Any]]] = [
+            ("PUT", "/admin/v1/requests/r/policy", {"json": {"store": False}}),
+            ("DELETE", "/admin/v1/requests/kept/policy", {}),
+            ("POST", "/admin/v1/rules", {"json": {"name": "r"}}),
+            ("PUT", "/admin/v1/rules/kept", {"json": {"order": 5}}),
+            ("DELETE", "/admin/v1/rules/kept", {}),
+            ("PATCH", "/admin/v1/policy", {"json": {"store": False}}),
+            ("PATCH", "/admin/v1/config", {"json": {"log_level": "debug"}}),
+        ]
+        for method, path, sent in calls:
+            answer = client.request(method, path, **sent)
+            assert answer.status_code == 503, (path, answer.text)
+            assert answer.headers["Content-Type"] == "application/problem+json"
+            assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
+            assert answer.headers["Retry-After"]
+        assert client.get("/admin/v1/requests/r").status_code == 404
+        assert client.get("/admin/v1/requests/kept").json()["policy"]["store"]["source"] == "override"
+        assert client.get("/admin/v1/rules").json()["items"] == [kept]
+        assert client.get("/admin/v1/policy").json()["store"]["value"] is True
+        assert client.get("/admin/v1/config").json()["log_level"]["source"] == "default"
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_emergency_works_and_is_logged(
+    fresh: Service, client: httpx.Client, trouble: Trouble, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second, *_ = fill(fresh, LoopRequest("one", 160, seed=1))
     with (
-        fresh.client() as client,
         trouble(fresh),
         caplog.at_level(logging.WARNING, logger="kvferry.app.api.audit"),
     ):
@@ -120,30 +120,28 @@ def test_an_emergency_works_and_is_logged(fresh: Service, trouble: Trouble, capl
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_what_needs_no_database_goes_on(fresh: Service, trouble: Trouble) -> None:
-    with fresh.client() as client, trouble(fresh):
+def test_what_needs_no_database_goes_on(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
+    with trouble(fresh):
         fresh.engine.run(LoopRequest("one", 160, seed=1))
         for path in NEEDS_NO_DATABASE:
             assert client.get(path).status_code == 200, path
 
 
-def test_calls_work_again_once_the_database_does(fresh: Service) -> None:
-    with fresh.client() as client:
-        with locked(fresh):
-            assert client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 503
+def test_calls_work_again_once_the_database_does(fresh: Service, client: httpx.Client) -> None:
+    with locked(fresh):
+        assert client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 503
 
-        def works() -> bool:
-            return client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 200
+    def works() -> bool:
+        return client.put("/admin/v1/requests/r/policy", json={"store": False}).status_code == 200
 
-        wait_until(works, "overrides are taken again")
-        statuses = [item["status"] for item in client.get("/admin/v1/audit").json()["items"]]
-        assert 200 in statuses
+    wait_until(works, "overrides are taken again")
+    statuses = [item["status"] for item in client.get("/admin/v1/audit").json()["items"]]
+    assert 200 in statuses
 
 
-def test_lists_from_a_database_that_is_gone_are_503(fresh: Service) -> None:
+def test_lists_from_a_database_that_is_gone_are_503(fresh: Service, client: httpx.Client) -> None:
     fresh.store.close(0.1)
-    with fresh.client() as client:
-        for path in ("/admin/v1/audit", "/admin/v1/evictions", "/admin/v1/evictions/summary"):
-            answer: httpx.Response = client.get(path)
-            assert answer.status_code == 503
-            assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
+    for path in ("/admin/v1/audit", "/admin/v1/evictions", "/admin/v1/evictions/summary"):
+        answer: httpx.Response = client.get(path)
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "urn:kvferry:problem:store-unavailable"
