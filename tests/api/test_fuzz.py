@@ -8,37 +8,18 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvferry.app.policy_json import RuleMatchBody
+from kvferry.app.settings import Settings as AppSettings
+from kvferry.core.policy import POLICY_FIELDS
 from tests.harness.effort import examples
 from tests.harness.loop_service import Service
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 FIELDS = [
-    "offload_prompt_only",
-    "max_offload_tokens",
-    "level",
-    "store",
-    "load",
-    "tiers",
-    "priority",
-    "ttl_s",
-    "match",
-    "tenant",
-    "lora",
-    "request",
-    "drain_timeout_s",
-    "reason",
-    "log_level",
-    "max_pinned_fraction",
-    "eviction_history_rows",
-    "eviction_history_days",
-    "load_decision",
-    "name",
-    "order",
-    "policy",
-    "cache_salt",
-    "prompt_tokens",
-    "min",
-    "max",
+    *POLICY_FIELDS,
+    *RuleMatchBody.model_fields,
+    *AppSettings.mutable_names(),
+    *("ttl_s", "match", "drain_timeout_s", "reason", "name", "order", "policy", "min", "max"),
 ]
 MUTATIONS = [
     ("POST", "/admin/v1/reset"),

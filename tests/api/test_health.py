@@ -2,18 +2,14 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import TypeAdapter
 
-from kvferry.app.api.metrics import declared
 from kvferry.app.api.routes import health
-from kvferry.core.counters import copy_counts, counter
 from tests.harness.loop_engine import LoopRequest
-from tests.harness.loop_service import ADMIN, Service
+from tests.harness.loop_service import Service
 
 READY = {"ready": True, "reasons": [], "degraded": []}
 
@@ -140,32 +136,3 @@ def test_openmetrics_is_spoken_to_those_who_ask(api: httpx.Client) -> None:
     answer = api.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
-
-
-def test_metrics_need_a_token_once_there_is_one(guarded: Service) -> None:
-    with guarded.client() as stranger, guarded.client(ADMIN) as admin:
-        assert stranger.get("/metrics").status_code == 401
-        assert admin.get("/metrics").status_code == 200
-
-
-@dataclass
-class Counts:
-    seen: int = counter("Things seen", "things_seen")
-    lost: dict[str, int] = counter("Things lost", "things", label=("how", "lost:"), factory=dict)
-    found: int = counter("Things found", "things", label=("how", "found"))
-    total: int = counter("The sum of the others")
-
-
-def test_counter_when_declared_at_its_field_is_a_metric() -> None:
-    counts = Counts(seen=3, lost={"a": 1, "b": 2}, found=4, total=10)
-    families = {family.name: family for family in declared([(counts, {"tier": "t"})])}
-    assert {name: family.documentation for name, family in families.items()} == {
-        "kvferry_things_seen": "Things seen",
-        "kvferry_things": "Things lost",
-    }
-    samples = {tuple(sample.labels.values()): sample.value for sample in families["kvferry_things"].samples}
-    assert samples == {("t", "lost:a"): 1, ("t", "lost:b"): 2, ("t", "found"): 4}
-    schema = TypeAdapter(Counts).json_schema(mode="serialization")
-    assert schema["properties"]["seen"]["description"] == "Things seen"
-    assert copy_counts(counts) == counts
-    assert copy_counts(counts).lost is not counts.lost

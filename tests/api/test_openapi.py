@@ -10,37 +10,29 @@ from openapi_spec_validator import validate
 from tests.harness.loop_service import ADMIN, READ, Service
 
 CONTRACT = {
-    ("GET", "/healthz"),
-    ("GET", "/readyz"),
-    ("GET", "/metrics"),
-    ("GET", "/admin/v1/stats"),
-    ("GET", "/admin/v1/stats/stream"),
-    ("POST", "/admin/v1/reset"),
-    ("GET", "/admin/v1/policy"),
-    ("PATCH", "/admin/v1/policy"),
-    ("GET", "/admin/v1/requests/{id}/policy"),
-    ("PUT", "/admin/v1/requests/{id}/policy"),
-    ("DELETE", "/admin/v1/requests/{id}/policy"),
-    ("GET", "/admin/v1/requests"),
-    ("GET", "/admin/v1/requests/{id}"),
-    ("GET", "/admin/v1/rules"),
-    ("POST", "/admin/v1/rules"),
-    ("GET", "/admin/v1/rules/{name}"),
-    ("PUT", "/admin/v1/rules/{name}"),
-    ("DELETE", "/admin/v1/rules/{name}"),
-    ("GET", "/admin/v1/blocks"),
-    ("GET", "/admin/v1/blocks/{hash}"),
-    ("DELETE", "/admin/v1/blocks/{hash}"),
-    ("PUT", "/admin/v1/blocks/{hash}/pin"),
-    ("DELETE", "/admin/v1/blocks/{hash}/pin"),
-    ("GET", "/admin/v1/slots/map"),
-    ("GET", "/admin/v1/evictions"),
-    ("GET", "/admin/v1/evictions/summary"),
-    ("GET", "/admin/v1/config"),
-    ("PATCH", "/admin/v1/config"),
-    ("GET", "/admin/v1/audit"),
-    ("GET", "/admin/v1/events"),
+    "/healthz": "GET",
+    "/readyz": "GET",
+    "/metrics": "GET",
+    "/admin/v1/stats": "GET",
+    "/admin/v1/stats/stream": "GET",
+    "/admin/v1/reset": "POST",
+    "/admin/v1/policy": "GET, PATCH",
+    "/admin/v1/requests": "GET",
+    "/admin/v1/requests/{id}": "GET",
+    "/admin/v1/requests/{id}/policy": "DELETE, GET, PUT",
+    "/admin/v1/rules": "GET, POST",
+    "/admin/v1/rules/{name}": "DELETE, GET, PUT",
+    "/admin/v1/blocks": "GET",
+    "/admin/v1/blocks/{hash}": "DELETE, GET",
+    "/admin/v1/blocks/{hash}/pin": "DELETE, PUT",
+    "/admin/v1/slots/map": "GET",
+    "/admin/v1/evictions": "GET",
+    "/admin/v1/evictions/summary": "GET",
+    "/admin/v1/config": "GET, PATCH",
+    "/admin/v1/audit": "GET",
+    "/admin/v1/events": "GET",
 }
+"""Methods by path."""
 
 
 @pytest.fixture
@@ -62,7 +54,8 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
 
 
 def test_every_call_of_the_contract_is_described(document: dict[str, Any]) -> None:
-    assert {(method, path) for method, path, _ in operations(document)} >= CONTRACT
+    found = {path: ", ".join(sorted(map(str.upper, item))) for path, item in document["paths"].items()}
+    assert found.items() >= CONTRACT.items()
 
 
 def test_every_operation_says_what_it_does_and_answers(document: dict[str, Any]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 from rich.console import Console
@@ -18,6 +20,7 @@ from kvferry.app.cli.stats import render
 from kvferry.app.discovery import announce_service
 from kvferry.core.keys import tenant_digest
 from tests.cli.conftest import COMMAND_DEADLINE_S, Run, command_environment
+from tests.harness.commands import start_command
 from tests.harness.loop_engine import LoopRequest
 from tests.harness.loop_service import ADMIN, READ, Service, start_service
 
@@ -70,28 +73,23 @@ def test_stats_when_slots_are_free_says_how_much_is_in_use(free: int, used: str)
     assert f"{used} of 1.0 GiB in use" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def heeds_sigint() -> None:
-    """Before a child runs: what a shell starts in the background ignores Ctrl-C, and that is inherited."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def watching(service: Service, folder: Path, *words: str) -> Iterator[IO[str]]:
+    """The output of a command that runs until it is interrupted."""
+    reader, writer = os.pipe()
+    with open(reader) as lines, (folder / "errors").open("w+") as errors:
+        env = command_environment(URL=service.url, READ_TOKEN=READ)
+        command = start_command(words, env, folder, writer, errors)
+        os.close(writer)
+        yield lines
+        command.send_signal(signal.SIGINT)
+        assert command.wait(COMMAND_DEADLINE_S) == 0
+        assert (folder / "errors").read_text() == ""
 
 
 def test_stats_watch_streams_one_object_a_line(service: Service, clean_world: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvferry.app.cli", "stats", "--watch", "--json", "--interval-s", "0.1"],
-        cwd=clean_world,
-        env=command_environment(URL=service.url, READ_TOKEN=READ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heeds_sigint,
-    ) as watching:
-        assert watching.stdout is not None
-        seen = [json.loads(watching.stdout.readline()) for _ in range(3)]
-        watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
-    assert watching.returncode == 0, errors
-    assert errors == ""
-    uptimes = [snapshot["uptime_s"] for snapshot in seen]
+    with watching(service, clean_world, "stats", "--watch", "--json", "--interval-s", "0.1") as lines:
+        uptimes = [json.loads(lines.readline())["uptime_s"] for _ in range(3)]
     assert uptimes == sorted(uptimes)
 
 
@@ -169,33 +167,19 @@ def test_rules(ask: Run, clean_world: Path) -> None:
     assert ask("rules", "delete", "vip").out == "rule deleted: vip\n"
 
 
-def test_events_as_lines(service: Service, ask: Run, clean_world: Path) -> None:
-    words = [sys.executable, "-m", "kvferry.app.cli", "events", "--type", "rule"]
-    environment = command_environment(URL=service.url, READ_TOKEN=READ)
-    for as_json in (False, True):
-        with subprocess.Popen(
-            [*words, "--json"] if as_json else words,
-            cwd=clean_world,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=heeds_sigint,
-        ) as watching:
-            assert watching.stdout is not None
-            lines = [watching.stdout.readline()]
-            assert "open" in lines[0]
-            assert ask("rules", "set", "told", "store=false").code == 0
-            assert ask("rules", "delete", "told").code == 0
-            lines += [watching.stdout.readline(), watching.stdout.readline()]
-            watching.send_signal(signal.SIGINT)
-            _, errors = watching.communicate(timeout=COMMAND_DEADLINE_S)
-        assert (watching.returncode, errors) == (0, "")
-        if as_json:
-            assert [json.loads(line)["type"] for line in lines] == ["open", "rule", "rule"]
-        else:
-            assert re.match(r"\d{4}-\d\d-\d\d \S+  rule +change=set rule=.*told", lines[1])
-            assert "change=removed" in lines[2]
+@pytest.mark.parametrize("as_json", [False, True])
+def test_events_as_lines(as_json: bool, service: Service, ask: Run, clean_world: Path) -> None:
+    with watching(service, clean_world, "events", "--type", "rule", *["--json"] * as_json) as shown:
+        lines = [shown.readline()]
+        assert "open" in lines[0]
+        assert ask("rules", "set", "told", "store=false").code == 0
+        assert ask("rules", "delete", "told").code == 0
+        lines += [shown.readline(), shown.readline()]
+    if as_json:
+        assert [json.loads(line)["type"] for line in lines] == ["open", "rule", "rule"]
+    else:
+        assert re.match(r"\d{4}-\d\d-\d\d \S+  rule +change=set rule=.*told", lines[1])
+        assert "change=removed" in lines[2]
 
 
 def test_what_the_server_refuses_is_one_line_with_the_field(ask: Run) -> None:
@@ -288,21 +272,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("stats",),
-        ("stats", "--watch"),
-        ("reset",),
-        ("policy", "show"),
-        ("policy", "request", "clear", "x"),
-        ("rules", "list"),
-        ("evictions",),
-        ("events",),
-        ("config", "show"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [("stats",), ("stats", "--watch"), ("policy", "request", "clear", "x")], ids=" ".join)
 def test_nobody_there(words: tuple[str, ...], run: Run) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     gone = run(*words, "--url", url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import sqlite3
@@ -36,24 +35,6 @@ def serve(folder: Path, own_interpreter: bool = False, engine: str = "embedded")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve(tmp_path_factory.mktemp("serve")) as served:
         yield served
-
-
-def test_a_replay_of_shared_prefixes_finds_them(served: Served, run: Run, clean_world: Path) -> None:
-    ids = [list(range(start, start + 20)) for start in (0, 100, 200, 300, 0, 100, 200, 300)]
-    trace = clean_world / "trace.jsonl"
-    trace.write_text(
-        "".join(
-            json.dumps({"timestamp": 0, "input_length": 512 * 20, "output_length": 64, "hash_ids": hash_ids}) + "\n"
-            for hash_ids in ids
-        )
-    )
-    done = run("replay", str(trace), "--concurrency", "2", "--json", URL=served.url, ADMIN_TOKEN=TOKEN)
-    assert done.code == 0, done.err
-    cache = done.json["cache"]
-    assert cache["prompt_tokens"] == done.json["prompt_tokens"] == 8 * 320
-    assert cache["device_tokens"] + cache["host_tokens"] + cache["recomputed_tokens"] == 8 * 320
-    assert cache["device_tokens"] + cache["host_tokens"] > 0
-    assert cache["stored_blocks"] > 0
 
 
 def test_the_service_is_found_by_who_was_told_no_url(served: Served, run: Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 from collections.abc import Iterator
@@ -269,15 +268,6 @@ def test_a_pool_that_is_moved_or_cut_under_a_service_is_named(tmp_path: Path) ->
         assert served.stats()["pool"]["ready"] == 0
         assert warm_up(served) == expected
         assert served.stats()["pool"]["ready"] == 0
-
-
-def test_another_model_layout_drops_all_and_says_what_differs(tmp_path: Path) -> None:
-    with kept(tmp_path) as served:
-        warm_up(served)
-        kill(served)
-    with kept(tmp_path, block_size=32) as served:
-        assert served.stats()["pool"]["ready"] == 0
-        assert re.search(r"kept pool dropped, starting empty: \S+: block_bytes was", served.log())
 
 
 def test_restart_when_dtype_differs_counts_drops_and_misses(tmp_path: Path) -> None:

@@ -34,28 +34,6 @@ def test_a_cap_of_a_wrong_type_from_an_end_user_is_ignored(served: Served, numbe
     assert "kv_transfer_params.max_offload_tokens" in served.log()
 
 
-@pytest.mark.parametrize("value", [True, "5", 5.5, -1])
-def test_the_same_from_an_operator_is_422_with_the_field_named(served: Served, value: object) -> None:
-    for method, path in (("PUT", "/admin/v1/requests/r/policy"), ("PATCH", "/admin/v1/policy")):
-        answer = served.http.request(method, path, json={"max_offload_tokens": value})
-        assert answer.status_code == 422
-        assert answer.headers["content-type"] == "application/problem+json"
-        assert [error["field"] for error in answer.json()["errors"]] == ["max_offload_tokens"]
-    assert served.http.get("/admin/v1/requests/r").status_code == 404
-
-
-def test_an_override_set_before_the_request_arrives(served: Served) -> None:
-    put = served.http.put("/admin/v1/requests/early/policy", json={"max_offload_tokens": 3 * BLOCK})
-    assert put.status_code == 200, put.text
-    served.complete(prompt(2001), "early", max_tokens=2, kv_transfer_params={"max_offload_tokens": 50, "load": False})
-    about = served.get("/admin/v1/requests/early")
-    assert about["policy"]["max_offload_tokens"] == {"value": 3 * BLOCK, "source": "override"}
-    assert about["policy"]["load"] == {"value": False, "source": "request"}
-    assert about["policy"]["store"]["source"] == "default"
-    served.settle()
-    assert served.get("/admin/v1/requests/early")["store"]["skipped"]["token_cap"] == 5
-
-
 def test_an_override_changed_while_the_request_runs(served: Served) -> None:
     body = {"model": "tiny", "prompt": prompt(2002), "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with served.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-ID": "running"}) as answer:
@@ -72,33 +50,6 @@ def test_an_override_changed_while_the_request_runs(served: Served) -> None:
         assert served.http.delete("/admin/v1/requests/running/policy").status_code in (200, 204)
         assert served.get("/admin/v1/requests/running")["policy"]["offload_prompt_only"]["source"] == "default"
     wait_until(lambda: served.get("/admin/v1/requests/running")["state"] == "finished", "canceled when we left")
-
-
-def test_an_override_ends_with_its_time(served: Served) -> None:
-    served.http.put("/admin/v1/requests/brief/policy", json={"store": False, "ttl_s": 0.2})
-    served.http.put("/admin/v1/requests/lasting/policy", json={"store": False})
-    wait_until(lambda: served.http.get("/admin/v1/requests/brief").status_code == 404, "expired")
-    for number, name in ((2003, "brief"), (2004, "lasting")):
-        served.complete(prompt(number), name, max_tokens=2)
-    served.settle()
-    assert served.get("/admin/v1/requests/brief")["store"]["stored"] == 8
-    assert served.get("/admin/v1/requests/lasting")["store"]["skipped"]["disabled"] == 8
-
-
-def test_overrides_outlive_the_process_and_runtime_defaults_do_not(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("restarted")
-    with serving(folder) as first:
-        first.http.put("/admin/v1/requests/kept/policy", json={"store": False, "max_offload_tokens": "unlimited"})
-        first.http.patch("/admin/v1/policy", json={"offload_prompt_only": False})
-        assert first.get("/admin/v1/policy")["offload_prompt_only"] == {"value": False, "source": "runtime"}
-        first.process.kill()
-        first.process.wait()
-    with serving(folder) as second:
-        second.complete(prompt(1), "kept", max_tokens=2)
-        about = second.get("/admin/v1/requests/kept")
-        assert about["policy"]["store"] == {"value": False, "source": "override"}
-        assert about["policy"]["max_offload_tokens"] == {"value": "unlimited", "source": "override"}
-        assert second.get("/admin/v1/policy")["offload_prompt_only"] == {"value": True, "source": "default"}
 
 
 def test_a_rule_by_tenant_and_priority_settles_what_is_stored(served: Served) -> None:

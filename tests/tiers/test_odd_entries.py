@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +20,6 @@ from tests.harness.mounts import unwritable
 from tests.harness.tier_rig import WAIT_S, Rig, file_rig
 from tests.harness.tier_slots import ORIGIN, key_of, keys_of
 from tests.harness.waiting import wait_until
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-def rig(path: Path) -> Iterator[Rig]:
-    made = file_rig(path)
-    yield made
-    made.close()
-
 
 NOBODY = 65534
 

@@ -122,23 +122,6 @@ def test_a_folder_that_became_unwritable_still_serves_what_it_has(
         assert serves(rig, 100)
 
 
-def test_files_that_cannot_be_deleted_now_are_deleted_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "tier"
-    with closing(file_rig(path)) as rig:
-        rig.store(keys_of([1]))
-        (file,) = (path / "blocks").rglob(key_of(1).hex())
-        with unwritable(file.parent):
-            rig.tier.drop(keys_of([1]))
-            wait_until(lambda: "entry left out" in caplog.text, "tried", WAIT_S)
-            assert rig.find(keys_of([1])) == [False]
-            assert file.exists()
-            # In another folder than the unwritable one.
-            assert serves(rig, 1 << 116)
-            assert not rig.tier.health()
-        wait_until(lambda: not file.exists(), "deleted", WAIT_S)
-        wait_until(lambda: serves(rig, 1), "stored again", WAIT_S)
-
-
 def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     file_rig(path).close()
