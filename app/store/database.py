@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,13 +53,6 @@ _MAX_WAL_BYTES = 64 << 20
 _MAX_READERS = 8
 _STATEMENT_TIMEOUT_S = 30
 _NETWORK_TIMEOUT_S = 10
-
-
-class Access(Enum):
-    """Purpose of a connection."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 def parse_url(text: str) -> URL:
@@ -102,12 +94,12 @@ def sqlite_path(url: URL) -> Path | None:
 
 
 def make_engine(
-    url: URL, access: Access, busy_timeout_s: float, before_connect: Callable[[], None] | None = None
+    url: URL, busy_timeout_s: float, *, read_only: bool = False, before_connect: Callable[[], None] | None = None
 ) -> Engine:
     """Return a pool of connections. `before_connect` refuses a new connection to a SQLite file by raising."""
     path = sqlite_path(url)
     if path is None:
-        return _server_engine(url, access, busy_timeout_s)
+        return _server_engine(url, busy_timeout_s, read_only)
     where = f"{path.as_uri()}?mode=rw"
 
     def connect() -> sqlite3.Connection:
@@ -118,7 +110,7 @@ def make_engine(
             where, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         try:
-            _set_pragmas(connection, access)
+            _set_pragmas(connection, read_only)
         except BaseException:
             connection.close()
             raise
@@ -127,7 +119,7 @@ def make_engine(
     engine = create_engine(
         "sqlite:///" + str(path),
         creator=connect,
-        pool_size=_MAX_READERS if access is Access.READ else 1,
+        pool_size=_MAX_READERS if read_only else 1,
         max_overflow=0,
         pool_timeout=busy_timeout_s,
         json_deserializer=_read_json,
@@ -136,7 +128,7 @@ def make_engine(
     # database's lock, over seconds.
     engine.dialect.use_insertmanyvalues_wo_returning = True
     # A writer that began as a reader could find its snapshot outdated and fail without waiting.
-    begin = "BEGIN" if access is Access.READ else "BEGIN IMMEDIATE"
+    begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -145,11 +137,11 @@ def make_engine(
     return engine
 
 
-def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
+def _server_engine(url: URL, busy_timeout_s: float, read_only: bool) -> Engine:
     if url.drivername != _POSTGRESQL:
         return create_engine(url)
     settings = {"lock_timeout": math.ceil(busy_timeout_s * 1000)}
-    if access is Access.READ:
+    if read_only:
         settings["statement_timeout"] = _STATEMENT_TIMEOUT_S * 1000
     given = url.query.get("options", "")
     options = [
@@ -167,11 +159,11 @@ def _server_engine(url: URL, access: Access, busy_timeout_s: float) -> Engine:
         url.difference_update_query(["options"]),
         connect_args=arguments,
         pool_pre_ping=True,
-        pool_size=_MAX_READERS if access is Access.READ else 1,
+        pool_size=_MAX_READERS if read_only else 1,
         max_overflow=0,
         pool_timeout=busy_timeout_s,
     )
-    if access is Access.READ:
+    if read_only:
         return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine
 
@@ -184,9 +176,9 @@ def _read_json(text: str | bytes) -> Any:
         return {NOT_JSON: len(text)}
 
 
-def _set_pragmas(connection: sqlite3.Connection, access: Access) -> None:
+def _set_pragmas(connection: sqlite3.Connection, read_only: bool) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
-    if access is Access.READ:
+    if read_only:
         connection.execute("PRAGMA query_only=ON")
         # Text that is not UTF-8 must not fail the query.
         connection.text_factory = lambda content: content.decode("utf-8", "replace")
@@ -304,13 +296,13 @@ class Database:
             if self._path is not None:
                 _create_file(self._path, OPEN_TIMEOUT_S)
                 self._opened_file = _file_identity(self._path)
-            migrator = make_engine(self._url, Access.WRITE, OPEN_TIMEOUT_S, self.check)
+            migrator = make_engine(self._url, OPEN_TIMEOUT_S, before_connect=self.check)
             try:
                 upgrade = migrate(migrator)
             finally:
                 migrator.dispose()
-            self._writer = make_engine(self._url, Access.WRITE, self.busy_timeout_s, self.check)
-            self._reader = make_engine(self._url, Access.READ, self.busy_timeout_s, self.check)
+            self._writer = make_engine(self._url, self.busy_timeout_s, before_connect=self.check)
+            self._reader = make_engine(self._url, self.busy_timeout_s, read_only=True, before_connect=self.check)
         return upgrade
 
     def check(self) -> None:

@@ -12,12 +12,12 @@ import operator
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, update
 
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import is_rejected
@@ -361,42 +361,37 @@ def _oldest_s(connection: Connection, engine: str) -> float | None:
     return connection.scalar(first.order_by(EVICTIONS.c.time, EVICTIONS.c.id).limit(1))
 
 
-def _sum_of_rows(*conditions: ColumnElement[bool]) -> Any:
-    steps = [(EVICTIONS.c.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
-    bucket = case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket")
-    age = EVICTIONS.c.age_s
-    return (
-        select(
-            EVICTIONS.c.reason,
-            bucket,
-            func.count().label("number"),
-            func.count(EVICTIONS.c.regretted_at).label("regretted"),
-            func.sum(case((EVICTIONS.c.hits == 0, 1), else_=0)).label("never_hit"),
-            func.min(age).label("age_min"),
-            func.sum(age).label("age_sum"),
-            func.max(age).label("age_max"),
-        )
-        .where(*conditions)
-        .group_by(EVICTIONS.c.reason, bucket)
-    )
+def _sum_of_rows(*conditions: ColumnElement[bool]) -> Select[Any]:
+    row = EVICTIONS.c
+    steps = [(row.age_s <= bound, index) for index, bound in enumerate(AGE_BOUNDS_S)]
+    sums = {
+        "number": func.count(),
+        "regretted": func.count(row.regretted_at),
+        "never_hit": func.sum(case((row.hits == 0, 1), else_=0)),
+        "age_min": func.min(row.age_s),
+        "age_sum": func.sum(row.age_s),
+        "age_max": func.max(row.age_s),
+    }
+    return _grouped(row.reason, case(*steps, else_=len(AGE_BOUNDS_S)).label("bucket"), sums, conditions)
 
 
-def _sum_of_sums(*conditions: ColumnElement[bool]) -> Any:
+def _sum_of_sums(*conditions: ColumnElement[bool]) -> Select[Any]:
     row = EVICTION_SUMS.c
-    return (
-        select(
-            row.reason,
-            row.bucket,
-            func.sum(row.number).label("number"),
-            func.sum(row.regretted).label("regretted"),
-            func.sum(row.never_hit).label("never_hit"),
-            func.min(row.age_min).label("age_min"),
-            func.sum(row.age_sum).label("age_sum"),
-            func.max(row.age_max).label("age_max"),
-        )
-        .where(*conditions)
-        .group_by(row.reason, row.bucket)
-    )
+    sums: dict[str, ColumnElement[Any]] = {
+        name: func.sum(row[name]) for name in ("number", "regretted", "never_hit", "age_sum")
+    }
+    sums |= {"age_min": func.min(row.age_min), "age_max": func.max(row.age_max)}
+    return _grouped(row.reason, row.bucket, sums, conditions)
+
+
+def _grouped(
+    reason: ColumnElement[str],
+    bucket: ColumnElement[int],
+    sums: Mapping[str, ColumnElement[Any]],
+    conditions: Iterable[ColumnElement[bool]],
+) -> Select[Any]:
+    labeled = [value.label(name) for name, value in sums.items()]
+    return select(reason, bucket, *labeled).where(*conditions).group_by(reason, bucket)
 
 
 def _add_up(groups: Sequence[Row[Any]], num_resets: int, reset_blocks: int) -> EvictionSummary:

@@ -20,10 +20,11 @@ from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, 
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.schema import ENGINES, upsert
-from kvferry.app.store.slot_rows import DirtySource, SlotProjection
+from kvferry.app.store.slot_rows import SlotProjection
 from kvferry.core.counters import counter, gauge
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EvictionBatch, NullSink, ResetEvent
+from kvferry.core.pool.inventory import Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Journal(NullSink):
         self._trimmer.set_limits(limits)
         self._seen_s = float("-inf")
 
-    def start(self, source: DirtySource) -> None:
+    def start(self, source: Inventory) -> None:
         """Start the thread, or start it again if it died."""
         if self.is_alive():
             return
@@ -184,7 +185,7 @@ class Journal(NullSink):
             reasons.append(rival)
         return reasons
 
-    def _run(self, source: DirtySource) -> None:
+    def _run(self, source: Inventory) -> None:
         backoff_s = INTERVAL_S
         while not self._closing.is_set():
             more, failed = self._round(source)
@@ -199,7 +200,7 @@ class Journal(NullSink):
             elif not more and self._wake.wait(INTERVAL_S):
                 self._wake.clear()
 
-    def _round(self, source: DirtySource) -> tuple[bool, bool]:
+    def _round(self, source: Inventory) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
         self._beat_s = time.monotonic()
         steps: tuple[tuple[str, Callable[[], bool]], ...] = (

@@ -19,7 +19,7 @@ from sqlalchemy import URL, Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from kvferry.app.shortfall import Cause
-from kvferry.app.store.database import Access, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.database import make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import StoreError, diagnose, raising_store_error
 
 _log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class _ServerClaim(NameClaim):
 
     def __init__(self, url: URL, name: str) -> None:
         super().__init__(name)
-        self._engine = make_engine(url, Access.WRITE, _CONNECT_S)
+        self._engine = make_engine(url, _CONNECT_S)
         self._session: Connection | None = None
         self._is_held = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from kvferry.app.store.errors import is_rejected
 from kvferry.app.store.schema import SLOTS, clean
 from kvferry.core.keys import RequestIdentity, group_of
 from kvferry.core.policy import PRIORITY_CLASS, Priority
+from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import SlotRows
 
 BATCH_ROWS = 1000
@@ -28,13 +29,6 @@ _MICROS = 1_000_000
 _PART_ROWS = 1 << 16
 """Rows per query result, which bounds the memory used beside the columns."""
 _INVALID = "the table `slots` holds rows that kvferry did not write"
-
-
-class DirtySource(Protocol):
-    """Source of changed rows: the pool's inventory. Thread: journal."""
-
-    def dirty_rows(self, limit: int) -> SlotRows | None:
-        """Return at most `limit` rows that changed since they were last requested; None without any."""
 
 
 class SlotProjection:
@@ -49,8 +43,6 @@ class SlotProjection:
         self._swept_epoch = 0
         self._sweeping_epoch = 0
         self._sweeping_from = 0
-        self.written_rows = 0
-        self.rejected_rows = 0
         self.up_to_date = False
         """Whether the last step left nothing to write."""
 
@@ -68,7 +60,7 @@ class SlotProjection:
         """Have rows of earlier epochs deleted by later steps. Thread: any."""
         self._min_epoch = max(self._min_epoch, epoch)
 
-    def step(self, database: Database, source: DirtySource) -> bool:
+    def step(self, database: Database, source: Inventory) -> bool:
         """Write some rows and return whether more wait. Keeps unwritten rows if the database raises."""
         self.up_to_date = False
         if not self._delete_obsolete(database):
@@ -76,19 +68,12 @@ class SlotProjection:
         for _ in range(BATCHES_PER_STEP):
             rows = None if self._pending else source.dirty_rows(BATCH_ROWS)
             if rows is not None:
-                self._add_pending(rows)
+                self._pending.update(_parameters(self._engine, rows))
             if not self._pending:
                 self.up_to_date = self._swept_epoch == self._min_epoch
                 return not self.up_to_date
             self._write(database)
         return True
-
-    def _add_pending(self, rows: SlotRows) -> None:
-        try:
-            self._pending.update(_parameters(self._engine, rows))
-        except Exception:
-            self.rejected_rows += len(rows.slots)
-            raise
 
     def _write(self, database: Database) -> None:
         min_epoch = self._min_epoch
@@ -103,10 +88,8 @@ class SlotProjection:
         except Exception as error:
             if is_rejected(error):
                 # Trying again would keep out every other slot.
-                self.rejected_rows += len(self._pending)
                 self._pending.clear()
             raise
-        self.written_rows += len(self._pending)
         self._pending.clear()
 
     def _delete_obsolete(self, database: Database) -> bool:
@@ -197,16 +180,6 @@ class SlotColumns(NamedTuple):
         return SlotColumns(whole, np.empty(0, dtype=object), whole, whole, [], whole, real, real, whole, classes)
 
 
-class _Texts(NamedTuple):
-    """Rows of one query result, each column as a text: origins separated by newlines, the rest by spaces."""
-
-    num_rows: int
-    last_place: int
-    origins: str
-    keys: str
-    numbers: tuple[str, ...]
-
-
 def read_slots(database: Database, engine: str) -> SlotColumns:
     """Read all rows of an engine.
 
@@ -222,13 +195,13 @@ def read_slots(database: Database, engine: str) -> SlotColumns:
     origin_numbers: list[NDArray[np.int64]] = []
     known: dict[str, int] = {}
     with database.read() as connection:
-        for texts in _read_texts(connection, engine):
-            numbers.append(np.stack([_parse_numbers(text, texts.num_rows) for text in texts.numbers]))
-            keys.append(_parse_keys(texts))
-            names = texts.origins.split("\n")
+        for count, origins_text, keys_text, *number_texts in _read_texts(connection, engine):
+            numbers.append(np.stack([_parse_numbers(text, count) for text in number_texts]))
+            keys.append(_parse_keys(keys_text, count))
+            names = origins_text.split("\n")
             for name in dict.fromkeys(names):
                 known.setdefault(name, len(known))
-            origin_numbers.append(np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=texts.num_rows))
+            origin_numbers.append(np.fromiter(map(known.__getitem__, names), dtype=np.int64, count=count))
     if not numbers:
         return SlotColumns.none()
     slots, generations, positions, hits, stored, hit = np.concatenate(numbers, axis=1)
@@ -248,8 +221,12 @@ def read_slots(database: Database, engine: str) -> SlotColumns:
     )
 
 
-def _read_texts(connection: Connection, engine: str) -> Iterator[_Texts]:
-    """Read the rows in parts, in the order of the file where that is known, since nearly all of it is read."""
+def _read_texts(connection: Connection, engine: str) -> Iterator[tuple[Any, ...]]:
+    """Read the rows in parts, in the order of the file where that is known, since nearly all of it is read.
+
+    Yields:
+        The number of rows, and each column of them as a text: origins separated by newlines, the rest by spaces.
+    """
     is_sqlite = connection.dialect.name == "sqlite"
     place = literal_column("slots.rowid" if is_sqlite else "slots.slot", BigInteger)
     # Without `coalesce`, SQLite would use an index and read the rows in a random order.
@@ -276,10 +253,10 @@ def _read_texts(connection: Connection, engine: str) -> Iterator[_Texts]:
         places, origins, *others = rows.c
         texts = [func.aggregate_strings(other, " ") for other in others]
         whole = select(func.count(), func.max(places), func.aggregate_strings(origins, "\n"), *texts)
-        count, last_place, origins_text, keys_text, *number_texts = connection.execute(whole).one()
+        count, last_place, *joined = connection.execute(whole).one()
         if not count:
             return
-        yield _Texts(count, last_place, origins_text, keys_text, tuple(number_texts))
+        yield count, *joined
 
 
 def _parse_numbers(text: str, count: int) -> NDArray[np.int64]:
@@ -289,16 +266,16 @@ def _parse_numbers(text: str, count: int) -> NDArray[np.int64]:
     return numbers
 
 
-def _parse_keys(texts: _Texts) -> NDArray[np.object_]:
+def _parse_keys(text: str, count: int) -> NDArray[np.object_]:
     """Return the keys; keys of one length, as an engine's are, are cut from the joined bytes."""
-    joined = bytes.fromhex(texts.keys)
-    key_bytes = len(joined) // texts.num_rows
-    ends = np.frombuffer(texts.keys.encode(), dtype=np.uint8)[2 * key_bytes :: 2 * key_bytes + 1]
-    if key_bytes and len(texts.keys) == texts.num_rows * (2 * key_bytes + 1) - 1 and bool((ends == ord(" ")).all()):
+    joined = bytes.fromhex(text)
+    key_bytes = len(joined) // count
+    ends = np.frombuffer(text.encode(), dtype=np.uint8)[2 * key_bytes :: 2 * key_bytes + 1]
+    if key_bytes and len(text) == count * (2 * key_bytes + 1) - 1 and bool((ends == ord(" ")).all()):
         keys: list[bytes] = np.frombuffer(joined, dtype=f"V{key_bytes}").tolist()
     else:
-        keys = list(map(bytes.fromhex, texts.keys.split(" ")))
-    return np.fromiter(keys, dtype=object, count=texts.num_rows)
+        keys = list(map(bytes.fromhex, text.split(" ")))
+    return np.fromiter(keys, dtype=object, count=count)
 
 
 def _parse_origin(text: str) -> tuple[RequestIdentity, int]:

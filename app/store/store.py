@@ -7,7 +7,7 @@ import logging
 import os
 
 from kvferry.app.folders import nearest_folder
-from kvferry.app.store.database import OPEN_TIMEOUT_S, Access, Database, make_engine, masked, parse_url, sqlite_path
+from kvferry.app.store.database import OPEN_TIMEOUT_S, Database, make_engine, masked, parse_url, sqlite_path
 from kvferry.app.store.errors import raising_store_error
 from kvferry.app.store.intents import Intents
 from kvferry.app.store.journal import MAX_QUEUED_ROWS, Journal, JournalStats
@@ -15,7 +15,8 @@ from kvferry.app.store.migrate import Upgrade, check_revision, unmigrate
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.reader import StoreReader
 from kvferry.app.store.retention import HistoryLimits
-from kvferry.app.store.slot_rows import DirtySource, SlotColumns, read_slots
+from kvferry.app.store.slot_rows import SlotColumns, read_slots
+from kvferry.core.pool.inventory import Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class MetadataStore:
         """Return the rows that the last process of this engine wrote. Raises `StoreUnavailable` and `ValueError`."""
         return read_slots(self.database, self.engine)
 
-    def start(self, source: DirtySource) -> None:
+    def start(self, source: Inventory) -> None:
         """Start the journal; also after its thread died."""
         self.journal.start(source)
 
@@ -115,7 +116,7 @@ def check_database(url: str) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(found))
             if found != path:
                 return
-        engine = make_engine(parsed, Access.READ, OPEN_TIMEOUT_S)
+        engine = make_engine(parsed, OPEN_TIMEOUT_S, read_only=True)
         try:
             with engine.connect() as connection:
                 check_revision(connection)
@@ -134,7 +135,7 @@ def upgrade(url: str) -> Upgrade:
 
 def downgrade(url: str, revision: str) -> Upgrade:
     """Undo migrations down to `revision`, for an older version of kvferry. `base` drops every table."""
-    engine = make_engine(parse_url(url), Access.WRITE, OPEN_TIMEOUT_S)
+    engine = make_engine(parse_url(url), OPEN_TIMEOUT_S)
     try:
         return unmigrate(engine, revision)
     finally:
