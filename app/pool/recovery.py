@@ -41,10 +41,6 @@ _log = logging.getLogger(__name__)
 _UNKNOWN = RequestIdentity("")
 
 
-def no_progress(stage: str) -> None:
-    """Ignore the stage of a start."""
-
-
 @dataclass(frozen=True, slots=True)
 class WarmStart:
     """Slots found from an earlier process. `known` of the `recovered` slots had a row in the database."""
@@ -149,7 +145,7 @@ def begin_warm(
 
 
 def warm_start(
-    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = no_progress
+    file: KeptFile, store: MetadataStore, manager: OffloadManager, note: Callable[[str], object] = lambda _stage: None
 ) -> WarmStart:
     """Recover the blocks of an earlier process into an empty manager. Invalid slots are dropped and counted.
 

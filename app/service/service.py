@@ -51,18 +51,6 @@ OVERDUE_S = 60.0
 """Age from which an open job is reported; it keeps its blocks, since a copy never times out."""
 
 
-def _noop() -> None:
-    return
-
-
-def _no_reasons() -> list[str]:
-    return []
-
-
-def _same_sink(sink: EventSink) -> EventSink:
-    return sink
-
-
 @dataclass(frozen=True, slots=True)
 class EngineHooks:
     """Calls from the service to the engine. Each returns at once; the first two are called on any thread.
@@ -74,10 +62,10 @@ class EngineHooks:
         reasons: Returns why the engine should get no traffic.
     """
 
-    wake: Callable[[], None] = _noop
-    step: Callable[[], None] = _noop
-    listen: Callable[[EventSink], EventSink] = _same_sink
-    reasons: Callable[[], list[str]] = _no_reasons
+    wake: Callable[[], None] = lambda: None
+    step: Callable[[], None] = lambda: None
+    listen: Callable[[EventSink], EventSink] = lambda sink: sink
+    reasons: Callable[[], list[str]] = list
 
 
 @dataclass(frozen=True, slots=True)

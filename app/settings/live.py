@@ -12,10 +12,6 @@ from kvferry.app.settings.settings import Settings
 _log = logging.getLogger(__name__)
 
 
-def accept_all(_: Settings, __: Collection[str]) -> None:
-    """Accept every valid change."""
-
-
 class LiveSettings:
     """Frozen settings that are replaced by `change`. Changes are lost at the next start. Thread: any.
 
@@ -31,7 +27,7 @@ class LiveSettings:
         at_start: Settings,
         apply: Callable[[Settings], None],
         *,
-        check: Callable[[Settings, Collection[str]], None] = accept_all,
+        check: Callable[[Settings, Collection[str]], None] = lambda _settings, _names: None,
     ) -> None:
         self._at_start = at_start
         self._apply = apply

@@ -31,8 +31,6 @@ for _power, _letter in enumerate("KMGTP", start=1):
     SIZE_UNITS[f"{_letter}IB"] = 1024**_power
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -215,20 +213,23 @@ def is_loopback(host: str) -> bool:
     return address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-@Parser
-def name(value: object) -> str:
-    """Parse a name that can be part of a file name."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit")
-    return value
+def _matching(pattern: str, rule: str) -> Parser:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII):
+            raise ValueError(f"must be {rule}")
+        return value
+
+    return Parser(parse)
 
 
-@Parser
-def device(value: object) -> str:
-    """Parse the device that a model runs on."""
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise ValueError("must be auto, cpu, cuda or cuda:<index>")
-    return value
+name = _matching(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
+    "1 to 64 letters, digits, '.', '_' or '-', and start with a letter or digit",
+)
+"""Parses a name that can be part of a file name."""
+
+device = _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<index>")
+"""Parses the device that a model runs on."""
 
 
 @Parser

@@ -7,7 +7,8 @@ context, and whose `Settings` define the fields of an entry.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Protocol
 
@@ -119,19 +120,14 @@ def read_tiers(value: object) -> tuple[TierSettings, ...]:
             entries.append(item if isinstance(item, TierSettings) else _read_entry(item))
         except ValueError as error:
             problems.append(f"tier {number}{_title(item)}: {error}")
-    problems += _not_distinct(entries)
+    problems += [
+        f"{count} tiers are called {name}: give each a name of its own"
+        for name, count in Counter(entry.name for entry in entries).items()
+        if count > 1
+    ]
     if problems:
         raise ValueError("; ".join(problems))
     return tuple(entries)
-
-
-def _not_distinct(entries: Sequence[TierSettings]) -> list[str]:
-    names = [entry.name for entry in entries]
-    return [
-        f"{names.count(name)} tiers are called {name}: give each a name of its own"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
 
 
 def _read_entry(item: Mapping[str, Any]) -> TierSettings:

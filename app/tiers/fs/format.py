@@ -10,7 +10,6 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Sequence
 
 import xxhash
 
@@ -39,15 +38,10 @@ def pack_origin(origin: RequestIdentity) -> bytes:
 
 def write_block(fd: int, namespace: bytes, key: Key, data: memoryview, origin: bytes) -> None:
     """Write a block into an empty file. Raises `OSError`."""
-    checksum = _checksum(namespace, key, data, origin)
-    head = _HEAD.pack(_MAGIC, 0, len(origin), len(data), checksum)
-    pieces = [memoryview(head), data, memoryview(origin)]
-    while pieces:
-        written = os.writev(fd, pieces)
-        while pieces and written >= len(pieces[0]):
-            written -= len(pieces.pop(0))
-        if pieces:
-            pieces[0] = pieces[0][written:]
+    head = _HEAD.pack(_MAGIC, 0, len(origin), len(data), _checksum(namespace, key, data, origin))
+    with open(fd, "wb", closefd=False) as file:
+        for piece in (head, data, origin):
+            file.write(piece)
 
 
 def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> RequestIdentity | None:
@@ -56,7 +50,7 @@ def read_block(fd: int, namespace: bytes, key: Key, into: memoryview) -> Request
     if not 0 <= origin_bytes <= _MAX_ORIGIN_BYTES:
         raise BadFile("its length is wrong")
     head, origin = bytearray(_HEAD.size), bytearray(origin_bytes)
-    _read_all(fd, [memoryview(head), into, memoryview(origin)], 0)
+    _read_all(fd, 0, head, into, origin)
     magic, _, *lengths, checksum = _HEAD.unpack(head)
     if magic != _MAGIC or lengths != [origin_bytes, len(into)]:
         raise BadFile("its head is not that of such a block")
@@ -69,13 +63,13 @@ def read_origin(fd: int) -> RequestIdentity | None:
     """Read the origin of a block without its bytes. Raises `BadFile` and `OSError`."""
     length = _check_regular(fd)
     head = bytearray(_HEAD.size)
-    _read_all(fd, [memoryview(head)], 0)
+    _read_all(fd, 0, head)
     magic, _, origin_bytes, data_bytes, _ = _HEAD.unpack(head)
     start = _HEAD.size + data_bytes
     if magic != _MAGIC or start + origin_bytes != length or origin_bytes > _MAX_ORIGIN_BYTES:
         raise BadFile("its head is not that of a block")
     origin = bytearray(origin_bytes)
-    _read_all(fd, [memoryview(origin)], start)
+    _read_all(fd, start, origin)
     return _unpack_origin(bytes(origin))
 
 
@@ -92,18 +86,13 @@ def _check_regular(fd: int) -> int:
     return status.st_size
 
 
-def _read_all(fd: int, pieces: Sequence[memoryview], start: int) -> None:
+def _read_all(fd: int, start: int, *pieces: bytearray | memoryview) -> None:
     """Fill all pieces in order, from offset `start` on."""
-    left = [piece for piece in pieces if len(piece)]
-    while left:
-        num_read = os.preadv(fd, left, start)
-        if num_read == 0:
-            raise BadFile("it ends too early")
-        start += num_read
-        while left and num_read >= len(left[0]):
-            num_read -= len(left.pop(0))
-        if left:
-            left[0] = left[0][num_read:]
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(start)
+        for piece in pieces:
+            if file.readinto(piece) != len(piece):
+                raise BadFile("it ends too early")
 
 
 def _unpack_origin(packed: bytes) -> RequestIdentity | None:

@@ -209,9 +209,8 @@ class FileStore:
             if not self._is_scanned:
                 self._scan(stop)
             while self._to_delete and not stop():
-                batch = [self._to_delete.popleft() for _ in range(min(len(self._to_delete), _DELETE_FILES))]
-                self._delete(self._folder, batch)
-            self._delete_stuck()
+                self._delete(self._folder, _pop(self._to_delete))
+            self._delete(self._folder, _pop(self._stuck), is_retry=True)
             if self._has_trash:
                 self._empty_trash(stop)
         except OSError as error:
@@ -227,7 +226,7 @@ class FileStore:
         trouble = self._trouble
         return self._is_scanned and (trouble is None or trouble.cause in READABLE)
 
-    def _delete(self, folder: Folder, names: Sequence[Name]) -> None:
+    def _delete(self, folder: Folder, names: Sequence[Name], *, is_retry: bool = False) -> None:
         """Delete files that were removed from the index; failed deletions are repeated later."""
         for index, name in enumerate(names):
             try:
@@ -237,20 +236,8 @@ class FileStore:
                     self._to_delete += names[index:]
                     raise
                 self._stuck.append(name)
-                self._record_error(name[:-NAMESPACE_BYTES].hex(), error)
-                continue
-            self._index.deleted([name])
-
-    def _delete_stuck(self) -> None:
-        """Repeat some of the deletions that failed."""
-        for _ in range(min(len(self._stuck), _DELETE_FILES)):
-            name = self._stuck.popleft()
-            try:
-                self._folder.delete(name)
-            except OSError as error:
-                self._stuck.append(name)
-                if is_of_whole(error):
-                    raise
+                if not is_retry:
+                    self._record_error(name[:-NAMESPACE_BYTES].hex(), error)
                 continue
             self._index.deleted([name])
 
@@ -362,6 +349,11 @@ class FileStore:
         self._index.clear()
         self._index.pay()
         folder.sweep(self._skip)
+
+
+def _pop(names: deque[Name]) -> list[Name]:
+    """Remove and return the first names, of as many files as housekeeping deletes between two checks of `stop`."""
+    return [names.popleft() for _ in range(min(len(names), _DELETE_FILES))]
 
 
 def _refuse(_: str, error: OSError) -> None:
