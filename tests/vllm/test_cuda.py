@@ -19,10 +19,10 @@ from kvferry.app.engines.vllm import wiring
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.metadata import ResizeCommand, ResizeResult, StepMetadata, WorkerReports
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
+from kvferry.core.errors import StartError
 from kvferry.core.transfers import BlockRun, Direction, TransferJob
 from kvferry.cuda_ops.cuda.driver import CudaDriver
 from kvferry.cuda_ops.pool.host_pool import HostPool
@@ -228,7 +228,7 @@ def test_device_without_driver_is_refused_with_what_to_do() -> None:
         for name, cache in allocate(config).items()
     }
     check_caches(layout, elsewhere)
-    with pytest.raises(ConnectorRefused, match=re.escape("cuda:0 cannot be used for copies")) as refused:
+    with pytest.raises(StartError, match=re.escape("cuda:0 cannot be used for copies")) as refused:
         cuda_device(layout, elsewhere)
     assert str(refused.value).endswith("run vLLM's CPU backend, or vLLM without kvferry")
 
@@ -240,7 +240,7 @@ def test_device_without_streams_is_refused_and_closed(tmp_path: Path) -> None:
     pool = HostPool(4, layout.group_layout(1, 1).slot_bytes, preparation=pool_preparation(side))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
     settings = Settings(_env_file=None, state_dir=tmp_path, kernel_below_bytes=1)
-    with pytest.raises(ConnectorRefused, match="cuda:0 gives no copy engine"):
+    with pytest.raises(StartError, match="cuda:0 gives no copy engine"):
         RankCopies(layout, settings, allocate(config), MappedPool(pool), lambda: None, side)
     assert (cuda.registered, cuda.copy_streams, cuda.retained) == ({}, [], 0)
 
@@ -251,7 +251,7 @@ def test_caches_when_on_two_devices_are_refused() -> None:
     name = config.kv_cache_groups[0].layer_names[1]
     storage = caches[name].untyped_storage
     caches[name] = SimpleNamespace(device=torch.device("cuda", 0), untyped_storage=storage)  # type: ignore[assignment]
-    with pytest.raises(ConnectorRefused, match="is on cpu, cuda:0"):
+    with pytest.raises(StartError, match="is on cpu, cuda:0"):
         check_caches(layout, caches)
 
 

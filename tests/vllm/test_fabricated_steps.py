@@ -24,13 +24,13 @@ from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents, EngineStops
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, read_layout
 from kvferry.app.engines.vllm.metadata import RankHandshake, ResizeCommand, ResizeResult, StepMetadata, WorkerReports
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.app.service.server import listen
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import StoreMode
+from kvferry.core.errors import StartError
 from kvferry.core.keys import group_of, hash_of
 from kvferry.core.policy import PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
@@ -600,7 +600,7 @@ def test_pipeline_stages_with_different_shares_are_refused(
     slot_bytes = sum(fake.FULL.page_size_bytes for _ in groups[0].layer_names)
     facts = RankHandshake(0, (8 << 20) // (2 * slot_bytes), slot_bytes)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (1, 0): replace(facts, rank=1)})
-    with pytest.raises(ConnectorRefused, match="a pipeline_parallel_size that divides the layers"):
+    with pytest.raises(StartError, match="a pipeline_parallel_size that divides the layers"):
         scheduler.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): facts, (1, 0): RankHandshake(1, (8 << 20) // (slot_bytes * 3 // 2), slot_bytes * 3 // 4)}
         )
@@ -648,7 +648,7 @@ def test_admin_address_of_another_host_is_refused(
     extra = base_config.kv_transfer_config.kv_connector_extra_config
     extra |= {"host": "192.0.2.1", "admin_token": "a-token-that-is-long-enough"}
     try:
-        with pytest.raises(ConnectorRefused, match=r"^host=192\.0\.2\.1 port=0 cannot be listened on"):
+        with pytest.raises(StartError, match=r"^host=192\.0\.2\.1 port=0 cannot be listened on"):
             connector(KVConnectorRole.SCHEDULER, groups_of(fake.FULL))
     finally:
         del extra["host"], extra["admin_token"]

@@ -19,10 +19,10 @@ import torch
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches
 from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
 from kvferry.app.engines.vllm.metadata import StepMetadata, WorkerReports
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool, check_pool_memory, pool_geometry
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.settings import Settings
+from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.persistent.transient_file import PassingFile
@@ -270,19 +270,19 @@ REFUSED: dict[str, tuple[list[KVCacheGroupSpec], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_group_spec_when_not_supported_is_refused_and_named(name: str) -> None:
     groups, words = REFUSED[name]
-    with pytest.raises(ConnectorRefused, match=words):
+    with pytest.raises(StartError, match=words):
         read_layout(cache_config(KVCacheLayout.LBNHC, groups))
 
 
 def test_memory_layout_when_not_supported_is_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     config.kv_cache_layout = "CNHBL"
-    with pytest.raises(ConnectorRefused, match=r"CNHBL is not supported; kvferry supports LBHNC"):
+    with pytest.raises(StartError, match=r"CNHBL is not supported; kvferry supports LBHNC"):
         read_layout(config)
 
 
 def test_model_without_kv_cache_is_refused() -> None:
-    with pytest.raises(ConnectorRefused, match="no KV cache"):
+    with pytest.raises(StartError, match="no KV cache"):
         read_layout(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
 
 
@@ -290,11 +290,11 @@ def test_tensors_when_unlike_the_configuration_are_refused() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout, caches = read_layout(config), allocate(config)
     name = config.kv_cache_groups[0].layer_names[1]
-    with pytest.raises(ConnectorRefused, match="several separate allocations"):
+    with pytest.raises(StartError, match="several separate allocations"):
         check_caches(layout, {**caches, name: [caches[name], caches[name].clone()]})
-    with pytest.raises(ConnectorRefused, match="has blocks up to byte"):
+    with pytest.raises(StartError, match="has blocks up to byte"):
         check_caches(layout, {**caches, name: caches[name].clone()})
-    with pytest.raises(ConnectorRefused, match=f"no KV cache for layer {name}"):
+    with pytest.raises(StartError, match=f"no KV cache for layer {name}"):
         check_caches(layout, {other: cache for other, cache in caches.items() if other != name})
-    with pytest.raises(ConnectorRefused, match=r"is on cpu, meta; .* one CUDA device per rank, or CPU memory"):
+    with pytest.raises(StartError, match=r"is on cpu, meta; .* one CUDA device per rank, or CPU memory"):
         check_caches(layout, {**caches, name: caches[name].to("meta")})

@@ -20,7 +20,7 @@ from kvferry.app.engines.vllm.connector import KVFerryConnector
 from kvferry.app.engines.vllm.copies import RankCopies
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, has_random_hashes, start_digest
 from kvferry.app.engines.vllm.layout import read_layout
-from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.core.errors import StartError
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.resident import resident_bytes
 from tests.harness.waiting import wait_until
@@ -249,7 +249,7 @@ def test_unknown_weights_with_a_persistent_pool_are_refused(
     trained = copy.copy(with_pool(base, **extra(tmp_path)))
     trained.weight_transfer_config = WeightTransferConfig()
     for config in (streamed, trained):
-        with pytest.raises(ConnectorRefused, match=r"the revision of the model .*is unknown.*local folder"):
+        with pytest.raises(StartError, match=r"the revision of the model .*is unknown.*local folder"):
             start(config, *BOTH)
     start(with_pool(base, **extra(tmp_path)), *BOTH)
     assert not [path for path in SHARED_MEMORY.glob("kvferry-*") if start_digest(base) in path.name]
@@ -260,7 +260,5 @@ def test_engine_core_without_access_to_the_pool_is_refused(
     base: VllmConfig, tmp_path: Path, extra: Callable[[Path], dict[str, object]]
 ) -> None:
     """As where they are on several hosts."""
-    with pytest.raises(
-        ConnectorRefused, match=r"does not exist here: .* on one host, .*; remove tiers and set pool_kind"
-    ):
+    with pytest.raises(StartError, match=r"does not exist here: .* on one host, .*; remove tiers and set pool_kind"):
         start(with_pool(base, **extra(tmp_path)), KVConnectorRole.SCHEDULER)

@@ -15,8 +15,9 @@ from transformers import DeepseekV2Config
 import kvferry.app.engines.vllm as entry
 import vllm
 from kvferry.app.engines.vllm import versions
-from kvferry.app.engines.vllm.options import ConnectorRefused, check_parallel, check_prefix_caching, read_options
+from kvferry.app.engines.vllm.options import check_parallel, check_prefix_caching, read_options
 from kvferry.app.engines.vllm.versions import Part, UnsupportedVllm, check_vllm
+from kvferry.core.errors import StartError
 from tests.vllm.engines import engine_options, hidden_llvmlite, in_process, transfer_config
 from vllm import LLM
 from vllm.config import KVTransferConfig
@@ -123,7 +124,7 @@ WRONG: dict[str, tuple[KVTransferConfig, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_option_when_invalid_is_refused_and_the_valid_one_named(name: str) -> None:
     config, words = WRONG[name]
-    with pytest.raises(ConnectorRefused, match=words):
+    with pytest.raises(StartError, match=words):
         read_options(config)
 
 
@@ -142,7 +143,7 @@ def test_parallelism_that_changes_blocks_is_refused() -> None:
     one = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "nnodes": 1}
     check_parallel(SimpleNamespace(**one))
     for name in one:
-        with pytest.raises(ConnectorRefused, match=f"{name}=2: .*1"):
+        with pytest.raises(StartError, match=f"{name}=2: .*1"):
             check_parallel(SimpleNamespace(**{**one, name: 2}))
 
 
@@ -153,16 +154,14 @@ def test_failed_loads_when_the_policy_is_vllms_default_are_recomputed(llama: Pat
 
 def test_failed_loads_with_an_untested_vllm_need_the_policy_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "TESTED", ())
-    with pytest.raises(
-        ConnectorRefused, match=r'kv_load_failure_policy=fail.*set "kv_load_failure_policy": "recompute"'
-    ):
+    with pytest.raises(StartError, match=r'kv_load_failure_policy=fail.*set "kv_load_failure_policy": "recompute"'):
         read_options(transfer())
     read_options(transfer(kv_load_failure_policy="recompute"))
 
 
 def test_prefix_caching_when_the_user_switched_it_off_is_refused(llama: Path) -> None:
     config = EngineArgs(**engine_options(llama), enable_prefix_caching=False).create_engine_config()
-    with pytest.raises(ConnectorRefused, match=r"enable_prefix_caching=False: .*remove --no-enable-prefix-caching"):
+    with pytest.raises(StartError, match=r"enable_prefix_caching=False: .*remove --no-enable-prefix-caching"):
         check_prefix_caching(config)
 
 
@@ -172,7 +171,7 @@ def test_prefix_caching_when_vllm_switched_it_off_says_so(tmp_path: Path) -> Non
         architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2, max_position_embeddings=4096
     ).save_pretrained(tmp_path)
     options = EngineArgs(**engine_options(tmp_path), kv_transfer_config=transfer_config())
-    with pytest.raises(ConnectorRefused, match=r"vLLM has disabled prefix caching.*the CPU backend"):
+    with pytest.raises(StartError, match=r"vLLM has disabled prefix caching.*the CPU backend"):
         check_prefix_caching(options.create_engine_config())
 
 
@@ -186,12 +185,12 @@ def test_pool_size_when_set_by_vllms_flag_is_used(llama: Path) -> None:
 
 def test_pool_size_with_vllms_name_is_reported_with_that_name() -> None:
     about = transfer({"cpu_bytes_to_use": 3 << 20})
-    with pytest.raises(ConnectorRefused, match=r"cpu_bytes_to_use .*and pool_bytes both set"):
+    with pytest.raises(StartError, match=r"cpu_bytes_to_use .*and pool_bytes both set"):
         read_options(about)
     del about.kv_connector_extra_config["pool_bytes"]
     assert read_options(about).pool_bytes == 3 << 20
     about.kv_connector_extra_config["cpu_bytes_to_use"] = "3 gigs"
-    with pytest.raises(ConnectorRefused, match=r"^cpu_bytes_to_use=3 gigs"):
+    with pytest.raises(StartError, match=r"^cpu_bytes_to_use=3 gigs"):
         read_options(about)
 
 

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         UnsupportedVllm: vLLM lacks parts that the connector needs.
-        ConnectorRefused: A setting is invalid; only if vLLM looks up the class for a configuration.
+        StartError: A setting is invalid; only if vLLM looks up the class for a configuration.
     """
     if name != CONNECTOR and name not in VLLM_CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,8 @@ hooks are guarded: an exception would end the engine, so it is recorded, and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,7 +28,6 @@ from kvferry.app.engines.vllm.fingerprint import prefetch_digests
 from kvferry.app.engines.vllm.metadata import RankHandshake, StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats, hits_by_source
 from kvferry.app.engines.vllm.options import (
-    ConnectorRefused,
     check_parallel,
     check_prefix_caching,
     log_refusal,
@@ -40,8 +40,9 @@ from kvferry.app.engines.vllm.versions import cache_source
 from kvferry.app.engines.vllm.wiring import EngineCore, SharedLogs, attach_worker
 from kvferry.app.engines.vllm.worker import ConnectorWorker, step_metadata
 from kvferry.app.service.startup import enable_crash_report
+from kvferry.app.settings import Settings
+from kvferry.core.errors import StartError
 from kvferry.core.transfers import TransferJob
-from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 
 _log = logging.getLogger(__name__)
 
@@ -93,12 +94,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         self._core: EngineCore | None = None
         self._logs: SharedLogs | None = None
+        self._settings: Settings | None = None
         self._handshake: RankHandshake | None = None
         enable_crash_report()
-        try:
+        with self._starting():
             check_prefix_caching(vllm_config)
             check_parallel(vllm_config.parallel_config)
-            settings = read_options(self._kv_transfer_config)
+            settings = self._settings = read_options(self._kv_transfer_config)
             self._logs = SharedLogs(settings)
             self._config = EngineConfig.make(vllm_config, kv_cache_config, settings)
             if role is KVConnectorRole.WORKER:
@@ -107,9 +109,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 set_recompute_policy(self._kv_transfer_config)
                 self._core = EngineCore(self._config, self._logs)
-        except BaseException as error:
-            self._refuse(error)
-            raise
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -125,7 +124,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         try:
             settings = read_options(vllm_config.kv_transfer_config)
-        except ConnectorRefused:
+        except StartError:
             # Raised again by the constructor.
             return None
         if settings.has_lasting_blocks:
@@ -136,11 +135,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Map the pool and start the copy engine."""
-        try:
+        with self._starting():
             self._handshake = attach_worker(self._config, self._the_worker(), kv_caches)
-        except BaseException as error:
-            self._refuse(error)
-            raise
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -232,11 +228,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         metadata from the start.
         """
         ranks = [rank for rank in metadata.values() if isinstance(rank, RankHandshake)]
-        try:
+        with self._starting():
             self._the_core().check_ranks(ranks)
-        except ConnectorRefused as error:
-            self._refuse(error)
-            raise
         self._the_core().serve(ranks)
 
     @_guarded()
@@ -376,8 +369,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._worker is not None:
             self._worker.record_error(hook, error)
 
-    def _refuse(self, error: BaseException) -> None:
-        """Log why the connector does not start, and close what was started."""
-        if isinstance(error, (ConnectorRefused, NotEnoughMemory)):
-            log_refusal(error)
-        self.shutdown()
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """If the connector does not start, log why, with settings spelled as the user did, and close all parts."""
+        try:
+            yield
+        except BaseException as error:
+            refused = None
+            if isinstance(error, ValueError):
+                text = str(error)
+                refused = StartError(text if self._settings is None else self._settings.as_written(text))
+                log_refusal(refused)
+            self.shutdown()
+            if refused is None:
+                raise
+            raise refused from error

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvferry.app.engines.cuda import CudaSide
 from kvferry.app.engines.vllm.extents import RankExtents
 from kvferry.app.engines.vllm.layout import BlockRegion, VllmLayout
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import MappedPool
 from kvferry.app.service.startup import StartProgress
 from kvferry.app.settings import Settings
+from kvferry.core.errors import StartError
 from kvferry.core.transfers import TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -59,7 +59,7 @@ class RankCopies:
             cpus: CPUs for copies, checksums and mapping, by default those of the calling thread.
 
         Raises:
-            ConnectorRefused: The device cannot be used.
+            CudaUnavailable: The device cannot be used.
         """
         self._layout = layout
         self._settings = settings
@@ -74,11 +74,11 @@ class RankCopies:
         self._is_released = False
         try:
             self._engine = self._make_engine()
-        except CudaUnavailable as error:
+        except CudaUnavailable:
             self._pool.close()
             if cuda is not None:
                 cuda.close()
-            raise ConnectorRefused(str(error)) from error
+            raise
         self.extents = RankExtents(mapped.pool, mapped.rank, self._settle, on_finished, cpus)
 
     def submit(self, job: TransferJob) -> None:
@@ -114,7 +114,7 @@ class RankCopies:
         """Access the caches again, at the current addresses of their tensors; no effect unless they were released.
 
         Raises:
-            ConnectorRefused, CudaUnavailable: The caches cannot be used; jobs continue to fail.
+            StartError: The caches cannot be used; jobs continue to fail.
         """
         if not self._is_released:
             return
@@ -166,15 +166,12 @@ def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | Non
     """Return the CUDA device of the caches, or None if they are in host memory.
 
     Raises:
-        ConnectorRefused: The device cannot be used.
+        CudaUnavailable: The device cannot be used.
     """
     device = _tensor_of(caches, layout.groups[0].regions[0]).device
     if device.type == "cpu":
         return None
-    try:
-        return CudaSide(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
-    except CudaUnavailable as error:
-        raise ConnectorRefused(str(error)) from error
+    return CudaSide(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
 
 
 def pool_preparation(cuda: CudaSide | None, *, is_private: bool = True) -> Preparation:
@@ -191,18 +188,18 @@ def check_caches(layout: VllmLayout, caches: Mapping[str, Any]) -> None:
     regions = [region for group in layout.groups for region in group.regions]
     devices = {_tensor_of(caches, region).device for region in regions}
     if len(devices) != 1 or next(iter(devices)).type not in DEVICE_TYPES:
-        raise ConnectorRefused(
+        raise StartError(
             f"the KV cache is on {', '.join(sorted(map(str, devices)))}; kvferry supports one CUDA device per rank, or "
             "CPU memory"
         )
     for region in regions:
         storages = [part.untyped_storage() for part in _parts(caches, region)]
         if len({storage.data_ptr() for storage in storages}) > 1:
-            raise ConnectorRefused(
+            raise StartError(
                 f"the KV cache of layer {region.layer} has several separate allocations; kvferry does not support this"
             )
         if storages[0].nbytes() < region.end:
-            raise ConnectorRefused(
+            raise StartError(
                 f"the KV cache of layer {region.layer} has {storages[0].nbytes():,} bytes, but its configuration has "
                 f"blocks up to byte {region.end:,}; kvferry does not support this"
             )
@@ -212,7 +209,7 @@ def _parts(caches: Mapping[str, Any], region: BlockRegion) -> Sequence[Tensor]:
     """Return a layer's tensors: one, or several for a layer with states of different shapes."""
     cache = caches.get(region.layer)
     if cache is None:
-        raise ConnectorRefused(f"vLLM registered no KV cache for layer {region.layer} of its configuration")
+        raise StartError(f"vLLM registered no KV cache for layer {region.layer} of its configuration")
     parts: Sequence[Tensor] = cache if isinstance(cache, (list, tuple)) else (cache,)
     return parts
 

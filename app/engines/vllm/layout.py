@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.app.engines.vllm.options import ConnectorRefused
+from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupKind, GroupLayout, GroupSpec
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -94,11 +94,11 @@ def read_layout(cache: Any, hash_block_size: int | None = None) -> VllmLayout:
         hash_block_size: Tokens per block hash; the value in `cache` by default.
 
     Raises:
-        ConnectorRefused: The layout is not supported.
+        StartError: The layout is not supported.
     """
     groups = cache.kv_cache_groups
     if not groups or not cache.kv_cache_tensors:
-        raise ConnectorRefused("this model has no KV cache, so nothing can be offloaded; remove the connector")
+        raise StartError("this model has no KV cache, so nothing can be offloaded; remove the connector")
     _check_supported(cache)
     found = tuple(_read_group(cache, index) for index in range(len(groups)))
     hash_block_size = hash_block_size or cache.hash_block_size or min(group.spec.block_size for group in found)
@@ -117,13 +117,13 @@ def _check_supported(cache: Any) -> None:
     """Refuse caches of which a part cannot be restored."""
     uncacheable = set(range(len(cache.kv_cache_groups))) - set(cache.prefix_cacheable_group_ids)
     if uncacheable:
-        raise ConnectorRefused(
+        raise StartError(
             f"KV cache groups {sorted(uncacheable)} cannot be found by a prefix; kvferry does not support this model"
         )
     if cache.hisparse_host_num_blocks is not None or any(tensor.host_resident for tensor in cache.kv_cache_tensors):
-        raise ConnectorRefused("part of the KV cache is in host memory (HiSparse); kvferry does not support this")
+        raise StartError("part of the KV cache is in host memory (HiSparse); kvferry does not support this")
     if cache.kv_cache_layout is not None and str(cache.kv_cache_layout) not in LAYOUTS:
-        raise ConnectorRefused(
+        raise StartError(
             f"KV cache layout {cache.kv_cache_layout} is not supported; kvferry supports {', '.join(LAYOUTS)}"
         )
 
@@ -135,7 +135,7 @@ def _read_group(cache: Any, index: int) -> VllmGroup:
     sizes = {int(spec.block_size) for spec in specs}
     windows = {int(spec.sliding_window) for spec in specs if _kind(index, spec) is GroupKind.SLIDING}
     if len(kinds) != 1 or len(sizes) != 1 or len(windows) > 1:
-        raise ConnectorRefused(
+        raise StartError(
             f"the layers of KV cache group {index} differ in kind, block size or window ({sorted(kinds)}, "
             f"{sorted(sizes)}, {sorted(windows)}); kvferry does not support this"
         )
@@ -154,13 +154,13 @@ def _kind(index: int, spec: Any) -> GroupKind:
     name = type(spec).__name__
     kind = _KINDS.get(name)
     if kind is None:
-        raise ConnectorRefused(
+        raise StartError(
             f"KV cache group {index} is of type {name}, which is not supported; kvferry supports {', '.join(_KINDS)}"
         )
     if getattr(spec, "prefix_replay_tokens", 0):
-        raise ConnectorRefused(f"KV cache group {index} replays part of each hit; kvferry does not support this")
+        raise StartError(f"KV cache group {index} replays part of each hit; kvferry does not support this")
     if kind is GroupKind.RECURRENT and spec.mamba_cache_mode not in ("align", "all"):
-        raise ConnectorRefused(
+        raise StartError(
             f"mamba_cache_mode={spec.mamba_cache_mode}: KV cache group {index} has recurrent states without "
             "checkpoints; start vLLM with --enable-prefix-caching and --mamba-cache-mode align"
         )
@@ -181,14 +181,14 @@ def _regions(cache: Any, index: int, layer_names: frozenset[str]) -> Iterable[Bl
         if not layers:
             continue
         if len(layers) < len(tensor.layers):
-            raise ConnectorRefused(
+            raise StartError(
                 f"layer {next(name for name in tensor.layers if name not in layer_names)} shares its KV cache tensor "
                 f"with group {index}, to which it does not belong; kvferry does not support this"
             )
         for region in _regions_of(tensor, layers, int(cache.num_blocks)):
             found.setdefault((region.offset, region.block_bytes, region.stride_bytes), region)
     if not found:
-        raise ConnectorRefused(f"KV cache group {index} has layers but no memory; kvferry does not support this")
+        raise StartError(f"KV cache group {index} has layers but no memory; kvferry does not support this")
     return found.values()
 
 
@@ -202,7 +202,7 @@ def _regions_of(tensor: Any, layers: Sequence[str], num_blocks: int) -> Iterable
     # Layers are the outermost dimension, possibly followed by heads: each column has one part of every block.
     columns, rest = divmod(layer_stride, column_bytes)
     if rest:
-        raise ConnectorRefused(
+        raise StartError(
             f"a layer of {layer_stride:,} bytes is not a multiple of {num_blocks} blocks of {block_stride:,} bytes; "
             "kvferry does not support this"
         )

@@ -19,11 +19,6 @@ from kvferry.app.settings.fields import NAMES
 from kvferry.app.settings.sources import Layer, read_layers
 from kvferry.core.errors import StartError
 
-
-class ConnectorRefused(StartError):
-    """A setting or vLLM option with which the connector cannot work; the message names it and what to do."""
-
-
 _log = logging.getLogger(__name__)
 
 VLLM_POOL_OPTION = "cpu_bytes_to_use"
@@ -39,15 +34,15 @@ def read_options(transfer: Any) -> Settings:
     """Read the settings from a `KVTransferConfig` and the sources below it.
 
     Raises:
-        ConnectorRefused: Settings are invalid; the message lists all of them.
+        StartError: Settings are invalid; the message lists all of them.
     """
     try:
         settings = Settings(_layers=_layers(transfer.kv_connector_extra_config or {}))
     except BadSettings as error:
-        raise ConnectorRefused(str(error)) from error
+        raise StartError(str(error)) from error
     invalid = [name for name in EMBEDDED_SETTINGS if settings.source(name) is Source.CONNECTOR]
     if invalid:
-        raise ConnectorRefused(f"kv_connector_extra_config: {', '.join(invalid)} are vLLM's own options; remove them")
+        raise StartError(f"kv_connector_extra_config: {', '.join(invalid)} are vLLM's own options; remove them")
     _check_transfer(transfer)
     return settings
 
@@ -58,7 +53,7 @@ def _layers(extra: Mapping[str, Any]) -> list[Layer]:
     if VLLM_POOL_OPTION not in extra:
         return read_layers(NAMES, extra, [])
     if "pool_bytes" in extra:
-        raise ConnectorRefused(
+        raise StartError(
             f"{VLLM_POOL_OPTION} (--kv-offloading-size) and pool_bytes both set the size of the pool; remove one of "
             "them"
         )
@@ -70,10 +65,10 @@ def _layers(extra: Mapping[str, Any]) -> list[Layer]:
 
 
 def check_options(transfer: Any) -> None:
-    """Log and raise `ConnectorRefused` if settings are invalid."""
+    """Log and raise `StartError` if settings are invalid."""
     try:
         read_options(transfer)
-    except ConnectorRefused as error:
+    except StartError as error:
         log_refusal(error)
         raise
 
@@ -86,9 +81,9 @@ def log_refusal(error: BaseException) -> None:
 
 def _check_transfer(transfer: Any) -> None:
     if transfer.kv_role != "kv_both":
-        raise ConnectorRefused(f"kv_role={transfer.kv_role}: kvferry stores and loads; set kv_role to kv_both")
+        raise StartError(f"kv_role={transfer.kv_role}: kvferry stores and loads; set kv_role to kv_both")
     if transfer.kv_load_failure_policy != "recompute" and not is_tested(installed_version()):
-        raise ConnectorRefused(
+        raise StartError(
             f"kv_load_failure_policy={transfer.kv_load_failure_policy}: vLLM would fail requests whose blocks cannot "
             "be loaded, and kvferry changes the policy in tested releases of vLLM only; set "
             '"kv_load_failure_policy": "recompute"'
@@ -111,14 +106,12 @@ def check_parallel(parallel: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
-            raise ConnectorRefused(
+            raise StartError(
                 f"{name}={size}: kvferry does not support context parallelism, which distributes a block's tokens "
                 f"over ranks; remove --{name.replace('_', '-')} or set it to 1"
             )
     if getattr(parallel, "nnodes", 1) > 1:
-        raise ConnectorRefused(
-            f"nnodes={parallel.nnodes}: kvferry needs all ranks of an engine on one host; set nnodes to 1"
-        )
+        raise StartError(f"nnodes={parallel.nnodes}: kvferry needs all ranks of an engine on one host; set nnodes to 1")
 
 
 def check_prefix_caching(config: Any) -> None:
@@ -127,11 +120,11 @@ def check_prefix_caching(config: Any) -> None:
         return
     reason = _no_caching_reason(config)
     if reason is not None:
-        raise ConnectorRefused(
+        raise StartError(
             f"enable_prefix_caching=False: vLLM has disabled prefix caching, which kvferry needs: {reason}; remove the "
             "connector"
         )
-    raise ConnectorRefused(
+    raise StartError(
         "enable_prefix_caching=False: kvferry needs prefix caching; remove --no-enable-prefix-caching, or remove the "
         "connector if vLLM's log says that vLLM has disabled prefix caching"
     )

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.fingerprint import engine_name, fingerprint, start_digest
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.versions import hash_block_size
 from kvferry.app.pool.recovery import largest_pool_bytes, open_kept_file
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
 from kvferry.core.engine_api import StoreMode
+from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
 from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
@@ -88,15 +88,12 @@ class PoolGeometry:
 
 
 def pool_geometry(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolGeometry:
-    """Compute the pool for the setting `pool_bytes`. Raises `ConnectorRefused`."""
+    """Compute the pool for the setting `pool_bytes`. Raises `ValueError`."""
     num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
-    try:
-        slots = layout.group_layout(settings.blocks_per_slot, num_ranks // ranks_per_copy)
-    except ValueError as error:
-        raise ConnectorRefused(str(error)) from error
+    slots = layout.group_layout(settings.blocks_per_slot, num_ranks // ranks_per_copy)
     extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
     if not extents.num_slots:
-        raise ConnectorRefused(
+        raise StartError(
             f"pool_bytes={settings.pool_bytes}: smaller than one slot, which has {slots.slot_bytes:,} bytes on "
             f"{num_ranks} ranks together; increase it"
         )
@@ -190,7 +187,7 @@ class EngineConfig:
 
     @classmethod
     def make(cls, vllm_config: Any, cache: Any, settings: Settings) -> EngineConfig:
-        """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `ConnectorRefused`."""
+        """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `ValueError`."""
         layout = read_layout(cache, hash_block_size(vllm_config, cache))
         return cls(vllm_config, cache, settings, layout, pool_geometry(settings, layout, vllm_config.parallel_config))
 
@@ -264,7 +261,7 @@ def map_for_rank(config: EngineConfig, rank: int, preparation: Preparation | Non
     """Map the pool on a worker rank and prepare it for the rank's device. Called on every rank.
 
     Raises:
-        ConnectorRefused: A rank cannot map the pool; raised on every rank.
+        StartError: A rank cannot map the pool; raised on every rank.
         NotEnoughMemory: There is no memory for the pool.
     """
     geometry = config.geometry
@@ -287,7 +284,7 @@ def map_for_rank(config: EngineConfig, rank: int, preparation: Preparation | Non
     if mapped is None or errors:
         if mapped is not None:
             mapped.pool.close()
-        raise ConnectorRefused(config.settings.as_written("; ".join(errors)))
+        raise StartError("; ".join(errors))
     if mapped.temporary is not None and not config.is_mapped_by_scheduler:
         mapped.temporary.unlink()
     return mapped
@@ -307,19 +304,19 @@ def map_for_scheduler(config: EngineConfig) -> MappedPool | None:
     """Map the pool in the scheduler process after all ranks have mapped it; None if it is not needed there.
 
     Raises:
-        ConnectorRefused: The pool cannot be mapped.
+        StartError: The pool cannot be mapped.
     """
     if not config.is_mapped_by_scheduler:
         return None
     try:
         mapped = _map(config, 0, is_first=False, is_ready=True)
     except FileNotFoundError as error:
-        raise ConnectorRefused(
+        raise StartError(
             f"the pool {error.filename} of this engine's ranks does not exist here: tiers and persistent pools need "
             "the ranks and the scheduler process on one host, in one container; remove tiers and set pool_kind=pinned"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ConnectorRefused(config.settings.as_written(str(error))) from error
+    except OSError as error:
+        raise StartError(str(error)) from error
     if mapped.temporary is not None:
         mapped.temporary.unlink()
     return mapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,8 +11,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
+from kvferry.app.discovery import Announcement, announce_service
 from kvferry.app.engines.identity import DigestCache
-from kvferry.app.engines.vllm.admin import AdminServer
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
 from kvferry.app.engines.vllm.extents import EngineExtents
@@ -20,7 +21,6 @@ from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import RankHandshake
 from kvferry.app.engines.vllm.metrics import StatsSource
-from kvferry.app.engines.vllm.options import ConnectorRefused
 from kvferry.app.engines.vllm.pool import (
     EngineConfig,
     MappedPool,
@@ -34,6 +34,7 @@ from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.logs import LogPipe, start_logging
+from kvferry.app.service.server import PortTaken, Served, Server, listen, make_server, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _HASHES_PER_BLOCK = 4
 """Limit of extended hashes kept per device block; more than the device can hold."""
+CLOSE_S = 5.0
+MAX_PORT = 65535
 
 
 class SharedLogs:
@@ -82,11 +85,74 @@ class SharedLogs:
                 SharedLogs._pipe = None
 
 
+class AdminServer:
+    """Serves the admin API on a thread, and writes the discovery file by which clients on this host find it."""
+
+    def __init__(
+        self, settings: Settings, engine: Served, name: str, engine_name: str, data_parallel_rank: int
+    ) -> None:
+        """Listen on the port plus the data-parallel rank, or on a free port if that is taken.
+
+        Raises:
+            StartError: The address cannot be listened on.
+        """
+        self._listener = _listen(settings, data_parallel_rank)
+        self.url = url_of(self._listener)
+        self._engine = engine
+        self._state_dir = settings.state_dir
+        self._name = name
+        self._engine_name = engine_name
+        self._server: Server | None = None
+        self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
+        self._announcement: Announcement | None = None
+
+    def start(self) -> None:
+        """Start to serve and write the discovery file."""
+        self._server = make_server(self._engine)
+        self._thread.start()
+        self._announcement = announce_service(self._state_dir, self._name, self.url, self._engine_name)
+        _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
+
+    def close(self) -> None:
+        """Stop the server; may be called again."""
+        if self._announcement is not None:
+            self._announcement.withdraw()
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        if self._server is None:
+            return
+        try:
+            self._server.run(sockets=[self._listener])
+        except Exception:  # noqa: BLE001 - the engine continues without the admin API
+            _log.exception("the admin API has stopped; the engine continues")
+
+
+def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
+    port = settings.port + data_parallel_rank if settings.port else 0
+    if port <= MAX_PORT:
+        try:
+            return listen(settings.host, port)
+        except PortTaken:
+            pass
+    listener = listen(settings.host, 0)
+    _log.warning(
+        "admin port %d is taken: listening on %s, where clients on this host find it; set port=0 to use a free port",
+        port,
+        url_of(listener),
+    )
+    return listener
+
+
 def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping[str, Any]) -> RankHandshake:
     """Map the pool on this rank, start the rank's copy engine, and return the rank's handshake metadata.
 
     Raises:
-        ConnectorRefused, NotEnoughMemory: The KV caches are not supported, or the pool cannot be mapped.
+        StartError: The KV caches are not supported, or the pool cannot be mapped.
     """
     layout, settings, geometry = config.layout, config.settings, config.geometry
     check_caches(layout, caches)
@@ -114,7 +180,7 @@ class EngineCore:
         """Map the pool if it is needed in this process, start the offload service, and reserve the admin port.
 
         Raises:
-            ConnectorRefused: A part cannot be started; the others are closed.
+            StartError: A part cannot be started; the others are closed.
         """
         vllm_config, settings, layout = config.vllm, config.settings, config.layout
         self._config = config
@@ -129,10 +195,7 @@ class EngineCore:
         self._signals = StepSignals(threading.Event() if settings.tiers else None)
         with ExitStack() as undo:
             self._open_service(logs, undo)
-            try:
-                self.service.start()
-            except StartError as error:
-                raise ConnectorRefused(str(error)) from error
+            self.service.start()
             self._report_recovered()
             self.scheduler = ConnectorScheduler(
                 self.service.guard,
@@ -157,11 +220,11 @@ class EngineCore:
         """Do nothing: vLLM serves the requests and aborts them itself."""
 
     def check_ranks(self, ranks: Sequence[RankHandshake]) -> None:
-        """Raise `ConnectorRefused` if a rank's pool differs from the scheduler's."""
+        """Raise `StartError` if a rank's pool differs from the scheduler's."""
         geometry = self._config.geometry
         for rank in ranks:
             if (rank.num_slots, rank.slot_bytes) != (geometry.num_slots, geometry.rank_slot_bytes):
-                raise ConnectorRefused(
+                raise StartError(
                     f"rank {rank.rank} has {rank.num_slots:,} slots of {rank.slot_bytes:,} bytes, the scheduler "
                     f"{geometry.num_slots:,} of {geometry.rank_slot_bytes:,}: ranks with different shares of the KV "
                     "cache are not supported; choose a pipeline_parallel_size that divides the layers"
@@ -192,46 +255,43 @@ class EngineCore:
                 "PYTHONHASHSEED is not set and vLLM's hash seed is random: blocks stored now are not found after a "
                 "restart; set PYTHONHASHSEED, or prefix_caching_hash_algo=sha256"
             )
-        try:
-            has_default_name = settings.engine_name is None
-            claim = claim_name(settings.resolved_database_url(), config.name, is_default=has_default_name)
-            undo.callback(claim.close)
-            self._engine_name = config.shared_name(claim.name)
-            mapped = map_for_scheduler(config)
-            if mapped is not None:
-                undo.callback(mapped.pool.close)
-            pool = None if mapped is None else mapped.pool
-            record = _open_record(config, mapped, undo)
-            plan = geometry.extents if record is None else record.file.shape.plan
-            self._extents = EngineExtents(
-                plan, geometry.slots.slot_bytes, geometry.num_ranks, pool, step=request_step, stopping=stopping
-            )
-            engine = EngineBinding(
-                name=claim.name,
-                info=EngineInfo(
-                    "vllm",
-                    str(vllm_config.model_config.model),
-                    str(vllm_config.device_config.device_type),
-                    layout.groups[0].spec.block_size,
-                    groups=len(layout.groups),
-                    workers=geometry.num_ranks,
-                ),
-                layout=geometry.slots,
-                fingerprint=config.fingerprint,
-                device=self.device,
-                watermark_blocks=_watermark_blocks(vllm_config, layout),
-                null_block=NULL_BLOCK,
-                hooks=EngineHooks(
-                    wake=self._signals.wake,
-                    step=request_step,
-                    listen=lambda sink: sink if events is None else events.wrap(sink),
-                    reasons=self._signals.reasons,
-                ),
-            )
-            binding = PoolBinding(plan, self._extents, pool, record)
-            self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
-        except ValueError as error:
-            raise ConnectorRefused(settings.as_written(str(error))) from error
+        has_default_name = settings.engine_name is None
+        claim = claim_name(settings.resolved_database_url(), config.name, is_default=has_default_name)
+        undo.callback(claim.close)
+        self._engine_name = config.shared_name(claim.name)
+        mapped = map_for_scheduler(config)
+        if mapped is not None:
+            undo.callback(mapped.pool.close)
+        pool = None if mapped is None else mapped.pool
+        record = _open_record(config, mapped, undo)
+        plan = geometry.extents if record is None else record.file.shape.plan
+        self._extents = EngineExtents(
+            plan, geometry.slots.slot_bytes, geometry.num_ranks, pool, step=request_step, stopping=stopping
+        )
+        engine = EngineBinding(
+            name=claim.name,
+            info=EngineInfo(
+                "vllm",
+                str(vllm_config.model_config.model),
+                str(vllm_config.device_config.device_type),
+                layout.groups[0].spec.block_size,
+                groups=len(layout.groups),
+                workers=geometry.num_ranks,
+            ),
+            layout=geometry.slots,
+            fingerprint=config.fingerprint,
+            device=self.device,
+            watermark_blocks=_watermark_blocks(vllm_config, layout),
+            null_block=NULL_BLOCK,
+            hooks=EngineHooks(
+                wake=self._signals.wake,
+                step=request_step,
+                listen=lambda sink: sink if events is None else events.wrap(sink),
+                reasons=self._signals.reasons,
+            ),
+        )
+        binding = PoolBinding(plan, self._extents, pool, record)
+        self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
         undo.callback(self.service.close)
 
     def _report_recovered(self) -> None:
