@@ -120,13 +120,13 @@ class BlockIndex(HashTable):
         """Return the number of each key, -1 where there is none."""
         return self.find_and_hash(keys)[0]
 
-    def find_and_hash(self, keys: Sequence[Key]) -> tuple[Numbers, KeyHashes]:
-        """Return the number of each key, -1 where there is none, and the hash of each key."""
+    def find_and_hash(self, keys: Sequence[Key]) -> tuple[Numbers, int, KeyHashes]:
+        """Return the number of each key, -1 where there is none, how many were found, and the hash of each key."""
         hashes = self._hash_all(keys)
         numbers: Numbers = np.empty(len(hashes), dtype=np.int64)
         num_found = self._find(self._cells, self._shift, self._epoch, hashes, numbers)
         if not num_found:
-            return numbers, hashes
+            return numbers, 0, hashes
         if num_found == len(numbers):
             wanted, held = keys, self._keys[numbers]
         else:
@@ -136,22 +136,22 @@ class BlockIndex(HashTable):
             for i in (numbers >= 0).nonzero()[0].tolist():
                 if self._keys[numbers[i]] != keys[i]:
                     numbers[i] = -1
-        return numbers, hashes
+                    num_found -= 1
+        return numbers, num_found, hashes
 
     def find_some(self, keys: Sequence[Key]) -> Numbers:
         """Return the numbers of the keys that are present."""
-        numbers = self.find_and_hash(keys)[0]
-        return numbers[numbers >= 0]
+        numbers, num_found, _ = self.find_and_hash(keys)
+        return numbers if num_found == len(numbers) else numbers[numbers >= 0]
 
     def find_prefix(self, keys: Sequence[Key]) -> Numbers:
         """Return the numbers of the leading keys, up to the first absent one, in time proportional to the result."""
         parts: list[Numbers] = []
         start, chunk = 0, _FIRST_CHUNK
         while start < len(keys) or not parts:
-            numbers = self.find(keys[start : start + chunk])
-            missing = (numbers < 0).nonzero()[0]
-            if len(missing):
-                parts.append(numbers[: missing[0]])
+            numbers, num_found, _ = self.find_and_hash(keys[start : start + chunk])
+            if num_found < len(numbers):
+                parts.append(numbers[: (numbers < 0).argmax()])
                 break
             parts.append(numbers)
             start += chunk

@@ -188,11 +188,11 @@ class OffloadManager:
         with self.changing:
             table = self.table
             num_answered = len(keys)
-            found, hashes = self.index.find_and_hash(keys)
-            absent = found < 0
-            if int(np.count_nonzero(absent)) == num_answered:
+            found, num_found, hashes = self.index.find_and_hash(keys)
+            if not num_found:
                 own, wanted_at = NO_SLOTS, _counting(num_answered)
             else:
+                absent = found < 0
                 own, wanted_at = found[~absent], absent.nonzero()[0]
                 self._use_again(own, positions[~absent], priority_class)
             counted, held_back_at = None, NO_SLOTS
@@ -505,7 +505,9 @@ class OffloadManager:
             prefix: The request's earlier keys.
         """
         table, missing = self.table, len(wanted) - len(free)
-        protected = own = own[table.pins[own] == 0]
+        if len(own):
+            own = own[table.pins[own] == 0]
+        protected = own
         num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
             # In a larger pool the request's earlier blocks are among the latest used.

@@ -170,7 +170,7 @@ class MissHistory:
         """
         if not keys:
             return FoundMisses([], None)
-        found, hashes = self._index.find_and_hash(keys)
+        found, _, hashes = self._index.find_and_hash(keys)
         is_missing = found < 0
         missing = hashes[is_missing]
         evicted = self.evicted.regret(missing)
