@@ -188,8 +188,8 @@ class HistoryWriter:
 def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
     """Return a batch as parameters. A block without hits has been idle since it was stored."""
     rows = batch.rows
-    age_s = (batch.time_s - rows.stored_s).clip(min=0.0).tolist()
-    idle_s = (batch.time_s - np.maximum(rows.stored_s, rows.hit_s)).clip(min=0.0).tolist()
+    age_s = (batch.time_s - rows.records["stored_s"]).clip(min=0.0).tolist()
+    idle_s = (batch.time_s - np.maximum(rows.records["stored_s"], rows.records["hit_s"])).clip(min=0.0).tolist()
     common = {
         "engine": engine,
         "time": batch.time_s,
@@ -202,9 +202,9 @@ def _eviction_rows(engine: str, batch: EvictionBatch) -> list[dict[str, Any]]:
         rows.keys,
         age_s,
         idle_s,
-        rows.hits.tolist(),
-        rows.positions.tolist(),
-        rows.sizes.tolist(),
+        rows.records["hits"].tolist(),
+        rows.records["position"].tolist(),
+        rows.records["size"].tolist(),
         rows.origins,
         strict=True,
     )

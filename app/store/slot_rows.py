@@ -128,9 +128,10 @@ def _parameters(engine: str, rows: SlotRows) -> dict[int, dict[str, Any] | None]
     """Return each slot's row as parameters, None for a slot without a block."""
     slots = rows.slots.tolist()
     parameters: dict[int, dict[str, Any] | None] = dict.fromkeys(slots)
-    generations, epochs = rows.generations.tolist(), rows.epochs.tolist()
-    sizes, positions, hits = rows.sizes.tolist(), rows.positions.tolist(), rows.hits.tolist()
-    stored_s, hit_s, classes = rows.stored_s.tolist(), rows.hit_s.tolist(), rows.classes.tolist()
+    records = rows.records
+    generations, epochs, sizes = (records[name].tolist() for name in ("generation", "epoch", "size"))
+    positions, hits, classes = (records[name].tolist() for name in ("position", "hits", "priority_class"))
+    stored_s, hit_s = records["stored_s"].tolist(), records["hit_s"].tolist()
     for i in np.flatnonzero(rows.live).tolist():
         key, origin = rows.keys[i], rows.origins[i]
         parameters[slots[i]] = {

@@ -81,7 +81,7 @@ class Inventory:
         """Return the state of each block now, None for one that has left the pool since the rows were copied."""
         manager, table, slots = self._manager, self._manager.table, rows.slots
         with manager.lock:
-            is_present = table.is_ready(slots) & (table.generations[slots] == rows.generations)
+            is_present = table.is_ready(slots) & (table.generations[slots] == rows.records["generation"])
             is_pinned = table.pins[slots] > 0
             is_loading = np.isin(slots, manager.pins.loading_slots())
             until_s = manager.operator_pins.until_s(rows.keys)

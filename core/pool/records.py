@@ -47,9 +47,9 @@ def records_in(lines: NDArray[np.int64]) -> Records:
 class SlotRows(NamedTuple):
     """A copy of a batch of slots as columns of one length, for history and listings.
 
-    `positions` is the index of the block within its request, `sizes` are bytes, times are Unix seconds (`hit_s` 0
-    for a block never hit), `classes` are those of priority. `live` is False for a slot that no longer holds a loadable
-    block; its other columns are then stale.
+    In `records`, `position` is the index of the block within its request, `size` is in bytes, and times are Unix
+    seconds (`hit_s` 0 for a block never hit). `live` is False for a slot that no longer holds a loadable block; its
+    other columns are then stale.
     """
 
     slots: NDArray[np.int64]
@@ -60,39 +60,8 @@ class SlotRows(NamedTuple):
 
     @property
     def records(self) -> Records:
+        """Columns by the names in `SLOT_RECORD`."""
         return records_in(self.lines)
-
-    @property
-    def generations(self) -> NDArray[np.int64]:
-        return self.records["generation"]
-
-    @property
-    def epochs(self) -> NDArray[np.int32]:
-        return self.records["epoch"]
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        return self.records["size"]
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        return self.records["position"]
-
-    @property
-    def stored_s(self) -> NDArray[np.float64]:
-        return self.records["stored_s"]
-
-    @property
-    def hit_s(self) -> NDArray[np.float64]:
-        return self.records["hit_s"]
-
-    @property
-    def hits(self) -> NDArray[np.int32]:
-        return self.records["hits"]
-
-    @property
-    def classes(self) -> NDArray[np.uint8]:
-        return self.records["priority_class"]
 
 
 class PoolRecord(Protocol):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.admission import AdmissionFilter
+from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.manager import Offer, OffloadManager
 
 ANYONE = RequestIdentity("r")
@@ -82,7 +82,7 @@ def test_what_found_no_space_was_not_offered_yet() -> None:
 def test_a_threshold_of_one_counts_nothing() -> None:
     manager = OffloadManager(100, 64)
     offer(manager, keys(0, 4))
-    assert manager.admission._filter is None
+    assert manager.admission._rows is None
 
 
 @pytest.mark.parametrize("threshold", [0, -1, 64])
@@ -93,7 +93,7 @@ def test_a_threshold_out_of_range_is_refused_by_name(threshold: int) -> None:
 
 @given(batches=st.lists(st.lists(st.integers(0, 50), max_size=30, unique=True), max_size=30))
 def test_a_key_never_counts_too_seldom_while_it_is_remembered(batches: list[list[int]]) -> None:
-    counted = AdmissionFilter(num_slots=1000)
+    counted = Admission(1000, 2)
     true: Counter[int] = Counter()
     for batch in batches:
         counted.count(marks(batch))
@@ -103,7 +103,7 @@ def test_a_key_never_counts_too_seldom_while_it_is_remembered(batches: list[list
 
 
 def test_counts_stop_at_their_limit() -> None:
-    counted = AdmissionFilter(num_slots=10_000)
+    counted = Admission(10_000, 2)
     for _ in range(400):
         counted.count(marks([7]))
     assert int(counted.counts(marks([7]))[0]) == 63
@@ -111,7 +111,7 @@ def test_counts_stop_at_their_limit() -> None:
 
 def test_few_keys_that_are_offered_once_pass_for_known_however_many_come() -> None:
     num_slots = 8000  # 2**16 counters: as few a slot as there ever are
-    counted = AdmissionFilter(num_slots)
+    counted = Admission(num_slots, 2)
     size = counted._rows.nbytes
     rng = np.random.default_rng(1)
     false = asked = 0
@@ -127,7 +127,7 @@ def test_few_keys_that_are_offered_once_pass_for_known_however_many_come() -> No
 
 def test_an_offer_is_remembered_for_as_many_others_as_there_are_slots_and_forgotten_after_twice_as_many() -> None:
     num_slots = 2000
-    counted = AdmissionFilter(num_slots)
+    counted = Admission(num_slots, 2)
     rng = np.random.default_rng(2)
 
     def others(count: int) -> None:
@@ -145,7 +145,7 @@ def test_an_offer_is_remembered_for_as_many_others_as_there_are_slots_and_forgot
 
 
 def test_counters_of_a_period_are_cleared_before_its_number_comes_again() -> None:
-    counted = AdmissionFilter(num_slots=500)
+    counted = Admission(500, 2)
     counted.count(marks(list(range(400))))
     for _ in range(500 * 4 // 100):
         counted.count(marks(list(range(1000, 1100))))

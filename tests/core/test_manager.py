@@ -77,9 +77,9 @@ def test_an_eviction_says_what_left_why_and_for_whom() -> None:
     assert (batch.reason, batch.needed_by, batch.policy) == (EvictionReason.CAPACITY, "second", "lru")
     assert batch.rows.keys == [keys(1, 1)[0], keys(0, 1)[0]]
     assert [origin.request_id for origin in batch.rows.origins] == ["first", "first"]
-    assert batch.rows.positions.tolist() == [1, 0]
-    assert batch.rows.hits.tolist() == [0, 1]
-    assert batch.rows.hit_s.tolist() == [0.0, 11.0]
+    assert batch.rows.records["position"].tolist() == [1, 0]
+    assert batch.rows.records["hits"].tolist() == [0, 1]
+    assert batch.rows.records["hit_s"].tolist() == [0.0, 11.0]
 
 
 def test_an_offer_that_finds_no_room_ends_where_room_ends() -> None:
@@ -320,7 +320,7 @@ def test_rows_tell_the_real_size_of_what_a_slot_holds() -> None:
     manager.complete_store(small.slots, 1.0)
     store(manager, keys(10, 2))
     rows = Inventory(manager).list_blocks(0, 10)
-    sizes = dict(zip(rows.keys, rows.sizes.tolist(), strict=True))
+    sizes = dict(zip(rows.keys, rows.records["size"].tolist(), strict=True))
     assert sizes == dict.fromkeys(keys(0, 2), 48) | dict.fromkeys(keys(10, 2), 64)
 
 

@@ -482,24 +482,25 @@ def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
     assert engine.offload.tiers.promotions._lookup.in_tier >= engine.manager.table.end_slot
 
 
-def test_ghosts_and_counted_offers_outlast_a_resize() -> None:
+def test_ghosts_when_the_pool_is_resized_are_kept() -> None:
     pool = Pool(8, 80_000, extent_slots=8)
-    pool.manager.admission.set_threshold(2)
     manager = pool.manager
-    positions = np.arange(4)
-    some = [key(number) for number in range(4)]
-    assert len(manager.prepare_store(some, ORIGIN, positions, 1, 1.0).slots) == 0
-    manager.admission.set_threshold(1)
     pool.store(range(10, 18))
     manager.drop_key(key(12), 5.0)
     for size in (80_000, 8):
         assert pool.to(size) is Todo.NOTHING
         assert manager.history.explain([key(12)], 9.0) == ([EvictionReason.OPERATOR], (5.0, 5.0))
-    manager.admission.set_threshold(2)
-    answer = manager.prepare_store(some, ORIGIN, positions, 1, 2.0)
-    assert len(answer.slots) == 4, "they were offered once before"
-    manager.abort_store(answer.slots)
-    assert len(manager.prepare_store([key(99)], ORIGIN, positions[:1], 1, 2.0).slots) == 0
+
+
+def test_offers_when_the_pool_is_resized_are_counted_anew() -> None:
+    pool = Pool(8, 80_000, extent_slots=8)
+    pool.manager.admission.set_threshold(2)
+    some, positions = [key(number) for number in range(4)], np.arange(4)
+    for size in (80_000, 8):
+        assert len(pool.manager.prepare_store(some, ORIGIN, positions, 1, 1.0).slots) == 0
+        assert pool.to(size) is Todo.NOTHING
+    for stored in (0, 4):
+        assert len(pool.manager.prepare_store(some, ORIGIN, positions, 1, 2.0).slots) == stored
 
 
 # --- room, where the pool is much smaller, or larger, than it was -----------------------------------------------------

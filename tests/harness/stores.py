@@ -111,16 +111,16 @@ def in_memory(manager: OffloadManager) -> Projected:
     return {
         int(slot): (
             rows.keys[i].hex(),
-            int(rows.generations[i]),
-            int(rows.epochs[i]),
-            int(rows.sizes[i]),
-            int(rows.positions[i]),
+            int(rows.records["generation"][i]),
+            int(rows.records["epoch"][i]),
+            int(rows.records["size"][i]),
+            int(rows.records["position"][i]),
             rows.origins[i].request_id,
             rows.origins[i].tenant,
             rows.origins[i].lora,
-            float(rows.stored_s[i]),
-            float(rows.hit_s[i]) or None,
-            int(rows.hits[i]),
+            float(rows.records["stored_s"][i]),
+            float(rows.records["hit_s"][i]) or None,
+            int(rows.records["hits"][i]),
         )
         for i, slot in enumerate(rows.slots)
     }

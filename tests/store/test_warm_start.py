@@ -99,7 +99,11 @@ def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path
     assert second.manager.counts().unverified == 12
     found = Inventory(second.manager).find_block(key_of(2))
     assert found is not None
-    assert (found.origins[0].request_id, found.hits.tolist(), found.hit_s.tolist()) == ("early", [1], [30.0])
+    assert (found.origins[0].request_id, found.records["hits"].tolist(), found.records["hit_s"].tolist()) == (
+        "early",
+        [1],
+        [30.0],
+    )
     for gone, number in zip(([12, 11, 10, 9], [4, 3], [8, 7, 6, 5], [2, 1]), (100, 200, 300, 400), strict=True):
         for i in range(len(gone)):
             second.put([number + i], "new", 50.0)
@@ -135,8 +139,8 @@ def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) ->
     second = Engine(tmp_path)
     assert (second.started.recovered, second.started.known) == (3, 0)
     rows = Inventory(second.manager).list_blocks(0, NUM_SLOTS)
-    assert (rows.stored_s >= before_s).all()
-    assert (rows.hit_s == 0).all()
+    assert (rows.records["stored_s"] >= before_s).all()
+    assert (rows.records["hit_s"] == 0).all()
     second.manager.drop_key(key_of(1), time.time())
     assert second.store.journal.flush(DEADLINE_S)
     ((age_s, idle_s),) = shell(tmp_path / "e.db", "SELECT age_s, idle_s FROM evictions")
