@@ -150,16 +150,11 @@ def _sentence(status: int, problem: Mapping[str, Any]) -> str:
     title = problem.get("title")
     detail = problem.get("detail") or problem.get("message")
     said = ": ".join(str(part) for part in (title, detail) if part) or "no reason given"
-    fields = problem.get("errors")
-    if isinstance(fields, list):
-        said += "".join(f"; {_field(item)}" for item in fields[:10] if isinstance(item, dict))
+    errors = problem.get("errors")
+    if isinstance(errors, list):
+        fields = [error for error in errors[:10] if isinstance(error, dict)]
+        said += "".join(f"; {error.get('field', 'body')}: {error.get('message', 'is wrong')}" for error in fields)
     return f"{said} ({status})"
-
-
-def _field(item: Mapping[str, Any]) -> str:
-    name = item.get("field") or item.get("path") or item.get("loc") or "body"
-    name = ".".join(str(part) for part in name) if isinstance(name, list) else str(name)
-    return f"{name}: {item.get('message') or item.get('msg') or item.get('detail') or 'is wrong'}"
 
 
 def _is_local(url: str) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry.core.keys import Key
 from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
@@ -42,29 +42,19 @@ class EventType(StrEnum):
     RESIZED = "resized"
 
 
-class Regret(NamedTuple):
-    """Evicted keys that were requested again."""
-
-    time_s: float
-    keys: Sequence[Key]
-
-
-class Change(NamedTuple):
-    """A change by an operator, as JSON values."""
-
-    time_s: float
-    what: Mapping[str, Any]
-
-
-Item = StoreBatch | EvictionBatch | ResetEvent | RequestEnd | Regret | Change
+Item = StoreBatch | EvictionBatch | ResetEvent | RequestEnd | Sequence[Key] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. Numbers grow by one, also for events without a watcher."""
+    """One event. Numbers grow by one, also for events without a watcher.
+
+    `item` is what core reported, the keys for `regretted`, and JSON values for a change by an operator.
+    """
 
     number: int
     type: EventType
+    time_s: float
     item: Item
     num_keys: int
 
@@ -88,31 +78,31 @@ class EventFeed:
     def stored(self, batch: StoreBatch) -> None:
         """Publish that blocks can be loaded. Requires: manager lock held."""
         self._inner.stored(batch)
-        self._push(EventType.STORED, batch, len(batch.keys))
+        self._push(EventType.STORED, batch.time_s, batch, len(batch.keys))
 
     def evicted(self, batch: EvictionBatch) -> None:
         """Publish that blocks left the pool. Requires: manager lock held."""
         self._inner.evicted(batch)
-        self._push(EventType.EVICTED, batch, len(batch.rows.keys))
+        self._push(EventType.EVICTED, batch.time_s, batch, len(batch.rows.keys))
 
     def was_reset(self, event: ResetEvent) -> None:
         """Publish a whole reset. Requires: manager lock held."""
         self._inner.was_reset(event)
-        self._push(EventType.RESET, event, 0)
+        self._push(EventType.RESET, event.time_s, event)
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """Publish that evicted blocks were requested again. Requires: manager lock held."""
         self._inner.regretted(keys, time_s)
-        self._push(EventType.REGRETTED, Regret(time_s, keys), len(keys))
+        self._push(EventType.REGRETTED, time_s, keys, len(keys))
 
     def request_ended(self, end: RequestEnd) -> None:
         """Publish that a request ended. Requires: manager lock held."""
         self._inner.request_ended(end)
-        self._push(EventType.FINISHED, end, 0)
+        self._push(EventType.FINISHED, end.time_s, end)
 
     def changed(self, type_: EventType, what: Mapping[str, Any], now_s: float) -> None:
         """Publish a change by an operator; `what` are JSON values without secrets."""
-        self._push(type_, Change(now_s, what), 0)
+        self._push(type_, now_s, what)
 
     @property
     def num_watchers(self) -> int:
@@ -142,12 +132,12 @@ class EventFeed:
             start = max(0, after + 1 - oldest)
             return lost, list(islice(self._ring, start, start + limit))
 
-    def _push(self, type_: EventType, item: Item, num_keys: int) -> None:
+    def _push(self, type_: EventType, time_s: float, item: Item, num_keys: int = 0) -> None:
         with self._lock:
             self._last_number += 1
             if not self._num_watchers and not self._is_resumable():
                 return
-            self._ring.append(Event(self._last_number, type_, item, num_keys))
+            self._ring.append(Event(self._last_number, type_, time_s, item, num_keys))
             self._num_keys += num_keys
             while len(self._ring) > MAX_EVENTS or self._num_keys > MAX_KEYS:
                 self._num_keys -= self._ring.popleft().num_keys

@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from logging.handlers import QueueHandler, QueueListener
-from types import TracebackType
 from typing import IO, Self
 from urllib.parse import quote, quote_plus
 
@@ -265,9 +264,7 @@ class LogPipe:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

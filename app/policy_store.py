@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 3.0
 
 
-class RuleExistsError(Exception):
-    """A rule of this name exists already."""
+class PolicyConflict(Exception):
+    """A change that conflicts with the overrides or rules in force. `slug` names the kind of problem."""
 
-
-class TooManyError(Exception):
-    """The limit of overrides or rules is reached."""
+    def __init__(self, slug: str, message: str) -> None:
+        super().__init__(message)
+        self.slug = slug
 
 
 class PolicyStore:
@@ -61,11 +61,13 @@ class PolicyStore:
             _log.info("policies: restored %d overrides and %d rules", len(overrides), len(rules[:MAX_RULES]))
 
     def set_override(self, override: Override, now_s: float) -> None:
-        """Set the policy of one request id, replacing an earlier override. Raises `TooManyError`."""
+        """Set the policy of one request id, replacing an earlier override. Raises `PolicyConflict`."""
         patch = patch_to_json(override.patch)
         with self._exclusively():
             if not self._policies.may_override(override.request_id):
-                raise TooManyError(f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire")
+                raise PolicyConflict(
+                    "too-many", f"there are {MAX_OVERRIDES:,} overrides already: delete some, or let them expire"
+                )
             self._store.intents.save_override(override.request_id, patch, now_s, override.expires_s)
             self._policies.set_override(override)
         what = {"request": override.request_id, "policy": patch, "expires_at": rfc3339(override.expires_s)}
@@ -81,15 +83,15 @@ class PolicyStore:
         return was_stored or was_set
 
     def add_rule(self, rule: Rule, now_s: float) -> None:
-        """Add a rule. Raises `RuleExistsError` and `TooManyError`."""
+        """Add a rule. Raises `PolicyConflict`."""
         with self._exclusively():
             if self._exists(rule.name):
-                raise RuleExistsError(f"a rule named {rule.name!r} exists already")
+                raise PolicyConflict("rule-exists", f"a rule named {rule.name!r} exists already: PUT replaces it")
             self._save(rule)
         self._publish(EventType.RULE, "set", {"rule": rule_to_json(rule)}, now_s)
 
     def put_rule(self, rule: Rule, now_s: float) -> bool:
-        """Add a rule or replace the one of its name; return whether there was one. Raises `TooManyError`."""
+        """Add a rule or replace the one of its name; return whether there was one. Raises `PolicyConflict`."""
         with self._exclusively():
             existed = self._exists(rule.name)
             self._save(rule)
@@ -107,7 +109,9 @@ class PolicyStore:
 
     def _save(self, rule: Rule) -> None:
         if not self._exists(rule.name) and len(self._policies.rules()) >= MAX_RULES:
-            raise TooManyError(f"there are {MAX_RULES} rules already: delete one, or combine several globs into one")
+            raise PolicyConflict(
+                "too-many", f"there are {MAX_RULES} rules already: delete one, or combine several globs into one"
+            )
         self._store.intents.save_rule(rule_to_json(rule))
         self._policies.put_rule(rule)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.discovery import Announcement, announce_service
+from kvferry.app.discovery import announce_service
 from kvferry.app.engines.identity import name_in_fingerprint, name_of_engine
 from kvferry.app.guard import GuardedCopies
 from kvferry.app.logs import LogPipe, start_logging
@@ -59,24 +59,18 @@ def run(settings: Settings) -> int:
             if problems:
                 raise StartError("\n".join(problems))
             progress = StartProgress()
-            process: Process | None = None
-            announcement: Announcement | None = None
-            try:
+            with ExitStack() as undo:
                 with answering(listener, progress):
                     process = Process(settings, logs, progress)
+                    undo.callback(process.close)
                     process.start()
                     server = make_server(process)
-                announcement = announce_service(settings.state_dir, process.name, url_of(listener))
+                undo.callback(announce_service(settings.state_dir, process.name, url_of(listener)).withdraw)
                 _log.info("serving on %s: dashboard /ui/, API /docs", url_of(listener))
                 # Otherwise each full collection scans every object of PyTorch: hundreds of milliseconds.
                 gc.collect()
                 gc.freeze()
                 server.run(sockets=[listener])
-            finally:
-                if announcement is not None:
-                    announcement.withdraw()
-                if process is not None:
-                    process.close()
         _log.info("stopped")
     return 0
 

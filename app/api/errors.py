@@ -16,6 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from kvferry.app.field_errors import FieldError, field_errors
+from kvferry.app.policy_store import PolicyConflict
 from kvferry.app.store import OutcomeUnknown, StoreUnavailable
 
 PROBLEM_JSON = "application/problem+json"
@@ -109,11 +110,6 @@ def invalid_field(field: str, message: str) -> Problem:
     return invalid_fields([FieldError(field=field, message=message)])
 
 
-def too_many(error: Exception) -> Problem:
-    """Return the 409 for a limit that the error names."""
-    return Problem(409, str(error), slug="too-many", title="Too many")
-
-
 def _problem_of(request: Request, exc: Exception) -> Problem:
     if isinstance(exc, RequestValidationError):
         errors = exc.errors()
@@ -125,6 +121,8 @@ def _problem_of(request: Request, exc: Exception) -> Problem:
     if isinstance(exc, StoreUnavailable):
         detail = f"the metadata store does not answer, and nothing was changed: {exc}"
         return Problem(503, detail, slug="store-unavailable", headers={"Retry-After": "5"})
+    if isinstance(exc, PolicyConflict):
+        return Problem(409, str(exc), slug=exc.slug, title=exc.slug.replace("-", " ").capitalize())
     if isinstance(exc, HTTPException):
         return _problem_of_http(request, exc)
     if isinstance(exc, Problem):
@@ -158,5 +156,5 @@ async def _answer(request: Request, exc: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
-    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable):
+    for kind in (Problem, RequestValidationError, HTTPException, StoreUnavailable, PolicyConflict):
         app.add_exception_handler(kind, _answer)

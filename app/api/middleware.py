@@ -9,10 +9,9 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable
-from itertools import count
-from random import getrandbits
 from typing import Annotated
 from urllib.parse import unquote
+from uuid import uuid4
 
 from fastapi import Depends, Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -74,13 +73,12 @@ class RequestIds:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._draw_id = _request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _set_request_id(scope, self._draw_id)
+        request_id = _set_request_id(scope)
         started = False
 
         async def send_with_headers(message: Message) -> None:
@@ -99,18 +97,12 @@ class RequestIds:
                 await problem.response(scope)(scope, receive, send_with_headers)
 
 
-def _request_ids() -> Callable[[], str]:
-    """Return a function that returns new ids: a random prefix and a counter, since ids need not be secret."""
-    prefix, numbers = f"{getrandbits(96):024x}", count(1)
-    return lambda: f"{prefix}{next(numbers):08x}"
-
-
-def _set_request_id(scope: Scope, draw_id: Callable[[], str]) -> str:
+def _set_request_id(scope: Scope) -> str:
     sent = header_values(scope, _ID)
     if len(sent) == 1 and is_request_id(sent[0]):
         request_id = sent[0]
     else:
-        request_id = draw_id()
+        request_id = uuid4().hex
         others = [header for header in scope["headers"] if header[0] != _ID]
         scope["headers"] = [*others, (_ID, request_id.encode("ascii"))]
     scope.setdefault("state", {})["request_id"] = request_id

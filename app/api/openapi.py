@@ -42,13 +42,9 @@ _WITH_BODY = {"413": "Body too large", "415": "Body not sent as application/json
 
 def describe(app: FastAPI, needs_token: bool) -> dict[str, Any]:
     """Return the OpenAPI document, built once. `needs_token` is whether a token is set."""
-    if app.openapi_schema is None:
-        app.openapi_schema = _build(app, needs_token)
-    return app.openapi_schema
-
-
-def _build(app: FastAPI, needs_token: bool) -> dict[str, Any]:
-    document = get_openapi(
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    app.openapi_schema = document = get_openapi(
         title="kvferry",
         version=app.version,
         description=DESCRIPTION,

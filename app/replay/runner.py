@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 from httpx_sse import SSEError, aconnect_sse
 
-from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, Json, Refused, http_options, refusal
+from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, Json, http_options, refusal
 from kvferry.app.replay.mapping import MappedRequest
 
 READ_TIMEOUT_S = 600.0
@@ -100,7 +100,7 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
                 received += count
     except (httpx.HTTPError, httpx.StreamError, SSEError) as failed:
         error = f"{type(failed).__name__}: {failed}".rstrip(": ")
-    except (Refused, _StreamedError) as failed:
+    except ClientError as failed:
         error = str(failed)
     if error is None and not finished:
         error = "stream ended early"
@@ -110,18 +110,14 @@ async def _send(client: httpx.AsyncClient, request: MappedRequest, model: str, r
     return Outcome(len(request.prompt), received, request.truncated, first_s, total_s, error)
 
 
-class _StreamedError(Exception):
-    """An error sent inside a stream."""
-
-
 def _tokens_in(data: str) -> int:
     """Return the number of tokens in a chunk; raises for an error or an invalid chunk."""
     try:
         chunk: Json = json.loads(data)
     except ValueError as error:
-        raise _StreamedError("stream chunk is not JSON") from error
+        raise ClientError("stream chunk is not JSON") from error
     if not isinstance(chunk, dict) or "error" in chunk or "choices" not in chunk:
-        raise _StreamedError(str(refusal(200, data)))
+        raise refusal(200, data)
     count = 0
     for choice in chunk["choices"]:
         token_ids = choice.get("token_ids")

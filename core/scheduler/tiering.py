@@ -153,7 +153,7 @@ class Tiering:
         holders: list[list[str]] = [[] for _ in rows.keys]
         with self._lock:
             for client in self.clients:
-                for i in client.is_held(rows.slots, rows.generations).nonzero()[0].tolist():
+                for i in client.is_held(rows.slots, rows.records["generation"]).nonzero()[0].tolist():
                     holders[i].append(client.name)
         return holders
 

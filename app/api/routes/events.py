@@ -14,7 +14,7 @@ from fastapi import APIRouter, Header, Query
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from kvferry.app.api.sse import STREAM_RESPONSES, MaxEvents, MustEnd, Streams
-from kvferry.app.event_feed import Change, Event, EventFeed, EventType, Regret
+from kvferry.app.event_feed import Event, EventFeed, EventType, Item
 from kvferry.app.times import rfc3339
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.events import EvictionBatch, RequestEnd, ResetEvent, StoreBatch
@@ -44,28 +44,25 @@ Nothing waits for a slow client. With `Last-Event-ID` a client that reconnects w
 
 def render(event: Event) -> str:
     """Return an event's data."""
-    item = event.item
-    head = {"type": event.type.value, "time": rfc3339(item.time_s)}
-    return json.dumps({**head, **_describe(item)}, separators=(",", ":"))
+    head = {"type": event.type.value, "time": rfc3339(event.time_s)}
+    return json.dumps({**head, **_describe(event.item)}, separators=(",", ":"))
 
 
-def _describe(item: object) -> Mapping[str, Any]:
+def _describe(item: Item) -> Mapping[str, Any]:
     if isinstance(item, StoreBatch):
         return {**_origin(item.origin), "blocks": len(item.keys), "hashes": [key.hex() for key in item.keys]}
     if isinstance(item, EvictionBatch):
         keys = item.rows.keys
         cause = {"reason": item.reason.value, "policy": item.policy, "needed_by": item.needed_by}
         return {**cause, "blocks": len(keys), "hashes": [key.hex() for key in keys]}
-    if isinstance(item, Regret):
-        return {"blocks": len(item.keys), "hashes": [key.hex() for key in item.keys]}
     if isinstance(item, ResetEvent):
         return {"blocks": item.dropped}
     if isinstance(item, RequestEnd):
         counts = {"num_prompt_tokens": item.num_prompt_tokens, "num_output_tokens": item.num_output_tokens}
         return {**_origin(item.origin), **counts, "prompt_tokens": asdict(item.prompt_tokens)}
-    if isinstance(item, Change):
-        return item.what
-    raise TypeError(f"{type(item).__name__} is not an event")
+    if isinstance(item, Mapping):
+        return item
+    return {"blocks": len(item), "hashes": [key.hex() for key in item]}
 
 
 def _origin(origin: RequestIdentity) -> dict[str, Any]:

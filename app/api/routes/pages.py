@@ -11,7 +11,6 @@ import hashlib
 import importlib.resources
 import re
 from functools import cache
-from typing import NamedTuple
 
 from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
@@ -28,15 +27,9 @@ _DOCS_ASSETS = {
 }
 
 
-class _PageFile(NamedTuple):
-    """A page's HTML and a content security policy that allows exactly its own scripts and styles."""
-
-    html: bytes
-    policy: str
-
-
 @cache
-def _load(name: str) -> _PageFile:
+def _load(name: str) -> tuple[bytes, str]:
+    """Return a page's HTML, and a content security policy that allows exactly its own scripts and styles."""
     html = importlib.resources.files("kvferry.app.api").joinpath("ui", name).read_text("utf-8")
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for tag, text in _INLINE.findall(html):
@@ -49,12 +42,12 @@ def _load(name: str) -> _PageFile:
         f"style-src {' '.join(hashes['style'])}{blob}; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return _PageFile(html.encode("utf-8"), policy)
+    return html.encode("utf-8"), policy
 
 
 def _page(name: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    file = _load(name)
-    return Response(file.html, status, {**(headers or {}), "Content-Security-Policy": file.policy}, _HTML)
+    html, policy = _load(name)
+    return Response(html, status, {**(headers or {}), "Content-Security-Policy": policy}, _HTML)
 
 
 _PAGES = {"/ui/": "index.html", "/docs": "docs.html"}

@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import Cache
-from kvferry.app.api.errors import Problem, too_many
+from kvferry.app.api.errors import Problem
 from kvferry.app.api.middleware import RequestId
 from kvferry.app.api.pagination import PageQuery, PositionCursor
 from kvferry.app.policy_json import OverrideBody, PolicyView, policy_to_json
-from kvferry.app.policy_store import PolicyStore, TooManyError
+from kvferry.app.policy_store import PolicyStore
 from kvferry.app.store import Page
 from kvferry.app.times import rfc3339
-from kvferry.core.policy import EffectivePolicy, Override
+from kvferry.core.policy import Override
 from kvferry.core.scheduler.requests import RequestPhase, RequestView
 from kvferry.core.stats import MissedTokens, PromptTokens, StoreCounts
 
@@ -44,20 +44,22 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
     id: str
-    aliases: list[str] = Field(description="other ids that match it")
+    aliases: list[str] = Field(default=[], description="other ids that match it")
     state: str = Field(examples=["running"], description="`expected`, `waiting`, `loading`, `running` or `finished`")
-    num_prompt_tokens: int | None
-    num_output_tokens: int | None
-    tenant: str | None = Field(description="digest of the tenant's name")
-    lora: str | None
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    tenant: str | None = Field(default=None, description="digest of the tenant's name")
+    lora: str | None = None
     policy: PolicyView
     override: OverrideState | None
-    prompt_tokens: PromptTokens = Field(description="as in stats, for this request; zero until its prefill is done")
-    missed_tokens: MissedTokens = Field(description="as in stats, for this request")
-    evicted_between: tuple[str, str] | None = Field(
-        description="when the first and the last of its missed blocks were evicted; null if none was"
+    prompt_tokens: PromptTokens = Field(
+        default=PromptTokens(), description="as in stats, for this request; zero until its prefill is done"
     )
-    store: StoreCounts = Field(description="as in stats, for this request")
+    missed_tokens: MissedTokens = Field(default=MissedTokens(), description="as in stats, for this request")
+    evicted_between: tuple[str, str] | None = Field(
+        default=None, description="when the first and the last of its missed blocks were evicted; null if none was"
+    )
+    store: StoreCounts = Field(default=StoreCounts(), description="as in stats, for this request")
 
 
 def _override_to_json(override: Override | None) -> dict[str, Any] | None:
@@ -87,25 +89,6 @@ def _to_json(view: RequestView, override: Override | None) -> dict[str, Any]:
         "missed_tokens": asdict(view.missed_tokens),
         "evicted_between": view.evicted_between_s and tuple(map(rfc3339, view.evicted_between_s)),
         "store": asdict(view.store),
-    }
-
-
-def _expected_to_json(request_id: str, override: Override | None, expected: EffectivePolicy) -> dict[str, Any]:
-    """Return a request that has not arrived; the policy is that of its id alone, without rules."""
-    return {
-        "id": request_id,
-        "aliases": [],
-        "state": EXPECTED,
-        "num_prompt_tokens": None,
-        "num_output_tokens": None,
-        "tenant": None,
-        "lora": None,
-        "policy": policy_to_json(expected),
-        "override": _override_to_json(override),
-        "prompt_tokens": asdict(PromptTokens()),
-        "missed_tokens": asdict(MissedTokens()),
-        "evicted_between": None,
-        "store": asdict(StoreCounts()),
     }
 
 
@@ -176,10 +159,7 @@ def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         """Before the request arrives or while it runs; replaces its earlier override. Expires after `ttl_s`."""
         now_s = time.time()
         override = Override(request_id, body.patch(), now_s + body.ttl_s)
-        try:
-            await audit.apply(partial(policies.set_override, override, now_s))
-        except TooManyError as error:
-            raise too_many(error) from None
+        await audit.apply(partial(policies.set_override, override, now_s))
         cache.wake()
         return override_view(request_id, now_s)
 
@@ -198,6 +178,9 @@ def requests_router(cache: Cache, policies: PolicyStore) -> APIRouter:
         request, override = find(request_id, now_s)
         if request is not None:
             return _to_json(request, override)
-        return _expected_to_json(request_id, override, resolver.expected((request_id,), now_s))
+        # One that has not arrived; the policy is that of its id alone, without rules.
+        effective = resolver.expected((request_id,), now_s)
+        override_json, policy_json = _override_to_json(override), policy_to_json(effective)
+        return {"id": request_id, "state": EXPECTED, "policy": policy_json, "override": override_json}
 
     return router

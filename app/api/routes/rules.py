@@ -11,11 +11,11 @@ from fastapi import APIRouter, Body, Path, Response
 
 from kvferry.app.api.audit import AuditInTransaction
 from kvferry.app.api.context import Cache
-from kvferry.app.api.errors import Problem, too_many
+from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, RuleCursor
 from kvferry.app.field_errors import FieldError
 from kvferry.app.policy_json import NamedRuleBody, PutRuleBody, RuleBody, RuleName, RuleView, rule_to_json
-from kvferry.app.policy_store import PolicyStore, RuleExistsError, TooManyError
+from kvferry.app.policy_store import PolicyStore
 from kvferry.app.store.reader import Page, decode_cursor, encode_cursor
 from kvferry.core.rules import MAX_RULES, Rule
 
@@ -58,13 +58,7 @@ def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
     ) -> dict[str, Any]:
         """Applies to the blocks not yet offered, at the engine's next step. 409 if the name exists."""
         rule = _to_core(body, body.name)
-        try:
-            await audit.apply(partial(policies.add_rule, rule, time.time()))
-        except RuleExistsError as error:
-            detail = f"{error}: PUT replaces it"
-            raise Problem(409, detail, slug="rule-exists", title="Rule exists") from None
-        except TooManyError as error:
-            raise too_many(error) from None
+        await audit.apply(partial(policies.add_rule, rule, time.time()))
         cache.wake()
         response.headers["Location"] = f"/admin/v1/rules/{rule.name}"
         return rule_to_json(rule)
@@ -95,10 +89,7 @@ def rules_router(cache: Cache, policies: PolicyStore) -> APIRouter:
             detail = f"the rule is named {name!r} in the path and {body.name!r} in the body: omit one"
             raise Problem(409, detail, slug="name-differs", title="Names differ")
         rule = _to_core(body, name)
-        try:
-            existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
-        except TooManyError as error:
-            raise too_many(error) from None
+        existed = await audit.apply(partial(policies.put_rule, rule, time.time()))
         cache.wake()
         response.status_code = 200 if existed else 201
         return rule_to_json(rule)
