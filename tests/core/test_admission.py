@@ -9,21 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.admission import Admission
-from kvferry.core.pool.manager import Offer, OffloadManager
-
-ANYONE = RequestIdentity("r")
-
-
-def keys(first: int, count: int) -> list[bytes]:
-    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
-
-
-def offer(manager: OffloadManager, wanted: list[bytes]) -> Offer:
-    answer = manager.prepare_store(wanted, ANYONE, np.arange(len(wanted)), 1, 1.0)
-    manager.complete_store(answer.slots, 1.0)
-    return answer
+from kvferry.core.pool.manager import OffloadManager
+from tests.harness.pool_blocks import ANYONE, keys, store
 
 
 def marks(numbers: list[int]) -> np.ndarray:
@@ -34,7 +22,7 @@ def marks(numbers: list[int]) -> np.ndarray:
 def test_a_block_is_stored_from_its_third_offer_on() -> None:
     manager = OffloadManager(100, 64, store_threshold=3)
     for expected in (0, 0, 4):
-        answer = offer(manager, keys(1, 4))
+        answer = store(manager, keys(1, 4))
         assert len(answer.slots) == expected
         assert answer.num_answered == 4
         assert len(answer.held_back_at) == 4 - expected
@@ -43,10 +31,10 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
 
 def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:
     manager = OffloadManager(100, 64)
-    offer(manager, keys(2, 2))
+    store(manager, keys(2, 2))
     manager.admission.set_threshold(2)
-    offer(manager, keys(4, 1))
-    answer = offer(manager, keys(0, 6))
+    store(manager, keys(4, 1))
+    answer = store(manager, keys(0, 6))
     assert answer.num_answered == 6
     assert answer.stored_at.tolist() == [4]
     assert answer.held_back_at.tolist() == [0, 1, 5]
@@ -59,15 +47,15 @@ def test_lookups_are_no_offers() -> None:
         manager.lookup(keys(0, 3))
         manager.lookup_each(keys(0, 3))
         manager.history.explain(keys(0, 3), 1.0)
-    assert len(offer(manager, keys(0, 3)).held_back_at) == 3
+    assert len(store(manager, keys(0, 3)).held_back_at) == 3
 
 
 def test_what_found_no_space_was_not_offered_yet() -> None:
     manager = OffloadManager(2, 64)
-    offer(manager, keys(50, 2))
+    store(manager, keys(50, 2))
     pin = manager.pin(manager.lookup(keys(50, 2)))
     manager.admission.set_threshold(2)
-    offer(manager, keys(1, 1))
+    store(manager, keys(1, 1))
     answer = manager.prepare_store(keys(0, 4), ANYONE, np.arange(4), 1, 1.0)
     assert (answer.num_answered, answer.held_back_at.tolist()) == (1, [0]), "the second key is due, and finds no space"
     for _ in range(3):
@@ -81,7 +69,7 @@ def test_what_found_no_space_was_not_offered_yet() -> None:
 
 def test_a_threshold_of_one_counts_nothing() -> None:
     manager = OffloadManager(100, 64)
-    offer(manager, keys(0, 4))
+    store(manager, keys(0, 4))
     assert manager.admission._rows is None
 
 

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.keys import RequestIdentity
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.manager import OffloadManager
-
-LOW, NORMAL, HIGH = 0, 1, 2
-ANYONE = RequestIdentity("r")
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "big") + b"\0"
+from tests.harness.pool_blocks import HIGH, LOW, NORMAL, key, load, store
 
 
 class PaperArc:
@@ -165,15 +158,10 @@ class Ours:
         self.policy = policy
 
     def offer(self, numbers: list[int], priority: int = NORMAL) -> None:
-        keys = [key(number) for number in numbers]
-        answer = self.manager.prepare_store(keys, ANYONE, np.arange(len(keys)), priority, 1.0)
-        self.manager.complete_store(answer.slots, 1.0)
+        store(self.manager, [key(number) for number in numbers], priority)
 
     def load(self, numbers: list[int]) -> int:
-        pin = self.manager.pin(self.manager.lookup([key(number) for number in numbers]))
-        assert self.manager.prepare_load(pin, 1.0)
-        assert self.manager.complete_load(pin)
-        return len(pin)
+        return load(self.manager, [key(number) for number in numbers])
 
     def segments(self) -> list[list[list[int]]]:
         table = self.manager.table

@@ -20,25 +20,9 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from kvferry.core.stats import empty
 from kvferry.core.transfers import Direction, TransferResult
+from tests.harness.pool_blocks import keys, store
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest, blocks_of
-
-
-def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
-    tokens = list(range(first, first + blocks * BLOCK_SIZE + 1))
-    return ToyRequest(name, tokens, len(tokens), max_tokens, **fields)
-
-
-def findable(engine: ToyEngine, one: ToyRequest) -> int:
-    return len(engine.manager.lookup(make_keys(one.block_hashes, 0)))
-
-
-def keys(first: int, count: int) -> list[bytes]:
-    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
-
-
-def store(manager: OffloadManager, wanted: list[bytes]) -> None:
-    answer = manager.prepare_store(wanted, RequestIdentity("r"), np.arange(len(wanted)), 1, 1.0)
-    manager.complete_store(answer.slots, 1.0)
+from tests.harness.toy_requests import findable, request
 
 
 def pin_all(engine: ToyEngine) -> list[bytes]:
@@ -78,27 +62,6 @@ def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
     complete = (3 * blocks_per_slot - 1) // blocks_per_slot * blocks_per_slot
     assert (store.stored, store.offered) == (complete, complete)
     assert engine.offload.snapshot().pool.ready == complete // blocks_per_slot
-
-
-@pytest.mark.parametrize("blocks_per_slot", [2, 3, 8])
-def test_a_slot_is_loaded_without_the_head_that_the_device_has_and_the_tail_that_is_computed(blocks_per_slot) -> None:
-    engine = ToyEngine(64, 64, blocks_per_slot=blocks_per_slot)
-    first = request("first", 2 * blocks_per_slot)
-    engine.add(first)
-    engine.run()
-    for block_hash in first.block_hashes[1:]:
-        engine.device.forget(engine.device.cached[0, block_hash])
-    # One block on the device, and the last token of a prompt that ends with a block: both are in the middle of a slot.
-    tokens = list(range(2 * blocks_per_slot * BLOCK_SIZE))
-    engine.add(ToyRequest("second", tokens, len(tokens), 1))
-    (load,) = engine.step().loads
-    (run,) = load.runs
-    loaded = range(1, 2 * blocks_per_slot - 1)
-    assert run.parts.tolist() == [block % blocks_per_slot for block in loaded]
-    assert len(blocks_of(load)) == len(loaded)
-    engine.run()
-    prompt = engine.offload.requests.find("second", engine.now_s).prompt_tokens
-    assert (prompt.device_hit, prompt.host_hit) == (BLOCK_SIZE, len(loaded) * BLOCK_SIZE)
 
 
 def test_a_block_that_a_chunk_ends_in_is_stored_when_the_next_chunk_has_filled_it() -> None:

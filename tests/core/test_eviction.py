@@ -6,38 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.core.keys import Prefix, RequestIdentity
+from kvferry.core.keys import Prefix
 from kvferry.core.pool.eviction.arc import ArcPolicy
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.manager import OffloadManager
-from kvferry.core.pool.native import hash_keys
 from kvferry.core.pool.pins import Pin
+from kvferry.core.stats import EvictionReason
+from kvferry.core.transfers import NO_SLOTS
 from tests.harness.effort import examples
+from tests.harness.pool_blocks import ANYONE, HIGH, LOW, NORMAL, held, keys, load, offer, store
 
-ANYONE = RequestIdentity("r")
-LOW, NORMAL, HIGH = 0, 1, 2
 POLICIES = sorted(EVICTION_POLICIES)
-
-
-def keys(first: int, count: int) -> list[bytes]:
-    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
-
-
-def store(manager: OffloadManager, wanted: list[bytes], priority: int = NORMAL) -> int:
-    answer = manager.prepare_store(wanted, ANYONE, np.arange(len(wanted)), priority, 1.0)
-    return manager.complete_store(answer.slots, 1.0)
-
-
-def load(manager: OffloadManager, wanted: list[bytes]) -> None:
-    pin = manager.pin(manager.lookup(wanted))
-    assert manager.prepare_load(pin, 1.0)
-    assert manager.complete_load(pin)
-
-
-def held(manager: OffloadManager, wanted: list[bytes]) -> list[bool]:
-    return (manager.lookup_each(wanted) >= 0).tolist()
 
 
 def exchange(manager: OffloadManager, name: str) -> int:
@@ -167,41 +148,108 @@ def test_a_call_to_exchange_policies_moves_no_more_than_a_thousand_slots() -> No
     assert manager.counts().ready == 5000
 
 
-class ExchangeMachine(RuleBasedStateMachine):
-    """Contents against a plain model of what must and may be there, while policies are exchanged step by step."""
+class PoolMachine(RuleBasedStateMachine):
+    """Stores, loads, pins, drops and resets in any order, while eviction policies are exchanged step by step."""
 
-    @initialize(size=st.sampled_from([1, 5, 40, 3000]))
+    @initialize(size=st.sampled_from([1, 5, 5, 40, 40, 3000]))
     def start(self, size: int) -> None:
         self.size = size
         self.manager = OffloadManager(size, 64)
-        self.pins: list[tuple[Pin, list[bytes]]] = []
+        self.pins: list[Pin] = []
+        self.loads: list[Pin] = []
+        self.stores: list[np.ndarray] = []
         self.next = 0
 
-    @rule(count=st.integers(1, 700), again=st.booleans(), priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]))
-    def offer(self, count: int, again: bool, priority: int) -> None:
+    def some_keys(self, data, count: int) -> list[bytes]:
+        """Keys of which the pool mostly has the first ones."""
+        table = self.manager.table
+        ready = np.flatnonzero(table.current_states(0, self.size) == 2)
+        if not len(ready):
+            return keys(0, count)
+        first = table.keys[ready[data.draw(st.integers(0, len(ready) - 1))]]
+        return keys(int.from_bytes(first[:-1], "big"), count)
+
+    def in_use(self) -> set[int]:
+        """Slots that open transfers access."""
+        return {int(slot) for slots in (*self.stores, *(load.slots for load in self.loads)) for slot in slots}
+
+    @rule(
+        count=st.integers(1, 30) | st.integers(1, 700),
+        again=st.booleans(),
+        priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]),
+    )
+    def begin_store(self, count: int, again: bool, priority: int) -> None:
         first = max(self.next - 900, 0) if again else self.next
         self.next = max(self.next, first + count)
-        store(self.manager, keys(first, count), priority)
+        wanted = keys(first, count)
+        answer = offer(self.manager, wanted, priority)
+        assert self.in_use().isdisjoint(answer.slots.tolist()), "a slot under a transfer is given out"
+        assert len(set(answer.slots.tolist())) == len(answer.slots), "a slot is given out twice"
+        self.stores.append(answer.slots)
 
-    @rule(data=st.data(), count=st.integers(1, 500))
-    def pin(self, data, count: int) -> None:
-        wanted = keys(data.draw(st.integers(0, max(self.next - 1, 0))), count)
-        pin = self.manager.pin(self.manager.lookup(wanted))
-        self.pins.append((pin, wanted[: len(pin)]))
+    @rule(count=st.integers(1, 30) | st.integers(1, 700), priority=st.sampled_from([LOW, NORMAL, NORMAL, HIGH]))
+    def store(self, count: int, priority: int) -> None:
+        self.begin_store(count, False, priority)
+        self.end_store(True, -1)
 
-    @rule(data=st.data())
-    def release(self, data) -> None:
-        if self.pins:
-            self.manager.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[0])
+    @precondition(lambda self: self.stores)
+    @rule(ok=st.booleans(), at=st.integers(0, 9))
+    def end_store(self, ok: bool, at: int) -> None:
+        slots = self.stores.pop(at % len(self.stores))
+        if ok and (self.manager.table.epochs[slots] == self.manager.epoch).all():
+            self.manager.complete_store(slots, 1.0)
+        else:
+            self.manager.abort_store(slots)
 
-    @rule(data=st.data(), count=st.integers(1, 500))
+    @precondition(lambda self: self.manager.counts().ready)
+    @rule(data=st.data(), count=st.integers(1, 30) | st.integers(1, 500), twice=st.booleans(), loads=st.booleans())
+    def pin(self, data, count: int, twice: bool, loads: bool) -> None:
+        found = self.manager.lookup(self.some_keys(data, count))
+        self.pins.append(self.manager.pin(np.concatenate([found, found[:1]]) if twice else found))
+        if loads:
+            self.begin_load(-1)
+
+    @precondition(lambda self: self.pins)
+    @rule(at=st.integers(0, 9))
+    def release(self, at: int) -> None:
+        self.manager.unpin(self.pins.pop(at % len(self.pins)))
+
+    @precondition(lambda self: self.pins)
+    @rule(at=st.integers(0, 9))
+    def begin_load(self, at: int) -> None:
+        pin = self.pins.pop(at % len(self.pins))
+        if self.manager.prepare_load(pin, 1.0):
+            self.loads.append(pin)
+        else:
+            self.manager.unpin(pin)
+
+    @precondition(lambda self: self.loads)
+    @rule(at=st.integers(0, 9))
+    def end_load(self, at: int) -> None:
+        pin = self.loads.pop(at % len(self.loads))
+        assert not self.manager.complete_load(pin) or pin.epoch == self.manager.epoch
+
+    @rule(data=st.data(), count=st.integers(1, 30) | st.integers(1, 500))
     def reorder(self, data, count: int) -> None:
-        self.manager.touch(keys(data.draw(st.integers(0, max(self.next - 1, 0))), count))
+        self.manager.touch(self.some_keys(data, count))
 
     @rule(data=st.data())
     def drop(self, data) -> None:
-        if self.next:
-            self.manager.drop_key(keys(data.draw(st.integers(0, self.next - 1)), 1)[0], 1.0)
+        self.manager.drop_key(self.some_keys(data, 1)[0], 1.0)
+
+    @precondition(lambda self: self.pins or self.loads)
+    @rule(at=st.integers(0, 9), count=st.integers(1, 3))
+    def drop_pinned(self, at: int, count: int) -> None:
+        pins = self.pins + self.loads
+        slots = pins[at % len(pins)].slots[:count]
+        ready = slots[self.manager.table.is_ready(slots)]
+        self.manager.drop(np.unique(ready), EvictionReason.OPERATOR, 1.0)
+
+    @precondition(lambda self: self.loads)
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset(np.concatenate([NO_SLOTS, *self.stores]), 1.0)
+        assert self.manager.counts().ready == 0
 
     @rule(name=st.sampled_from(POLICIES))
     def switch_a_step(self, name: str) -> None:
@@ -223,25 +271,25 @@ class ExchangeMachine(RuleBasedStateMachine):
         slots = np.flatnonzero(candidates)
         in_segments = sum(segment.holds(slots).astype(int) for segment in policy.export_order())
         assert (in_segments == 1).all()
-        for pin, _ in self.pins:
-            assert not set(pin.slots.tolist()) & set(slots.tolist())
+        assert self.in_use().isdisjoint(slots.tolist())
+        counts = self.manager.counts()
+        assert counts.free + counts.ready + counts.storing == self.size
+        assert counts.storing >= len({int(slot) for slots in self.stores for slot in slots})
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
-        for pin, _ in self.pins:
-            self.manager.unpin(pin)
-        ready = self.manager.counts().ready
-        found = set()
-        while len(
-            victims := self.manager.evictor.policy.take_victims(
-                hash_keys(keys(10**6, 7)), np.empty(0, np.int64), np.empty(0, np.int64)
-            )
-        ):
-            assert not found & set(victims.tolist()), "a slot goes once"
-            found |= set(victims.tolist())
-        assert len(found) == ready, "and every slot can go"
+        while self.pins:
+            self.release(0)
+        while self.loads:
+            self.end_load(0)
+        while self.stores:
+            self.end_store(False, 0)
+        counts = self.manager.counts()
+        assert (counts.storing, counts.pinned, counts.loading) == (0, 0, 0)
+        taken = offer(self.manager, keys(10**6, self.size), HIGH)
+        assert sorted(taken.slots.tolist()) == list(range(self.size)), "every slot can be given out, and once"
 
 
-TestExchange = ExchangeMachine.TestCase
-TestExchange.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True)
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True)

@@ -12,6 +12,7 @@ from kvferry.core.pool.eviction.history import Ghosts
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
 from kvferry.core.stats import EvictionReason, MissCause, NotStored
+from tests.harness.pool_blocks import keys, store
 
 NOBODY = np.empty(0, dtype=np.int64)
 
@@ -24,20 +25,11 @@ class Regrets(NullSink):
         self.keys += keys
 
 
-def keys(first: int, count: int) -> list[bytes]:
-    return [(first + i).to_bytes(16, "big") + b"\0" for i in range(count)]
-
-
-def store(manager: OffloadManager, wanted: list[bytes], request_id: str = "r") -> None:
-    answer = manager.prepare_store(wanted, RequestIdentity(request_id), np.arange(len(wanted)), 1, 1.0)
-    manager.complete_store(answer.slots, 1.0)
-
-
 def test_each_missing_block_has_its_reason() -> None:
     """vllm-ascend#9261: 'only stores, never a load': the GPU still had it all."""
     manager = OffloadManager(8, 64)
-    store(manager, keys(0, 4), "old")
-    store(manager, keys(10, 4), "dropped")
+    store(manager, keys(0, 4), origin=RequestIdentity("old"))
+    store(manager, keys(10, 4), origin=RequestIdentity("dropped"))
     manager.drop_matching(RequestFilter(request="dropped").matches, 0, 1.0)
     store(manager, keys(20, 4))
     store(manager, keys(30, 1))

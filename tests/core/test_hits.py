@@ -98,17 +98,6 @@ def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_
         assert run.parts.tolist() == [block % group.slot_blocks for block in blocks]
 
 
-def test_a_load_takes_part_of_a_slot_where_the_device_has_its_head_or_its_tail_is_computed() -> None:
-    layout = GroupLayout([GroupSpec(4, 64)], blocks_per_slot=3)
-    pool = Pool(layout, {0: {0, 1, 2}})
-    hit = pool.find(first_token=16, limit_token=31)
-    assert (hit.first_token, hit.num_tokens) == (16, 12)
-    (run,) = hit.runs([list(range(9))], -1) or ()
-    assert run.block_ids.tolist() == [4, 5, 6]
-    assert run.slots.tolist() == pool.slots(layout.groups[0], [1, 1, 2])
-    assert run.parts.tolist() == [1, 2, 0]
-
-
 def test_a_shorter_hit_is_the_same_blocks_or_none_where_a_window_would_need_others() -> None:
     full = GroupLayout([GroupSpec(4, 64)])
     pool = Pool(full, {0: set(range(8))})

@@ -11,21 +11,11 @@ from kvferry.core.keys import make_keys
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine, ToyRequest
-
-
-def request(name: str, blocks: int, *, first: int = 0, max_tokens: int = 1, **fields) -> ToyRequest:
-    tokens = list(range(first, first + blocks * BLOCK_SIZE + 1))
-    return ToyRequest(name, tokens, len(tokens), max_tokens, **fields)
+from tests.harness.toy_requests import answer, request
 
 
 def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **options) -> ToyEngine:
     return ToyEngine(num_slots, num_blocks, store_mode=StoreMode.LAZY, watermark_blocks=watermark, **options)
-
-
-def answer(engine: ToyEngine, name: str, blocks: int, **fields) -> None:
-    engine.add(request(name, blocks, **fields))
-    engine.run()
-    engine.check()
 
 
 def test_nothing_is_stored_while_the_device_has_room_for_it() -> None:
@@ -82,34 +72,6 @@ def test_of_several_requests_the_most_permissive_decides() -> None:
         answer(engine, f"r{number}", 5, first=1000 * number)
     answer(engine, "again", 5)
     assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
-
-
-def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> None:
-    engine = lazy_engine(64, 8, watermark=2)
-    answer(engine, "first", 3)
-    for number in range(12):
-        short = ToyRequest(f"s{number}", [7000 + number, 1, 2], 3, 1)
-        engine.add(short)
-        engine.run()
-        answer(engine, f"r{number}", 5, first=1000 * (number + 1))
-        engine.check()
-
-
-def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() -> None:
-    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
-    engine = lazy_engine(64, 16, specs=specs)
-    answer(engine, "first", 3)
-    device = engine.device
-    mine, other = (device.cached[group, request("", 1).block_hashes[0]] for group in (0, 1))
-    names = {mine: device.names[other], other: device.names[mine]}
-    for block in names:
-        device.forget(block)
-    for block, name in names.items():
-        device.cache(*name, block)
-    for values in device.values:
-        values[mine], values[other] = values[other], values[mine]
-    for number in range(3):
-        answer(engine, f"r{number}", 2, first=1000 * (number + 1))
 
 
 def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:

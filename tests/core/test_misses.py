@@ -10,8 +10,8 @@ from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.loads import Hit, Miss
 from kvferry.core.stats import EvictionReason
-from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_requests import request, store_and_turn_over
 
 
 def missed(engine: ToyEngine, name: str) -> dict[str, int]:
@@ -60,7 +60,7 @@ def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
 def test_what_a_policy_kept_out_says_so(engine: ToyEngine, sent: dict[str, object], cause: str) -> None:
     engine.add(request("first", 5, kv_transfer_params=sent))
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {cause: 5 * BLOCK_SIZE, "tail": 1}
@@ -70,7 +70,7 @@ def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: 
     first = request("turn-1", 2, extra=0, max_tokens=2 * BLOCK_SIZE + 1)
     engine.add(first)
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     tokens = [*first.tokens[: 4 * BLOCK_SIZE], 77]
     engine.add(ToyRequest("turn-2", tokens, len(tokens), 1))
     engine.run()
@@ -82,7 +82,7 @@ def test_what_found_no_room_says_so() -> None:
     engine.add(request("r", 6))
     engine.step()
     engine.step()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.run()
     engine.add(request("again", 6))
     engine.run()
@@ -95,7 +95,7 @@ def test_what_was_held_back_or_failed_says_so() -> None:
     engine.offload.manager.admission.set_threshold(3)
     engine.add(request("first", 3))
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 3))
     engine.run()
     assert missed(engine, "second") == {"not_stored:admission": 3 * BLOCK_SIZE, "tail": 1}
@@ -103,7 +103,7 @@ def test_what_was_held_back_or_failed_says_so() -> None:
     engine.add(request("first", 3))
     engine.end_job(engine.step().stores[0].job_id, error="injected")
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 3))
     engine.run()
     assert missed(engine, "second") == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
@@ -169,7 +169,7 @@ def test_what_waiting_requests_may_not_pin_says_so() -> None:
     for name, first in (("a", 0), ("b", 1000)):
         engine.add(request(name, 4, first=first))
         engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     for name, first in (("a2", 0), ("b2", 1000)):
         engine.add(request(name, 4, first=first))
     engine.offload.match("a2", 0, engine.now_s)
@@ -192,7 +192,7 @@ def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:
     engine.add(request("first", 2, extra=3))
     engine.run()
     assert missed(engine, "first") == {"new": 2 * BLOCK_SIZE, "tail": 3}
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("longer", 3, extra=2))
     engine.run()
     assert missed(engine, "longer") == {"not_stored:part_of_slot": 2 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 2}
@@ -221,7 +221,7 @@ def test_blocks_that_are_being_stored_are_in_flight(engine: ToyEngine) -> None:
     engine.add(request("first", 5))
     engine.step()
     engine.step()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 5))
     engine.step()
     engine.run()
@@ -236,7 +236,7 @@ def test_blocks_without_space_so_far_are_no_space(ends: str) -> None:
     if ends == "aborted":
         engine.preempt(engine.requests["first"])
         engine.finish(engine.requests["first"])
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 6))
     engine.step()
     engine.run()
@@ -248,7 +248,7 @@ def test_blocks_of_an_incomplete_slot_are_part_of_slot() -> None:
     first = request("first", 6)
     engine.add(first)
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     for name, num_shared, hit in (("longer", 6, 4), ("parting", 3, 0)):
         tokens = [*first.tokens[: num_shared * BLOCK_SIZE], *range(900, 901 + 5 * BLOCK_SIZE)]
         engine.add(ToyRequest(name, list(tokens), len(tokens), 1))
@@ -259,7 +259,7 @@ def test_blocks_of_an_incomplete_slot_are_part_of_slot() -> None:
             "new": 5 * BLOCK_SIZE,
             "tail": 1,
         }
-        turn_over(engine)
+        engine.device.forget_all()
 
 
 def test_slots_with_a_block_under_another_store_are_in_flight() -> None:
@@ -271,7 +271,7 @@ def test_slots_with_a_block_under_another_store_are_in_flight() -> None:
     engine.add(ToyRequest("second", list(parting), len(parting), 1))
     engine.step()
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(ToyRequest("third", parting, len(parting), 1))
     engine.run()
     assert missed(engine, "third") == {"not_stored:in_flight": 2 * BLOCK_SIZE, "tail": 1}
@@ -282,7 +282,7 @@ def test_blocks_that_a_reset_met_while_they_were_stored_are_reset(engine: ToyEng
     engine.step()
     engine.reset(RequestFilter(request="first"))
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("second", 5))
     engine.run()
     assert missed(engine, "second") == {"not_stored:reset": 5 * BLOCK_SIZE, "tail": 1}
@@ -296,7 +296,7 @@ def test_blocks_behind_the_longest_hit_are_tail_in_slots_too() -> None:
     engine.step(42)
     engine.finish(engine.requests["first"])
     engine.run()
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(ToyRequest("second", list(tokens), 48, 1, hash_block_size=2))
     engine.run()
     assert missed(engine, "second") == {"not_stored:part_of_slot": 36, "tail": 12}

@@ -7,8 +7,8 @@ import pytest
 from kvferry.core.cost_model import MIN_SAMPLES, LoadDecision, LoadOrCompute
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit, Miss
-from tests.core.test_scheduler import request, store_and_turn_over, turn_over
 from tests.harness.toy_engine import SLOT_BYTES, ToyEngine
+from tests.harness.toy_requests import request, store_and_turn_over
 
 
 def measured(bytes_per_s: float, tokens_per_s: float) -> LoadOrCompute:
@@ -87,7 +87,7 @@ def test_prefill_and_loads_are_measured_as_they_happen() -> None:
     # The toy's clock moves one second a step, and a step computes at most its budget of 32 tokens.
     assert len(choice.tokens_rate) >= MIN_SAMPLES
     assert 0.03 < (choice.tokens_rate.estimate_s(1) or 0) < 0.07
-    turn_over(engine)
+    engine.device.forget_all()
     engine.add(request("loads", 6))
     assert isinstance(engine.offload.match("loads", 0, engine.now_s), Hit)
     engine.run()

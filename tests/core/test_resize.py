@@ -17,14 +17,10 @@ from kvferry.core.pool.pins import PinOutcome
 from kvferry.core.pool.resize import PINNED_WAIT_S, PoolResize, Todo
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState
 from kvferry.core.stats import EvictionReason
-from tests.harness.toy_engine import ToyEngine, ToyRequest, slots_of
-from tests.harness.toy_tokens import BLOCK_SIZE
+from tests.harness.pool_blocks import key
+from tests.harness.toy_engine import ToyEngine
 
 ORIGIN = RequestIdentity("r")
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big") + b"\0"
 
 
 class Evictions(NullSink):
@@ -261,21 +257,6 @@ def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> No
     assert pool.manager.operator_pins.unpin(key(by_slot[2]))
 
 
-def test_a_reset_in_the_middle_of_a_shrink_gives_nothing_out_that_leaves() -> None:
-    pool = Pool(40, 40)
-    pool.store(range(40))
-    pin = pool.manager.pin(np.array([20]))
-    assert pool.manager.prepare_load(pin, 1.0)
-    assert pool.to(8) is Todo.LATER
-    assert pool.manager.reset(np.array([20]), 2.0) == 9
-    counts = pool.manager.counts()
-    assert (counts.slots, counts.free, counts.storing) == (9, 8, 1)
-    assert max(pool.store(range(100, 120)).tolist()) < 8
-    pool.manager.complete_load(pin)
-    assert pool.drive() is Todo.NOTHING
-    assert pool.manager.counts().slots == 8
-
-
 def test_a_reset_by_match_finds_blocks_that_are_about_to_leave() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
@@ -375,29 +356,6 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(70)) == expected
 
 
-def half_moved() -> Pool:
-    """A pool of 2,000 slots, all of them full, that is about to grow: half of its keys have moved."""
-    pool = Pool(2000, 200_000, extent_slots=100)
-    pool.store(range(2000))
-    pool.resize.request(200_000)
-    pool.resize.step(1.0)
-    pool.resize.acknowledge(200_000)
-    for _ in range(2):
-        pool.resize.step(1.0)
-    assert pool.manager.index.is_growing
-    return pool
-
-
-def test_what_comes_and_goes_in_slots_whose_keys_have_moved_is_known_when_all_have() -> None:
-    pool = half_moved()
-    for number in (5, 6):
-        assert pool.manager.drop_key(key(number), 1.0)
-    assert pool.store([5000]).tolist() in ([5], [6]), "in a slot that was looked at"
-    assert pool.drive() is Todo.NOTHING
-    assert not pool.manager.index.is_growing
-    assert pool.has(range(5001)) == [*range(5), *range(7, 2000), 5000]
-
-
 def test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
@@ -417,19 +375,6 @@ def test_an_index_that_grows_takes_along_what_is_in_slots_that_were_to_go() -> N
     pool.manager.unpin(pinned)
 
 
-def test_a_reset_empties_an_index_that_is_on_its_way() -> None:
-    pool = half_moved()
-    assert pool.manager.index._larger is not None
-    assert (len(pool.manager.index), len(pool.manager.index._larger)) == (2000, 1000)
-    pool.manager.reset(np.empty(0, dtype=np.int64), 1.0)
-    pool.store(range(5000, 5010))
-    assert pool.drive() is Todo.NOTHING
-    assert not pool.resize._grow_index(200_000), "there is room for them"
-    assert pool.has(range(5010)) == list(range(5000, 5010))
-    pool.store(range(2000))
-    assert pool.has(range(2000)) == list(range(2000))
-
-
 def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any_more() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
@@ -442,25 +387,6 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     assert not pool.manager.index.is_growing
     assert not pool.resize.is_open
     assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
-
-
-def test_a_request_gets_its_answer_while_the_pool_shrinks_under_it() -> None:
-    engine = ToyEngine(32, 64, extent_slots=4)
-    tokens = list(range(20 * BLOCK_SIZE))
-    engine.add(ToyRequest("first", tokens, len(tokens), 1))
-    engine.run()
-    engine.device.forget_all()
-    engine.add(ToyRequest("second", tokens, len(tokens), 1))
-    (load,) = engine.step().loads
-    engine.resize.request(4)
-    while engine.drive_resize() is not Todo.LATER:
-        engine.check()
-    assert all(len(rows) > max(slots_of(load)) for rows in engine.copies.host)
-    engine.run()
-    engine.finish_resize()
-    engine.check()
-    assert engine.offload.snapshot().load.blocks == len(slots_of(load))
-    assert engine.manager.counts().slots == 4
 
 
 def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:

@@ -144,15 +144,6 @@ def test_every_tier_is_asked_once_and_told_once_of_the_end() -> None:
     engine.close()
 
 
-def test_a_preempted_request_is_not_announced_again() -> None:
-    engine = engine_with()
-    engine.add(request("r", 3))
-    engine.step()
-    engine.preempt(engine.requests["r"])
-    engine.run()
-    assert engine.tiers["disk"].announced == engine.tiers["disk"].finished == {"r": 1}
-
-
 def test_an_id_that_comes_again_is_over_for_the_tiers_before_it_is_announced() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
@@ -179,18 +170,6 @@ def test_the_end_is_told_behind_the_last_submit() -> None:
     assert tier.finished == {"r": 1}
     assert tier.blocks.keys() == set(keys(3))
     assert not tier.wrongs
-
-
-@pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
-def test_the_end_is_told_though_a_reset_disowned_the_stores(match: RequestFilter | None) -> None:
-    engine = engine_with()
-    tier = engine.tiers["disk"]
-    start(engine, request("r", 3))
-    engine.reset(match)
-    engine.finish(engine.requests["r"])
-    settle(engine)
-    assert tier.finished == {"r": 1}
-    assert not tier.blocks
 
 
 def test_close_ends_what_is_live_and_nothing_is_told_afterwards() -> None:
@@ -327,22 +306,6 @@ def test_two_tiers_hold_a_slot_once() -> None:
         tier.latency_s = 5.0
     serve_without_rest(engine, request("r", 4))
     assert [use(engine, name).cascaded for name in ("a", "b")] == [4, 4]
-
-
-def test_a_slot_that_is_being_read_is_not_evicted() -> None:
-    engine = engine_with(num_slots=8, num_blocks=40)
-    tier = engine.tiers["disk"]
-    tier.latency_s = 1.0
-    engine.add(request("r", 2))
-    while engine.requests:
-        engine.deliver([])
-        engine.step(copy=True)
-    for family in range(2, 5):
-        serve_without_rest(engine, request(f"r{family}", 8, family=family))
-    engine.now_s += 2.0
-    settle(engine)
-    assert set(keys(2)) <= tier.blocks.keys()
-    assert not tier.wrongs
 
 
 def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
@@ -574,19 +537,6 @@ def test_a_request_that_may_not_gets_nothing_from_a_tier(patch: dict) -> None:
     assert prompt_tokens(engine, "s").recomputed == 21
 
 
-def test_room_for_a_promotion_is_made_as_for_a_store() -> None:
-    engine = engine_with(num_slots=16, num_blocks=40)
-    serve(engine, request("r", 4))
-    for family in (2, 3, 4, 5):
-        serve(engine, request(f"f{family}", 4, family=family))
-    engine.device.forget_all()
-    assert engine.manager.counts().free == 0
-    before = engine.manager.evictions.total
-    serve(engine, request("s", 4))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
-    assert engine.manager.evictions.total == before + 4
-
-
 def test_a_promotion_takes_half_the_pool_at_most() -> None:
     engine = engine_with(num_slots=24, num_blocks=40)
     for count in (6, 12, 18):
@@ -647,17 +597,6 @@ def test_longer_prompts_are_asked_for_piece_by_piece() -> None:
     forget(engine)
     serve(engine, request("s", 1400))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 1400 * BLOCK_SIZE}
-
-
-def test_every_group_has_its_part_promoted() -> None:
-    from kvferry.core.groups import GroupKind, GroupSpec
-
-    specs = (GroupSpec(4, 64), GroupSpec(4, 64, GroupKind.SLIDING, 9), GroupSpec(8, 128, GroupKind.RECURRENT))
-    engine = engine_with(specs=specs, num_blocks=200, num_slots=200, null_block=0)
-    serve(engine, request("r", 8))
-    forget(engine)
-    serve(engine, request("s", 8))
-    assert prompt_tokens(engine, "s").tier_hit == {"disk": 32}
 
 
 # --- resets ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from kvferry.core.engine_api import StepProgress
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import PolicyResolver, RequestPolicy
-from kvferry.core.pool.events import EvictionBatch, NullSink
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import KeptBlocks
@@ -21,6 +20,8 @@ from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import EvictionReason
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots, TransferResult
+from tests.harness.pool_blocks import Recorder, key
+from tests.harness.pool_blocks import store as store_keys
 from tests.harness.toy_engine import ToyEngine
 from tests.kill.device import BLOCK_BYTES, BLOCK_TOKENS, Device, ToyRequest, hash_of
 
@@ -53,18 +54,6 @@ class Record:
         self.ended += labels.keys
 
 
-class Recorder(NullSink):
-    def __init__(self) -> None:
-        self.batches: list[EvictionBatch] = []
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        self.batches.append(batch)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "big") + b"\0"
-
-
 def kept(
     slots: Sequence[int], origins: Sequence[RequestIdentity] | None = None, classes: Sequence[int] | None = None
 ) -> KeptBlocks:
@@ -85,9 +74,7 @@ def kept(
 
 
 def store(manager: OffloadManager, numbers: Sequence[int]) -> Slots:
-    offer = manager.prepare_store([key(n) for n in numbers], RequestIdentity("new"), np.arange(len(numbers)), 1, 9.0)
-    manager.complete_store(offer.slots, 9.0)
-    return offer.slots
+    return store_keys(manager, [key(number) for number in numbers]).slots
 
 
 def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:

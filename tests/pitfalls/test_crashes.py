@@ -8,7 +8,7 @@ from kvferry.core.engine_api import StepProgress
 from kvferry.core.policy import RequestPolicy
 from kvferry.core.scheduler.scheduler import Hit
 from tests.harness.toy_engine import BLOCK_SIZE, Habits, ToyEngine
-from tests.pitfalls.requests import answer, findable, request
+from tests.harness.toy_requests import answer, findable, request
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])

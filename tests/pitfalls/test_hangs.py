@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.core.scheduler.scheduler import Hit, Miss
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
-from tests.pitfalls.requests import answer, request
+from tests.harness.toy_requests import answer, request
 
 
 def test_requests_that_are_looked_up_and_never_loaded_leave_no_pin_and_no_hit_is_lost() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.core.scheduler.scheduler import Hit
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
-from tests.pitfalls.requests import answer, findable, request
+from tests.harness.toy_requests import answer, findable, request
 
 
 def test_what_was_full_when_a_request_ended_is_stored_and_can_be_found() -> None:
