@@ -82,14 +82,6 @@ class EffectivePolicy:
     rules_version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class IgnoredField:
-    """A value in `kv_transfer_params` of the wrong type, which is logged and ignored."""
-
-    name: str
-    value: str
-
-
 def _is_bool(value: object) -> bool:
     return type(value) is bool
 
@@ -107,14 +99,14 @@ def _is_name_list(value: object) -> bool:
 
 def parse_request_fields(
     params: Mapping[str, Any] | None, allowed: Iterable[str]
-) -> tuple[dict[str, Any], list[IgnoredField]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Read the policy fields that an end user sent, and those that are ignored because of their type.
 
     Keys that are not policy fields, or not allowed, belong to others and are passed over silently; so is a null.
     `True` and `"5"` are no integers, and a cap is not negative.
     """
     patch: dict[str, Any] = {}
-    ignored: list[IgnoredField] = []
+    ignored: dict[str, str] = {}
     if not isinstance(params, Mapping):
         return patch, ignored
     for name in allowed:
@@ -123,7 +115,7 @@ def parse_request_fields(
             continue
         parsed = _parse_field(name, value)
         if parsed is _INVALID:
-            ignored.append(IgnoredField(name, bounded_repr(value)))
+            ignored[name] = bounded_repr(value)
         else:
             patch[name] = parsed
     return patch, ignored

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
-from typing import NamedTuple
 
 from kvferry.core.counters import copy_counts, counter, gauge
 from kvferry.core.tiers.base import TierStats
@@ -28,34 +27,21 @@ class EvictionReason(StrEnum):
     SHRINK = "shrink"
 
 
-class SkipReason(StrEnum):
+class NotStored(StrEnum):
     """Why an offered block was not stored."""
 
     PROMPT_ONLY = "prompt_only"
     TOKEN_CAP = "token_cap"
     ALREADY_STORED = "already_stored"
     IN_FLIGHT = "in_flight"
+    """One of its blocks was being stored, possibly as part of another slot."""
     ADMISSION = "admission"
     NO_SPACE = "no_space"
     LEFT_DEVICE = "left_device"
     DISABLED = "disabled"
     RESET = "reset"
-
-
-class NotStored(StrEnum):
-    """Why a block that was considered for storing was not stored."""
-
-    PROMPT_ONLY = "prompt_only"
-    TOKEN_CAP = "token_cap"
-    DISABLED = "disabled"
-    ADMISSION = "admission"
-    NO_SPACE = "no_space"
-    LEFT_DEVICE = "left_device"
+    """A reset disowned its store."""
     FAILED = "failed"
-    RESET = "reset"
-    """A reset by match disowned its store."""
-    IN_FLIGHT = "in_flight"
-    """One of its blocks was being stored, as part of another slot."""
     PART_OF_SLOT = "part_of_slot"
     """It was computed without all the other blocks of its slot."""
 
@@ -114,11 +100,6 @@ class JobHistograms:
         return JobHistograms(self.bytes.counting(num_bytes), self.seconds.counting(seconds))
 
 
-def by_direction() -> dict[Direction, JobHistograms]:
-    """Return empty histograms for both directions."""
-    return {direction: JobHistograms() for direction in Direction}
-
-
 class MissCause(StrEnum):
     """Why a block was not loaded, where it was neither evicted nor skipped."""
 
@@ -145,14 +126,6 @@ class MissCause(StrEnum):
 
 
 MissReason = MissCause | EvictionReason | NotStored
-
-
-class FoundMisses(NamedTuple):
-    """Causes of the misses of some keys, and the Unix seconds between which the evicted ones were evicted."""
-
-    causes: list[MissReason]
-    evicted_between_s: tuple[float, float] | None
-
 
 _BY_CAUSE = "Prompt tokens computed, by why they were not loaded"
 _CAUSES = (
@@ -205,39 +178,28 @@ class MissedTokens:
         not_stored = {f"not_stored:{reason}": tokens for reason, tokens in self.not_stored.items()}
         return self.causes | evicted | not_stored
 
-    def copy(self) -> MissedTokens:
-        """Return a copy."""
-        return copy_counts(self)
-
-
-@dataclass(frozen=True, slots=True)
-class MissRun:
-    """Tokens from the end of the run before up to `end_token`, which were missed for one cause."""
-
-    end_token: int
-    cause: MissReason
-
 
 @dataclass(slots=True)
 class Misses:
     """The result of the latest lookup of a request: a hit up to `hit_end`, and runs of causes from there on.
 
+    Each run has its end token and its cause.
     `evicted_between_s` are the Unix seconds between which blocks were evicted, None if none were.
     """
 
     hit_end: int
-    runs: list[MissRun] = field(default_factory=list)
+    runs: list[tuple[int, MissReason]] = field(default_factory=list)
     evicted_between_s: tuple[float, float] | None = None
 
     @classmethod
     def unexamined(cls, num_tokens: int) -> Misses:
         """Return the misses of a prompt that was never looked up."""
-        return cls(0, [MissRun(num_tokens, MissCause.UNEXAMINED)])
+        return cls(0, [(num_tokens, MissCause.UNEXAMINED)])
 
     @property
     def end_token(self) -> int:
         """First token behind the hit and all runs."""
-        return self.runs[-1].end_token if self.runs else self.hit_end
+        return self.runs[-1][0] if self.runs else self.hit_end
 
     def extend(self, causes: Iterable[MissReason], first_token: int, tokens_each: int) -> None:
         """Add the causes of slots of `tokens_each` tokens, the first of which begins at `first_token`."""
@@ -247,13 +209,13 @@ class Misses:
             same = list(run)
             cause = same[0]
             end += len(same) * tokens_each
-            if self.runs and self.runs[-1].cause is cause:
+            if self.runs and self.runs[-1][1] is cause:
                 self.runs.pop()
-            self.runs.append(MissRun(end, cause))
+            self.runs.append((end, cause))
 
     def end_at(self, limit_token: int) -> None:
         """Count the tokens behind `limit_token`, where no hit can end, as the tail."""
-        self.runs = [MissRun(min(run.end_token, limit_token), run.cause) for run in self.runs]
+        self.runs = [(min(end, limit_token), cause) for end, cause in self.runs]
 
     def spans(self, served: int, total: int, lost_hit: MissCause) -> Iterator[tuple[int, int, MissReason]]:
         """Yield first token, end and cause of each run of the prompt's tokens from `served` to `total`.
@@ -261,7 +223,7 @@ class Misses:
         The cause of tokens within the hit is `lost_hit`, that of tokens behind the last run is the tail.
         """
         start = served
-        for end, cause in ((self.hit_end, lost_hit), *((run.end_token, run.cause) for run in self.runs)):
+        for end, cause in ((self.hit_end, lost_hit), *self.runs):
             end = min(end, total)
             if end > start:
                 yield start, end, cause
@@ -277,7 +239,7 @@ class Misses:
 
 
 def _no_skips() -> dict[str, int]:
-    return {reason.value: 0 for reason in SkipReason}
+    return {reason.value: 0 for reason in NotStored if reason not in (NotStored.FAILED, NotStored.PART_OF_SLOT)}
 
 
 @dataclass(slots=True)
@@ -289,10 +251,6 @@ class RequestCounts:
     waiting_for_load: int = gauge("Requests waiting for a load", "requests_waiting_for_load")
     finished: int = counter("Requests finished or aborted", "requests_finished")
     preempted: int = counter("Preemptions of requests", "requests_preempted")
-
-    def copy(self) -> RequestCounts:
-        """Return a copy."""
-        return copy_counts(self)
 
 
 @dataclass(slots=True)
@@ -308,10 +266,6 @@ class PromptTokens:
         "Tokens loaded from tiers, by tier", "prompt_tokens", label=("source", "tier:"), factory=dict
     )
     recomputed: int = counter("Tokens that were computed", "prompt_tokens", label=("source", "recomputed"))
-
-    def copy(self) -> PromptTokens:
-        """Return a copy."""
-        return copy_counts(self)
 
 
 @dataclass(slots=True)
@@ -333,11 +287,7 @@ class StoreCounts:
         self.in_flight = in_flight
         answered = self.stored + sum(self.skipped.values()) + self.failed + in_flight
         self.offered = max(self.offered, answered)
-        self.skipped[SkipReason.RESET.value] += self.offered - answered
-
-    def copy(self) -> StoreCounts:
-        """Return a copy."""
-        return copy_counts(self)
+        self.skipped[NotStored.RESET.value] += self.offered - answered
 
 
 @dataclass(slots=True)
@@ -352,10 +302,6 @@ class LoadCounts:
     in_flight: int = gauge("Blocks being loaded", "load_in_flight_blocks")
     seconds: float = counter("Time spent in loads", "load_seconds", default=0.0)
 
-    def copy(self) -> LoadCounts:
-        """Return a copy."""
-        return copy_counts(self)
-
 
 @dataclass(slots=True)
 class EvictionCounts:
@@ -366,10 +312,6 @@ class EvictionCounts:
         "Blocks that left the pool, by reason", "evictions", label=("reason", ""), factory=dict
     )
     regretted: int = counter("Evicted blocks that were requested again", "evictions_regretted")
-
-    def copy(self) -> EvictionCounts:
-        """Return a copy."""
-        return copy_counts(self)
 
 
 @dataclass(slots=True)
@@ -390,10 +332,6 @@ class PoolCounts:
     unverified: int = gauge("Recovered slots not yet verified", "pool_unverified_slots")
     bytes: int = gauge("Size of the pool", "pool_bytes")
     eviction_policy: str = ""
-
-    def copy(self) -> PoolCounts:
-        """Return a copy."""
-        return copy_counts(self)
 
 
 @dataclass(slots=True)
@@ -416,12 +354,12 @@ class Snapshot:
         """Return a copy."""
         return replace(
             self,
-            pool=self.pool.copy(),
-            requests=self.requests.copy(),
-            prompt_tokens=self.prompt_tokens.copy(),
-            store=self.store.copy(),
-            load=self.load.copy(),
-            evictions=self.evictions.copy(),
-            missed_tokens=self.missed_tokens.copy(),
+            pool=copy_counts(self.pool),
+            requests=copy_counts(self.requests),
+            prompt_tokens=copy_counts(self.prompt_tokens),
+            store=copy_counts(self.store),
+            load=copy_counts(self.load),
+            evictions=copy_counts(self.evictions),
+            missed_tokens=copy_counts(self.missed_tokens),
             transfers=dict(self.transfers),
         )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.counters import copy_counts
 from kvferry.core.keys import NO_PREFIX, Key, Prefix, RequestIdentity
 from kvferry.core.pool.admission import Admission
 from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
@@ -430,7 +431,7 @@ class OffloadManager:
     def counts(self) -> PoolCounts:
         """Return the pool's slots by state."""
         with self.lock:
-            return self.live_counts().copy()
+            return copy_counts(self.live_counts())
 
     def live_counts(self) -> PoolCounts:
         """Return the counts without a copy. Requires: manager lock held, for as long as they are read."""

@@ -13,7 +13,7 @@ from kvferry.core.policy import PRIORITY_CLASS
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.requests import GroupProgress, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs, blocks_at
-from kvferry.core.stats import NotStored, SkipReason
+from kvferry.core.stats import NotStored
 
 _SUBMIT_SLOTS = 512
 """Slots in one submission."""
@@ -37,11 +37,11 @@ class StorePlanner(ABC):
 
     def has_undecided(self, state: RequestState) -> bool:
         """Return whether full slots of a request are undecided."""
-        return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing.groups)
+        return any(self._count_full(state, each) > self._first_undecided(each) for each in state.storing)
 
     def plan_step(self, state: RequestState) -> None:
         """Decide a bounded number of full slots. Those without space wait until some was freed."""
-        groups = state.storing.groups
+        groups = state.storing
         for progress in groups:
             if progress.refused_version is None:
                 self._decide(state, progress, _STEP_SLOTS)
@@ -51,7 +51,7 @@ class StorePlanner(ABC):
 
     def plan_rest(self, state: RequestState) -> None:
         """Decide all full slots of a request that has finished; those without space are not stored."""
-        for progress in state.storing.groups:
+        for progress in state.storing:
             self._decide(state, progress, None)
             if progress.group.spec.kind is GroupKind.SLIDING:
                 self._submit_last_window(state, progress)
@@ -67,7 +67,7 @@ class StorePlanner(ABC):
         group = self._layout.prefix_group
         if group.slot_blocks == 1:
             return
-        progress = state.storing.groups[group.index]
+        progress = state.storing[group.index]
         num_hashed = len(state.request.block_hashes) * self._layout.hash_block_size
         num_blocks = min(state.num_computed_tokens, num_hashed) // group.spec.block_size
         if num_blocks > progress.parts_end:
@@ -136,7 +136,7 @@ class StorePlanner(ABC):
             if not has_space and not is_last:
                 return False
             if progress.answered < end:
-                self._skip(state, progress, SkipReason.NO_SPACE, end)
+                self._skip(state, progress, NotStored.NO_SPACE, end)
         return True
 
     def _submit_last_window(self, state: RequestState, progress: GroupProgress) -> None:
@@ -171,7 +171,7 @@ class StorePlanner(ABC):
             end = int(numbers[answered])
         if busy:
             taken = [i for i, is_busy in enumerate(busy[: end - first]) if is_busy]
-            self._stores.count_skipped(state, SkipReason.IN_FLIGHT, len(taken) * group.slot_blocks)
+            self._stores.count_skipped(state, NotStored.IN_FLIGHT, len(taken) * group.slot_blocks)
             if group.slot_blocks > 1:
                 self._manager.history.record_not_stored([every[i] for i in taken], NotStored.IN_FLIGHT)
             self._stores.follow(state, group, [first + i for i in taken])
@@ -233,15 +233,15 @@ class StorePlanner(ABC):
 
     def _split_storable(
         self, state: RequestState, group: Group, first: int, end: int
-    ) -> tuple[int, list[tuple[SkipReason, int]]]:
+    ) -> tuple[int, list[tuple[NotStored, int]]]:
         """Return where the storable slots among `first` to `end` end, and why how many of the rest are skipped."""
         if not state.policy.policy.store:
-            return first, [(SkipReason.DISABLED, end - first)]
+            return first, [(NotStored.DISABLED, end - first)]
         prompt_end, cap_end = _storable_ends(state, group, end)
         storable_end = max(first, min(end, prompt_end, cap_end))
         decode = end - max(storable_end, min(prompt_end, end))
         capped = end - storable_end - decode
-        skipped = [(SkipReason.TOKEN_CAP, capped), (SkipReason.PROMPT_ONLY, decode)]
+        skipped = [(NotStored.TOKEN_CAP, capped), (NotStored.PROMPT_ONLY, decode)]
         return storable_end, [(reason, count) for reason, count in skipped if count]
 
     def _longest_hit(self, state: RequestState, num_tokens: int) -> int:
@@ -255,7 +255,7 @@ class StorePlanner(ABC):
             end_token = min(end_token, group.slot_tokens * min(full, *_storable_ends(state, group, full)))
         return end_token // alignment * alignment
 
-    def _skip(self, state: RequestState, progress: GroupProgress, reason: SkipReason, end: int) -> None:
+    def _skip(self, state: RequestState, progress: GroupProgress, reason: NotStored, end: int) -> None:
         """Decide that the slots up to `end` are not stored."""
         first, progress.answered = progress.answered, end
         self._stores.skip(state, progress.group, reason, state.keys.by_group[progress.group.index][first:end])
@@ -275,7 +275,7 @@ class EagerPlanner(StorePlanner):
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
         self.record_parts(state)
-        for progress in state.storing.groups:
+        for progress in state.storing:
             self._record_refused(state, progress, self._count_full(state, progress))
 
     def _first_undecided(self, progress: GroupProgress) -> int:

@@ -22,7 +22,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.requests import GroupProgress, RequestState
 from kvferry.core.scheduler.stores import StoreCandidate, StoreJobs
-from kvferry.core.stats import SkipReason
+from kvferry.core.stats import NotStored
 
 _AHEAD_SLOTS = 1000
 """Slots stored ahead of one step: as many as may be processed under one hold of the manager lock."""
@@ -384,5 +384,5 @@ class LazyPlanner(StorePlanner):
         for pending, slot, is_resident in zip(uncounted, found, resident, strict=True):
             if slot < 0 and not is_resident:
                 pending.is_counted = True
-                reason = SkipReason.NO_SPACE if pending.is_refused else SkipReason.LEFT_DEVICE
+                reason = NotStored.NO_SPACE if pending.is_refused else NotStored.LEFT_DEVICE
                 self._stores.skip(pending.request, pending.group, reason, [pending.key])

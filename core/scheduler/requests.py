@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, EngineRequest
 from kvferry.core.groups import Group
 from kvferry.core.keys import RequestIdentity
@@ -41,14 +42,14 @@ class RequestPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """An `EngineRequest` without blocks, which replaces the engine's object once the request has finished."""
+    """An empty `EngineRequest`, which replaces the engine's object once the request has finished."""
 
-    request_id: str
-    aliases: tuple[str, ...]
-    num_prompt_tokens: int
-    num_tokens: int
-    tenant: str | None
-    lora: str | None
+    request_id: str = ""
+    aliases: tuple[str, ...] = ()
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    tenant: str | None = None
+    lora: str | None = None
     block_hashes: tuple[bytes, ...] = ()
     kv_transfer_params: None = None
 
@@ -70,14 +71,6 @@ class GroupProgress:
     refused_end: int = 0
     parts_end: int = 0
     passed: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StoreProgress:
-    """Store decisions for a request; its first `ordered_tokens` tokens are in eviction order."""
-
-    groups: tuple[GroupProgress, ...]
-    ordered_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -119,21 +112,16 @@ class WaitProgress:
     leads: Sequence[bytes] = ()
 
 
-class PromotedRun(NamedTuple):
-    """Pieces `first` to `last` of a prompt, each of the layout's alignment, that a tier brought."""
-
-    first: int
-    last: int
-    tier: str
-
-
 @dataclass(slots=True)
 class TierProgress:
-    """A request in the tiers. Written by `Tiering` and `Promotions` only."""
+    """A request in the tiers. Written by `Tiering` and `Promotions` only.
+
+    `promoted` has the tier that brought each piece of the prompt; a piece has the layout's alignment.
+    """
 
     session: TierSession | None = None
     lookup: TierLookup | None = None
-    promoted: list[PromotedRun] = field(default_factory=list)
+    promoted: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -154,7 +142,8 @@ class PrefillProgress:
 class RequestState:
     """One announced request. The scheduler writes the fields of this class, other parts only their own record.
 
-    `now_s` is the time of the engine call that is being processed.
+    `storing` are the store decisions for each group. The first `ordered_tokens` tokens are in eviction order, written
+    by `StoreJobs`. `now_s` is the time of the engine call that is being processed.
     """
 
     sequence: int
@@ -164,7 +153,8 @@ class RequestState:
     patch: Mapping[str, Any]
     policy: EffectivePolicy
     policy_version: int
-    storing: StoreProgress
+    storing: tuple[GroupProgress, ...]
+    ordered_tokens: int = 0
     phase: RequestPhase = RequestPhase.WAITING
     block_ids: BlockTables = ()
     num_blocks: int = 0
@@ -188,35 +178,13 @@ class RequestState:
         self.block_ids = ()
         self.num_computed_tokens = 0
         self.load.misses = self.tiers.lookup = None
-        for progress in self.storing.groups:
+        for progress in self.storing:
             progress.refused_version = None
 
     def record_promoted(self, first: int, last: int, tier: str) -> None:
         """Record that a tier brought the aligned pieces `first` to `last`, unless the prompt is already counted."""
-        if self.prefill.counted or self.phase is RequestPhase.FINISHED:
-            return
-        promoted = self.tiers.promoted
-        run = promoted[-1] if promoted else None
-        if run is not None and run.tier == tier and run.first <= first <= run.last + 1:
-            promoted[-1] = PromotedRun(run.first, max(run.last, last), tier)
-        else:
-            promoted.append(PromotedRun(first, last, tier))
-
-    def retire(self) -> None:
-        """Release the engine's object. Counts continue while stores of this request are open."""
-        request = self.request
-        self.request = self.keys.request = FinishedRequest(
-            request.request_id,
-            tuple(request.aliases),
-            request.num_prompt_tokens,
-            request.num_tokens,
-            request.tenant,
-            request.lora,
-        )
-        self.phase = RequestPhase.FINISHED
-        self.block_ids = ()
-        self.load.misses = None
-        self.tiers.promoted = []
+        if not self.prefill.counted and self.phase is not RequestPhase.FINISHED:
+            self.tiers.promoted.update(dict.fromkeys(range(first, last + 1), tier))
 
     def view(self) -> RequestView:
         """Return a view whose counts continue to change."""
@@ -268,9 +236,9 @@ class RequestView:
         """Copy the counts."""
         return replace(
             self,
-            prompt_tokens=self.prompt_tokens.copy(),
-            missed_tokens=self.missed_tokens.copy(),
-            store=self.store.copy(),
+            prompt_tokens=copy_counts(self.prompt_tokens),
+            missed_tokens=copy_counts(self.missed_tokens),
+            store=copy_counts(self.store),
         )
 
     def bounded(self) -> RequestView:
@@ -327,10 +295,18 @@ class RequestTable:
         self._known[state.sequence] = state
 
     def retire(self, state: RequestState) -> None:
-        """Move a live request to the recent ones. If this raises, the request stays live and can be finished again."""
-        state.retire()
+        """Move a live request to the recent ones, and release the engine's object.
+
+        Counts continue while stores of the request are open. If this raises, the request stays live and can be finished
+        again.
+        """
+        state.phase = RequestPhase.FINISHED
         view = state.view().bounded()
         del self.live[state.request.request_id]
+        state.request = state.keys.request = FinishedRequest()
+        state.block_ids = ()
+        state.load.misses = None
+        state.tiers.promoted = {}
         self._known[state.sequence] = self._recent[state.sequence] = view
         if len(self._recent) > self._num_recent:
             oldest = next(iter(self._recent))

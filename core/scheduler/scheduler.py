@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.cost_model import LoadOrCompute
+from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import BlockTables, DeviceView, EngineRequest, StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout
 from kvferry.core.keys import RequestIdentity
@@ -30,15 +31,14 @@ from kvferry.core.scheduler.requests import (
     RequestPhase,
     RequestState,
     RequestTable,
-    StoreProgress,
     subject_of,
 )
 from kvferry.core.scheduler.resets import Resets
 from kvferry.core.scheduler.stores import StoreJobs
 from kvferry.core.scheduler.tiering import Tiering
-from kvferry.core.stats import MissCause, MissedTokens, Misses, PromptTokens, RequestCounts, Snapshot, by_direction
+from kvferry.core.stats import JobHistograms, MissCause, MissedTokens, Misses, PromptTokens, RequestCounts, Snapshot
 from kvferry.core.tiers.base import Tier
-from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
+from kvferry.core.transfers import Direction, LoadOutcome, StepPlan, TransferResult
 
 __all__ = ["Hit", "Later", "MatchResult", "Miss", "OffloadScheduler", "SchedulerOptions"]
 
@@ -113,7 +113,7 @@ class OffloadScheduler:
         self._counts = RequestCounts()
         prompt_tokens = PromptTokens(tier_hit=dict.fromkeys(tiers or (), 0))
         self._prefills = Prefills(layout, choice, prompt_tokens)
-        self._transfers = by_direction()
+        self._transfers = {direction: JobHistograms() for direction in Direction}
         self._live = Snapshot(
             epoch=0,
             pool=manager.live_counts(),
@@ -146,7 +146,7 @@ class OffloadScheduler:
                 patch=patch,
                 policy=self.policies.settle(subject_of(request, origin), patch, now_s),
                 policy_version=self.policies.version,
-                storing=StoreProgress(tuple(GroupProgress(group) for group in self.layout.groups)),
+                storing=tuple(map(GroupProgress, self.layout.groups)),
             )
             unfinished = self.requests.live.get(request.request_id)
             if unfinished is not None:
@@ -157,10 +157,10 @@ class OffloadScheduler:
             self.requests.add(state)
             self._counts.seen += 1
             self._counts.running += 1
-            to_warn = [one for one in ignored if self._may_warn(one.name, now_s)]
-        for one in to_warn:
+            to_warn = [name for name in ignored if self._may_warn(name, now_s)]
+        for name in to_warn:
             text = "kv_transfer_params.%s=%s of request %s was ignored: it has the wrong type or is out of range"
-            _log.warning(text, one.name, one.value, request.request_id)
+            _log.warning(text, name, ignored[name], request.request_id)
 
     def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> MatchResult:
         """Return how many tokens after the first `num_computed_tokens` can be loaded.
@@ -317,7 +317,7 @@ class OffloadScheduler:
                 self._planner.record_lost(state)
             state.block_ids = ()
             state.num_blocks = state.num_computed_tokens = 0
-            for progress in state.storing.groups:
+            for progress in state.storing:
                 progress.recorded = 0
             self._loads.restart(state)
             state.phase = RequestPhase.WAITING
@@ -462,14 +462,14 @@ class OffloadScheduler:
             self._retire(state, now_s)
 
     def _retire(self, state: RequestState, now_s: float) -> None:
+        request = state.request
         self.requests.retire(state)
         self._counts.running -= 1
         self._counts.finished += 1
         if state.tiers.session is not None:
             state.tiers.session.release()
-        request = state.request
         num_output_tokens = request.num_tokens - request.num_prompt_tokens
-        tokens = state.prefill.prompt_tokens.copy()
+        tokens = copy_counts(state.prefill.prompt_tokens)
         end = RequestEnd(now_s, state.origin, request.num_prompt_tokens, num_output_tokens, tokens)
         if self.manager.sink is not None:
             self.manager.sink.request_ended(end)
@@ -549,16 +549,13 @@ class Prefills:
         misses = state.load.misses or Misses.unexamined(total)
         misses.count(served, total, lost_cause, (self.missed_tokens, state.prefill.missed_tokens))
         state.prefill.evicted_between_s = misses.evicted_between_s
-        state.tiers.promoted = []
+        state.tiers.promoted = {}
 
     def tier_hit(self, state: RequestState, first_token: int, end_token: int) -> dict[str, int]:
         """Return, by tier, how many of these loaded tokens it brought into the pool for this request."""
-        if not state.tiers.promoted:
-            return {}
-        step = self._layout.alignment_tokens
+        tiers, step = state.tiers.promoted, self._layout.alignment_tokens
         hits: dict[str, int] = {}
-        tiers = {piece: run.tier for run in state.tiers.promoted for piece in range(run.first, run.last + 1)}
-        for start in range(first_token // step * step, end_token, step):
+        for start in range(first_token // step * step, end_token if tiers else 0, step):
             name = tiers.get(start // step)
             if name is not None:
                 hits[name] = hits.get(name, 0) + min(start + step, end_token) - max(start, first_token)

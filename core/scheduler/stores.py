@@ -17,7 +17,7 @@ from kvferry.core.scheduler.cascades import Cascades
 from kvferry.core.scheduler.jobs import JobTable, OpenJob, StorePart
 from kvferry.core.scheduler.lookup import RequestKeys
 from kvferry.core.scheduler.requests import RequestPhase, RequestState, RequestView
-from kvferry.core.stats import NotStored, SkipReason, StoreCounts
+from kvferry.core.stats import NotStored, StoreCounts
 from kvferry.core.transfers import BlockRun, Direction, Slots, TransferJob
 
 _REORDER_SHARE = 16
@@ -94,7 +94,7 @@ class StoreJobs:
         The slots after those found no space.
         """
         state, group, keys = candidate.request, candidate.group, candidate.keys
-        answered = {each.group.index: each.answered for each in state.storing.groups}
+        answered = {each.group.index: each.answered for each in state.storing}
         prefix = Prefix({i: (state.keys.by_group[i], count) for i, count in answered.items()}, candidate.protected)
         offer = self._manager.prepare_store(
             keys,
@@ -107,13 +107,13 @@ class StoreJobs:
         )
         num_present = offer.num_answered - len(offer.slots) - len(offer.held_back_at)
         if num_present:
-            self.count_skipped(state, SkipReason.ALREADY_STORED, num_present * group.slot_blocks)
+            self.count_skipped(state, NotStored.ALREADY_STORED, num_present * group.slot_blocks)
             if self.cascades is not None and any(map(self.cascades.request_level_tiers, candidate.requests)):
                 absent = {*offer.stored_at.tolist(), *offer.held_back_at.tolist()}
                 present = [keys[i] for i in range(offer.num_answered) if i not in absent]
                 self.cascades.submit_present(candidate.requests, present, now_s)
         if len(offer.held_back_at):
-            self.skip(state, group, SkipReason.ADMISSION, [keys[i] for i in offer.held_back_at.tolist()])
+            self.skip(state, group, NotStored.ADMISSION, [keys[i] for i in offer.held_back_at.tolist()])
         if len(offer.slots):
             self._begin(candidate, offer.stored_at.tolist(), offer.slots)
         return offer.num_answered
@@ -134,12 +134,12 @@ class StoreJobs:
                 part.followers.append((state, []))
             part.followers[-1][1].append(state.keys.by_group[group.index][number])
 
-    def skip(self, state: RequestState, group: Group, reason: SkipReason, keys: Sequence[Key]) -> None:
+    def skip(self, state: RequestState, group: Group, reason: NotStored, keys: Sequence[Key]) -> None:
         """Count slots that are not stored, and record the reason for later misses."""
         self.count_skipped(state, reason, len(keys) * group.slot_blocks)
-        self._manager.history.record_not_stored(keys, NotStored(reason.value))
+        self._manager.history.record_not_stored(keys, reason)
 
-    def count_skipped(self, state: RequestState, reason: SkipReason, num_blocks: int) -> None:
+    def count_skipped(self, state: RequestState, reason: NotStored, num_blocks: int) -> None:
         """Count blocks that were offered and are not stored."""
         if num_blocks:
             for counts in (self.counts, state.store):
@@ -243,11 +243,11 @@ class StoreJobs:
             counts.stored += published
             counts.bytes += published * group.spec.block_bytes
             if disowned:
-                counts.skipped[SkipReason.RESET.value] += count
+                counts.skipped[NotStored.RESET.value] += count
             elif failed:
                 counts.failed += count
             else:
-                counts.skipped[SkipReason.ALREADY_STORED.value] += count - published
+                counts.skipped[NotStored.ALREADY_STORED.value] += count - published
 
     def _cascade(self, cascades: Cascades, part: StorePart, keys: Sequence[Key] | None, now_s: float) -> None:
         """Cascade the stored `keys` of a part, None if it failed, and release the tier sessions that it holds."""
@@ -269,15 +269,15 @@ class StoreJobs:
 
         With a store to begin, at the end of that store, which makes more of them ready.
         """
-        ordered = state.storing.ordered_tokens
-        decided = max(each.answered * each.group.slot_tokens for each in state.storing.groups)
+        ordered = state.ordered_tokens
+        decided = max(each.answered * each.group.slot_tokens for each in state.storing)
         if ordered < decided and (is_last or (decided - ordered) * _REORDER_SHARE >= decided):
             begun = [part for part in self.parts if part.request is state]
             for part in begun:
                 part.reorders = True
             if not begun:
                 self._manager.touch(self._begin_reordering(state.keys, decided))
-            state.storing.ordered_tokens = decided
+            state.ordered_tokens = decided
 
     def _begin_reordering(self, keys: RequestKeys, end_token: int) -> Sequence[Key]:
         """Return the keys to reorder now; those of a long request are reordered by the next steps instead."""

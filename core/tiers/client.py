@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +51,6 @@ class OpenReset:
     accepted: bool
 
 
-class _Trouble(NamedTuple):
-    """A failure, and the time of the first `poll` after it."""
-
-    text: str
-    at_s: float | None = None
-
-
 class TierClient:
     """One tier. Requires: manager lock held, except for `fetch*`. New warnings for the log are added to `warnings`.
 
@@ -85,7 +78,8 @@ class TierClient:
         self._stuck: dict[int, OpenTierJob] = {}
         self._resets: dict[int, OpenReset] = {}
         self._reset_results: dict[int, TierResetResult] = {}
-        self._troubles: dict[str, _Trouble] = {}
+        self._troubles: dict[str, tuple[str, float | None]] = {}
+        """Failures by subject, each with the time of the first `poll` after it."""
         self._closed = False
         self._poll_lock = Lock()
         self._query_lock = Lock()
@@ -170,10 +164,10 @@ class TierClient:
 
     def poll(self, now_s: float) -> None:
         """Process the fetched results, cancel jobs that exceeded the time limit, and retry resets."""
-        for subject, trouble in list(self._troubles.items()):
-            if trouble.at_s is None:
-                self._troubles[subject] = _Trouble(trouble.text, now_s)
-            elif abs(now_s - trouble.at_s) > TROUBLE_S:
+        for subject, (text, at_s) in list(self._troubles.items()):
+            if at_s is None:
+                self._troubles[subject] = text, now_s
+            elif abs(now_s - at_s) > TROUBLE_S:
                 del self._troubles[subject]
         while self._fetched:
             fetched = self._fetched.popleft()
@@ -222,7 +216,7 @@ class TierClient:
     def health(self) -> list[str]:
         """Return the reasons why the tier works with restrictions, one per item."""
         reported = self._checked("health", self._fetched_health, [])
-        texts = [*reported, *(trouble.text for trouble in self._troubles.values())]
+        texts = [*reported, *(text for text, _ in self._troubles.values())]
         if self._stuck:
             num_slots = sum(len(job.slots) for job in self._stuck.values())
             texts.append(
@@ -296,7 +290,7 @@ class TierClient:
     def _record_trouble(self, subject: str, text: str) -> None:
         if subject not in self._troubles:
             self.warnings.append(f"tier {self.name}: {text}")
-        self._troubles[subject] = _Trouble(text)
+        self._troubles[subject] = text, None
 
 
 def _tried(call: Callable[[], T]) -> T | Exception:

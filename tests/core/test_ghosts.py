@@ -36,7 +36,7 @@ def test_each_missing_block_has_its_reason() -> None:
     manager.drop_key(keys(20, 1)[0], 1.0)
     manager.drop(manager.lookup(keys(21, 1)), EvictionReason.LOAD_FAILED, 1.0)
     asked = [*keys(0, 5), *keys(10, 1), *keys(20, 3), *keys(99, 1)]
-    found = dict(zip(asked, manager.history.explain(asked, 1.0).causes, strict=True))
+    found = dict(zip(asked, manager.history.explain(asked, 1.0)[0], strict=True))
     assert found == {
         keys(0, 1)[0]: MissCause.GAP,
         keys(1, 1)[0]: MissCause.GAP,
@@ -49,7 +49,7 @@ def test_each_missing_block_has_its_reason() -> None:
         keys(22, 1)[0]: MissCause.GAP,
         keys(99, 1)[0]: MissCause.NEW,
     }
-    assert manager.history.explain([], 1.0).causes == []
+    assert manager.history.explain([], 1.0)[0] == []
 
 
 def test_whatever_was_evicted_is_regretted_once() -> None:
@@ -58,9 +58,9 @@ def test_whatever_was_evicted_is_regretted_once() -> None:
     store(manager, keys(0, 4))
     manager.drop_key(keys(0, 1)[0], 1.0)
     store(manager, keys(10, 2))
-    told = manager.history.explain(keys(0, 4), 1.0).causes
+    told = manager.history.explain(keys(0, 4), 1.0)[0]
     assert told == [EvictionReason.OPERATOR, MissCause.GAP, MissCause.GAP, EvictionReason.CAPACITY]
-    assert manager.history.explain(keys(0, 4), 1.0).causes == told, "the reason stays"
+    assert manager.history.explain(keys(0, 4), 1.0)[0] == told, "the reason stays"
     assert sink.keys == [*keys(0, 1), *keys(3, 1)]
     assert manager.evictions.regretted == 2
 
@@ -70,13 +70,13 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     store(manager, keys(0, 2))
     store(manager, keys(10, 2))
     store(manager, keys(0, 2))
-    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.GAP] * 2
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [MissCause.GAP] * 2
     assert manager.evictions.regretted == 0
     manager.drop_key(keys(0, 1)[0], 1.0)
-    assert manager.history.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, MissCause.GAP]
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [EvictionReason.OPERATOR, MissCause.GAP]
     assert manager.evictions.regretted == 1, "it left once more"
     manager.reset(NOBODY, 1.0)
-    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2, "what left by the reset is forgotten"
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [MissCause.NEW] * 2, "what left by the reset is forgotten"
     assert manager.evictions.regretted == 1
 
 
@@ -84,12 +84,12 @@ def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> 
     manager = OffloadManager(2, 64)
     for number, reason in enumerate(NotStored):
         manager.history.record_not_stored(keys(number, 1), reason)
-    assert manager.history.explain(keys(0, len(NotStored)), 1.0).causes == list(NotStored)
+    assert manager.history.explain(keys(0, len(NotStored)), 1.0)[0] == list(NotStored)
     store(manager, keys(0, 1))
     manager.drop_key(keys(0, 1)[0], 1.0)
-    assert manager.history.explain(keys(0, 2), 1.0).causes == [EvictionReason.OPERATOR, list(NotStored)[1]]
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [EvictionReason.OPERATOR, list(NotStored)[1]]
     manager.reset(NOBODY, 1.0)
-    assert manager.history.explain(keys(0, 2), 1.0).causes == [MissCause.NEW] * 2
+    assert manager.history.explain(keys(0, 2), 1.0)[0] == [MissCause.NEW] * 2
 
 
 def test_ghosts_take_the_same_memory_however_many_there_were() -> None:
@@ -120,9 +120,9 @@ def test_what_was_evicted_says_between_when_and_when() -> None:
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
         manager.drop_key(keys(number, 1)[0], now_s)
-    assert manager.history.explain(keys(0, 3), 600.0).evicted_between_s == (100.0, 300.0)
-    assert manager.history.explain(keys(2, 4), 600.0).evicted_between_s == (200.0, 500.0)
-    assert manager.history.explain(keys(4, 9), 600.0).evicted_between_s is None
+    assert manager.history.explain(keys(0, 3), 600.0)[1] == (100.0, 300.0)
+    assert manager.history.explain(keys(2, 4), 600.0)[1] == (200.0, 500.0)
+    assert manager.history.explain(keys(4, 9), 600.0)[1] is None
 
 
 def test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does() -> None:

@@ -91,8 +91,8 @@ def test_an_override_that_was_renewed_outlives_its_first_time() -> None:
 @given(params=st.one_of(ANY_JSON, st.fixed_dictionaries({}, optional=dict.fromkeys(POLICY_FIELDS, ANY_JSON))))
 def test_whatever_an_end_user_sends_only_well_typed_allowed_fields_get_through(params) -> None:
     patch, ignored = parse_request_fields(params, REQUEST_FIELDS_DEFAULT)
-    assert set(patch) | {field.name for field in ignored} <= set(REQUEST_FIELDS_DEFAULT)
-    assert not set(patch) & {field.name for field in ignored}
+    assert set(patch) | set(ignored) <= set(REQUEST_FIELDS_DEFAULT)
+    assert not set(patch) & set(ignored)
     for name, value in patch.items():
         if name == "max_offload_tokens":
             assert type(value) is int
@@ -105,7 +105,7 @@ def test_more_fields_can_be_allowed_and_are_checked_alike() -> None:
     sent = {"level": "request", "priority": "urgent", "tiers": ["disk"], "store": 1}
     patch, ignored = parse_request_fields(sent, POLICY_FIELDS)
     assert patch == {"level": Level.REQUEST, "tiers": ("disk",)}
-    assert {field.name for field in ignored} == {"priority", "store"}
+    assert set(ignored) == {"priority", "store"}
 
 
 class WholeReprs:
@@ -123,9 +123,9 @@ class WholeReprs:
 def test_a_large_value_when_of_the_wrong_type_is_not_printed_whole(make) -> None:
     item = WholeReprs()
     _, ignored = parse_request_fields({"store": make(item), "max_offload_tokens": [make(item)]}, POLICY_FIELDS)
-    assert {field.name for field in ignored} == {"store", "max_offload_tokens"}
+    assert set(ignored) == {"store", "max_offload_tokens"}
     assert item.count == 0
-    assert "10000" in ignored[-1].value
+    assert "10000" in ignored["max_offload_tokens"]
 
 
 @pytest.mark.parametrize("value", ["x" * 2_000_000, 10**4000, ["x" * 2_000_000], {"x" * 2_000_000: 1}])
@@ -137,7 +137,7 @@ def test_a_shown_value_when_long_is_cut(value: object) -> None:
 def test_tiers_when_too_many_or_too_long_are_ignored(names: list[str]) -> None:
     patch, ignored = parse_request_fields({"tiers": names}, POLICY_FIELDS)
     assert patch == {}
-    assert [field.name for field in ignored] == ["tiers"]
+    assert list(ignored) == ["tiers"]
 
 
 def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:

@@ -103,7 +103,7 @@ def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy
     assert (counts.slots, counts.wanted_slots, counts.free, counts.ready, counts.storing) == (12, 12, 0, 12, 0)
     assert pool.manager.evictions.by_reason == {"shrink": 28}
     assert pool.memory[-1] == 12
-    assert set(pool.manager.history.explain(sorted(lost), 1.0).causes) == {EvictionReason.SHRINK}
+    assert set(pool.manager.history.explain(sorted(lost), 1.0)[0]) == {EvictionReason.SHRINK}
     assert max(pool.store(range(100, 120)).tolist()) < 12
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.core.cost_model import LoadDecision
+from kvferry.core.counters import copy_counts
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.groups import GroupKind
 from kvferry.core.keys import RequestFilter
@@ -207,7 +208,7 @@ class Ledger:
             self.ended = [record for record in self.ended if record.state.store.in_flight != 0]
             for record in done:
                 _add(*self._settled, record.state)
-        store, prompt = (counts.copy() for counts in self._settled)
+        store, prompt = (copy_counts(counts) for counts in self._settled)
         for record in (*self.live.values(), *self.ended):
             _add(store, prompt, record.state)
         return store, prompt

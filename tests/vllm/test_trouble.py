@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.stats import SkipReason
+from kvferry.core.stats import NotStored
 from kvferry.core.transfers import Direction, TransferJob
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from tests.harness.waiting import wait_until
@@ -168,7 +168,7 @@ def test_reset_with_open_transfers_gives_the_same_answers(engine: InProcess, tru
         assert_same(engine.generate(PROMPTS), truth)
     after = engine.settle()
     assert after.epoch > 2
-    assert after.store.skipped[SkipReason.RESET] + after.load.failed > 0
+    assert after.store.skipped[NotStored.RESET] + after.load.failed > 0
 
 
 def test_vllm_reset_while_blocks_are_held_resets_the_pool(engine: InProcess, copying: Any) -> None:

@@ -27,7 +27,7 @@ from kvferry.core.pool.native import (
     resident_zeros,
 )
 from kvferry.core.pool.slots import SlotTable
-from kvferry.core.stats import EvictionCounts, EvictionReason, FoundMisses, MissCause, NotStored
+from kvferry.core.stats import EvictionCounts, EvictionReason, MissCause, MissReason, NotStored
 
 _SECONDS = (1 << 32) - 1
 _ENTRY, _SECOND = np.dtype(np.uint64), np.dtype(np.uint32)
@@ -163,13 +163,14 @@ class MissHistory:
         self._not_stored = Ghosts(table.num_slots, NotStored)
         self._foreign: Ghosts[MissCause] | None = None
 
-    def explain(self, keys: Sequence[Key], now_s: float) -> FoundMisses:
+    def explain(self, keys: Sequence[Key], now_s: float) -> tuple[list[MissReason], tuple[float, float] | None]:
         """Return why each of these keys, behind a hit, cannot be loaded, and count evicted keys as regretted.
 
-        The cause is that the key is being stored, else why it was evicted, else why it was not stored.
+        The cause is that the key is being stored, else why it was evicted, else why it was not stored. Besides, returns
+        the Unix seconds between which the evicted ones were evicted, None without any.
         """
         if not keys:
-            return FoundMisses([], None)
+            return [], None
         found, _, hashes = self._index.find_and_hash(keys)
         is_missing = found < 0
         missing = hashes[is_missing]
@@ -188,7 +189,7 @@ class MissHistory:
             for storing, gone, never, other in zip(in_flight, evicted.reasons, not_stored, foreign, strict=False)
         )
         causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
-        return FoundMisses(causes, evicted.between_s)
+        return causes, evicted.between_s
 
     def count_parts(self, keys: Sequence[Key]) -> int:
         """Count the leading keys, of single blocks of one slot, that were computed without the rest of their slot."""
