@@ -6,7 +6,7 @@ Unknown names, invalid values and broken rules between settings are reported tog
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -153,56 +153,41 @@ def _broken_rules(s: SettingFields, spell_like: Callable[[str], Spell]) -> Itera
         yield "pool_kind", ("pool_path",), f"needs {path}, the folder of the pool's file"
 
 
-class Report:
-    """All problems of a set of settings. `known` has the raw values that can be validated."""
+def _sort_out(raw_values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], dict[str, Problem]]:
+    """Return the raw values that can be validated, and the problems of all others, by name."""
+    known: dict[str, RawValue] = {}
+    problems: dict[str, Problem] = {}
+    for name, raw in raw_values.items():
+        is_runtime = raw.origin is RUNTIME
+        if raw.problem is not None:
+            # A secret's value is hidden, the path of a file that holds it is not.
+            secret = name in NAMES.secrets and raw.spelled.lower().endswith(name)
+            problems[name] = value_problem(name, raw, raw.problem, secret=secret)
+        elif name in NAMES.settings:
+            known[name] = raw
+        elif not raw.is_injected and (is_runtime or name not in (URL, CONFIG)):
+            candidates = NAMES.settings if is_runtime else NAMES.spellings()
+            problems[name] = unknown_problem(raw, candidates, NAMES.secrets)
+    return known, problems
 
-    def __init__(self, raw_values: Mapping[str, RawValue]) -> None:
-        self.problems: dict[str, Problem] = {}
-        self.known: dict[str, RawValue] = {}
-        for name, raw in raw_values.items():
-            is_runtime = raw.origin is RUNTIME
-            if raw.problem is not None:
-                # A secret's value is hidden, the path of a file that holds it is not.
-                secret = name in NAMES.secrets and raw.spelled.lower().endswith(name)
-                self.problems[name] = value_problem(name, raw, raw.problem, secret=secret)
-            elif name in NAMES.settings:
-                self.known[name] = raw
-            elif not raw.is_injected and (is_runtime or name not in (URL, CONFIG)):
-                candidates = NAMES.settings if is_runtime else NAMES.spellings()
-                self.problems[name] = unknown_problem(raw, candidates, NAMES.secrets)
 
-    def values(self) -> dict[str, Any]:
-        """Return the values that have no problem so far."""
-        return {name: raw.value for name, raw in self.known.items() if name not in self.problems}
+def _rule_problems(
+    settings: SettingFields, known: Mapping[str, RawValue], unreadable: Collection[str]
+) -> dict[str, Problem]:
+    """Return the broken rules between settings, except rules that read an unreadable value."""
 
-    def add_errors(self, error: ValidationError) -> None:
-        """Add values that their parsers refused."""
-        for item in error.errors(include_url=False, include_context=False):
-            name = str(item["loc"][0])
-            self._add(name, self.known[name], item["msg"].removeprefix("Value error, "))
+    def raw_of(name: str) -> RawValue:
+        default = RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
+        return known.get(name, default)
 
-    def check_rules(self, settings: SettingFields) -> None:
-        """Add broken rules between settings, except rules that read a value with a problem."""
+    def spell_like(place: str) -> Spell:
+        return lambda name: known[name].spelled if name in known else raw_of(place).origin.spell(name)
 
-        def raw_of(name: str) -> RawValue:
-            default = RawValue(plain(name, getattr(settings, name)), DEFAULT, DEFAULT.spell(name))
-            return self.known.get(name, default)
-
-        def spell_like(place: str) -> Spell:
-            return lambda name: self.known[name].spelled if name in self.known else raw_of(place).origin.spell(name)
-
-        unreadable = set(self.problems)
-        for name, others, advice in _broken_rules(settings, spell_like):
-            if unreadable.isdisjoint((name, *others)):
-                self._add(name, raw_of(name), advice)
-
-    def raise_if_bad(self) -> None:
-        """Raise `BadSettings` with all problems, if there are any."""
-        if self.problems:
-            raise BadSettings(self.problems.values())
-
-    def _add(self, name: str, raw: RawValue, advice: str) -> None:
-        self.problems[name] = value_problem(name, raw, advice, secret=name in NAMES.secrets)
+    return {
+        name: value_problem(name, raw_of(name), advice, secret=name in NAMES.secrets)
+        for name, others, advice in _broken_rules(settings, spell_like)
+        if name not in unreadable and not any(other in unreadable for other in others)
+    }
 
 
 def start_notices(raw_values: Mapping[str, RawValue]) -> tuple[str, ...]:
@@ -246,15 +231,20 @@ class Settings(SettingFields):
         raw_values: Layer = {}
         for layer in reversed(layers):
             raw_values |= layer
-        report = Report(raw_values)
+        known, problems = _sort_out(raw_values)
+        values: dict[str, Any] = {name: raw.value for name, raw in known.items()}
         try:
-            super().__init__(**report.values())
+            super().__init__(**values)
         except ValidationError as error:
-            report.add_errors(error)
-            super().__init__(**report.values())
-        report.check_rules(self)
-        report.raise_if_bad()
-        self._raw = report.known
+            for item in error.errors(include_url=False, include_context=False):
+                name, advice = str(item["loc"][0]), item["msg"].removeprefix("Value error, ")
+                problems[name] = value_problem(name, known[name], advice, secret=name in NAMES.secrets)
+                values.pop(name, None)
+            super().__init__(**values)
+        problems |= _rule_problems(self, known, problems)
+        if problems:
+            raise BadSettings(problems.values())
+        self._raw = known
         self._notices = start_notices(raw_values)
 
     @classmethod

@@ -22,16 +22,7 @@ from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.tiers.job_queue import JobKind
 from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
-from kvferry.core.tiers.base import (
-    SlotBytes,
-    Tier,
-    TierContext,
-    TierCounts,
-    TierJob,
-    TierRequest,
-    TierResetResult,
-    TierResult,
-)
+from kvferry.core.tiers.base import Tier, TierContext, TierCounts, TierJob, TierRequest, TierResetResult, TierResult
 
 _log = logging.getLogger(__name__)
 
@@ -78,20 +69,6 @@ class _Call:
     job: _Job | None = None
 
 
-class _ClosableSlots:
-    """The pool's slots until the tier is closed; a call that hangs until later gets no bytes."""
-
-    def __init__(self, slots: SlotBytes) -> None:
-        self._slots = slots
-        self.is_closed = False
-
-    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
-        """See `kvferry.core.tiers.base.SlotBytes`."""
-        if self.is_closed:
-            raise RuntimeError(f"slot {slot} cannot be accessed: the tier is closed")
-        return self._slots.views(slot, num_bytes)
-
-
 class QueuedTier:
     """A `Tier` whose methods return at once and have another tier's methods called later, in order.
 
@@ -116,7 +93,7 @@ class QueuedTier:
         """Open a tier on the caller's thread, with a context whose slots and notifications pass through this object."""
         self._name = context.name
         self._notify = context.on_finished
-        self._slots = _ClosableSlots(context.slots)
+        self._slots = context.slots
         self._level = level
         self._max_waiting = max_waiting_calls
         self._changed = threading.Condition()
@@ -136,8 +113,9 @@ class QueuedTier:
         self._num_failed = 0
         self._refreshed_s = -float("inf")
         self._is_closed = False
+        self._has_no_slots = False
         self._close_error: BaseException | None = None
-        self._tier = open_tier(replace(context, slots=self._slots, on_finished=self._request_poll))
+        self._tier = open_tier(replace(context, slots=self, on_finished=self._request_poll))
         self._timeout_s = float(self._tier.timeout_s)
         self._thread = threading.Thread(target=self._run, name=f"kvferry-tier-{self._name}", daemon=True)
         self._thread.start()
@@ -253,7 +231,7 @@ class QueuedTier:
             self._calls.append(closing)
             self._changed.notify_all()
         self._thread.join(timeout_s)
-        self._slots.is_closed = True
+        self._has_no_slots = True
         with self._changed:
             # A call that returns after this is followed by `close` alone.
             self._calls = deque(call for call in self._calls if call is closing)
@@ -405,6 +383,12 @@ class QueuedTier:
         self._failures[method] = Shortfall(Cause.BROKEN, text, now_s if known is None or is_new else known.since_s)
         if is_new or method == "poll":
             self._unreported[method] = text
+
+    def views(self, slot: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """See `kvferry.core.tiers.base.SlotBytes`. A call that hangs until the tier is closed gets no bytes."""
+        if self._has_no_slots:
+            raise RuntimeError(f"slot {slot} cannot be accessed: the tier is closed")
+        return self._slots.views(slot, num_bytes)
 
     # --- what is called on it -----------------------------------------------------------------------------------
 
