@@ -29,7 +29,7 @@ from kvferry.app.logs import SecretMask
 from kvferry.app.policy_json import is_digest_glob
 from kvferry.app.settings import Settings
 from kvferry.app.settings.errors import MASK, SECRET_WORDS
-from kvferry.app.store import AuditEntry, AuditRecord, MetadataStore, Page, StoreThreads, StoreUnavailable
+from kvferry.app.store import AuditEntry, MetadataStore, Page, StoreThreads, StoreUnavailable
 from kvferry.app.times import rfc3339
 
 T = TypeVar("T")
@@ -275,8 +275,8 @@ class AuditItem(BaseModel):
     outcome: str | None = Field(description="`applied`, `refused` or `failed`", examples=["applied"])
 
 
-def _item(record: AuditRecord) -> AuditItem:
-    return AuditItem.model_validate(asdict(record.entry) | {"id": record.id, "time": rfc3339(record.entry.time_s)})
+def _item(entry: AuditEntry) -> AuditItem:
+    return AuditItem.model_validate(asdict(entry) | {"time": rfc3339(entry.time_s)})
 
 
 def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
@@ -287,6 +287,6 @@ def audit_router(store: MetadataStore, threads: StoreThreads) -> APIRouter:
     async def list_audit(limit: Limit = DEFAULT_LIMIT, cursor: AuditCursor = None) -> Page[AuditItem]:
         """Every call that changed something, or was refused."""
         page = await threads.run(partial(store.reader.audit, cursor, limit))
-        return Page([_item(record) for record in page.items], page.next_cursor)
+        return Page([_item(entry) for entry in page.items], page.next_cursor)
 
     return router

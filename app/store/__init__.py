@@ -6,13 +6,12 @@ from kvferry.app.store.history import EvictionSummary
 from kvferry.app.store.intents import AuditEntry, OverrideRecord
 from kvferry.app.store.journal import JournalStats
 from kvferry.app.store.name_claim import NameClaim, check_name, claim_name
-from kvferry.app.store.reader import AuditRecord, EvictionFilter, EvictionRecord, Page
+from kvferry.app.store.reader import EvictionFilter, EvictionRecord, Page
 from kvferry.app.store.retention import HistoryLimits
 from kvferry.app.store.store import MetadataStore, check_database, downgrade, upgrade
 
 __all__ = [
     "AuditEntry",
-    "AuditRecord",
     "EvictionFilter",
     "EvictionRecord",
     "EvictionSummary",

@@ -17,7 +17,8 @@ from kvferry.app.store.schema import AUDIT, OVERRIDES, RULES, clean, upsert
 class AuditEntry:
     """A mutating call. `token` is the token's name, `what` the body with secrets masked.
 
-    The fields are the table's columns in their order, without id and engine.
+    `status` is None while the call is under way, or if the process ended during it. The fields are the table's columns
+    in their order, without the engine; `id` is set in records that were read.
     """
 
     time_s: float
@@ -29,6 +30,7 @@ class AuditEntry:
     what: Mapping[str, Any] | None = None
     status: int | None = None
     outcome: str | None = None
+    id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,14 +102,6 @@ class EvictionFilter:
     tenant: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AuditRecord:
-    """A recorded call. `entry.status` is None while the call is under way, or if the process ended during it."""
-
-    id: int
-    entry: AuditEntry
-
-
 def evictions_statement(engine: str, wanted: EvictionFilter, cursor: str | None, limit: int) -> Select[Any]:
     """Select `limit + 1` evictions, newest first, so that a full page knows whether it is the last."""
     conditions = [EVICTIONS.c.engine == engine, *in_window(EVICTIONS.c.time, wanted.since_s, wanted.until_s)]
@@ -168,7 +160,7 @@ class StoreReader:
         with self._database.read() as connection:
             return summarize(connection, self._engine, since_s, until_s)
 
-    def audit(self, cursor: str | None = None, limit: int = 100) -> Page[AuditRecord]:
+    def audit(self, cursor: str | None = None, limit: int = 100) -> Page[AuditEntry]:
         """Return a page of recorded calls, newest first."""
         rows = self._rows(audit_statement(self._engine, cursor, limit))
         return Page([_audit(row) for row in rows[:limit]], _next_cursor("audit", rows, limit))
@@ -194,6 +186,6 @@ def _next_cursor(kind: str, rows: list[Row[Any]], limit: int) -> str | None:
     return encode_cursor(kind, [rows[limit - 1].time, rows[limit - 1].id]) if len(rows) > limit else None
 
 
-def _audit(row: Row[Any]) -> AuditRecord:
-    entry = AuditEntry(*tuple(row)[2:])
-    return AuditRecord(row.id, entry if isinstance(entry.what, dict) else replace(entry, what=None))
+def _audit(row: Row[Any]) -> AuditEntry:
+    entry = replace(AuditEntry(*tuple(row)[2:]), id=row.id)
+    return entry if isinstance(entry.what, dict) else replace(entry, what=None)

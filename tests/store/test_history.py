@@ -172,7 +172,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
     store.journal._clock = lambda: START_S + 100
     store.start(Inventory(OffloadManager(4, SLOT_BYTES)))
     wait_until(lambda: count(where, "audit") == 5, "the oldest records are gone")
-    assert [record.entry.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
+    assert [record.request_id for record in store.reader.audit().items] == ["11", "10", "9", "8", "7"]
     assert shell(where, "SELECT request FROM overrides") == [("holds",)]
     assert store.close(DEADLINE_S)
 

@@ -72,7 +72,7 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         )
         number = store.intents.begin_audit(entry)
         (record,) = store.reader.audit().items
-        assert (record.id, record.entry) == (number, entry)
+        assert record == replace(entry, id=number)
         assert store.intents.end_audit(number, 200, "applied")
         assert not store.intents.end_audit(number + 1, 200, "applied")
         second = store.intents.begin_audit(
@@ -81,8 +81,8 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         assert second > number
     with running(where) as (store, _):
         last, first = store.reader.audit().items
-        assert (first.entry.status, first.entry.outcome, first.entry.what) == (200, "applied", entry.what)
-        assert (last.entry.status, last.entry.what) == (401, None)
+        assert (first.status, first.outcome, first.what) == (200, "applied", entry.what)
+        assert (last.status, last.what) == (401, None)
         assert shell(where, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
 
 
