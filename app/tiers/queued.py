@@ -37,14 +37,10 @@ FAILURE_S = 60.0
 
 
 class TierCallFailed(RuntimeError):
-    """A call was not queued, or a queued call raised.
+    """A call was not queued, a queued call raised, or a job to cancel has begun and uses its slots until its result.
 
     `poll` raises it once when a method begins to fail, and while the tier's `poll` fails.
     """
-
-
-class JobInProgress(RuntimeError):
-    """The tier has begun a job, so that its slots are in use until the job's result comes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +71,7 @@ class QueuedTier:
     - Results of `poll`, `health` and `counts` are those that the thread fetched last.
     - `on_new_request` returns the level that the tier returned last for any request, at first `level`.
     - `cancel` removes a job that has not begun. If it has begun, `cancel` is passed on ahead of all waiting calls and
-      raises `JobInProgress`: the caller keeps the slots until the job's result, which comes when the tier's own
+      raises `TierCallFailed`: the caller keeps the slots until the job's result, which comes when the tier's own
       `cancel` has returned.
     - A reset ends all jobs that have not begun, and voids the results of the others. While it fails it is tried again,
       no call is passed on, and jobs are refused.
@@ -152,7 +148,7 @@ class QueuedTier:
         self._submit(JobKind.LOAD, job.number, len(job), lambda: self._pass_on(job, self._tier.load))
 
     def cancel(self, number: int) -> None:
-        """See the class. Raises `JobInProgress`."""
+        """See the class. Raises `TierCallFailed`."""
         with self._changed:
             job = self._open.get(number)
             if job is None:
@@ -165,7 +161,7 @@ class QueuedTier:
                 self._calls.appendleft(_Call("cancel", partial(self._cancel, job)))
                 self._changed.notify_all()
             if job.kind is not JobKind.LOOK_UP:
-                raise JobInProgress(f"job {number} is in progress; its slots are in use until it ends")
+                raise TierCallFailed(f"job {number} is in progress; its slots are in use until it ends")
 
     def drop(self, keys: Sequence[Key]) -> None:
         """See `kvferry.core.tiers.base.Tier`. Raises `TierCallFailed`."""

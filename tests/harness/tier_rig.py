@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.app.settings.tiers import ThreadedSettings
 from kvferry.app.tiers.block_store import BlockStore
 from kvferry.app.tiers.fs import FileTier
-from kvferry.app.tiers.queued import JobInProgress, QueuedTier
+from kvferry.app.tiers.queued import QueuedTier, TierCallFailed
 from kvferry.app.tiers.threaded import ThreadedTier
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity, make_keys
 from kvferry.core.tiers.base import Tier, TierContext, TierRequest, TierResetResult, TierResult
@@ -94,7 +94,7 @@ class Rig:
         """Cancel a job and return once its slots are free: at once, or when a job in progress has ended."""
         try:
             self.tier.cancel(number)
-        except JobInProgress:
+        except TierCallFailed:
             self.wait(number)
 
     def wait_tended(self) -> None:

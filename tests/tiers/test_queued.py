@@ -14,7 +14,7 @@ from kvferry.app.settings import tiers as tier_settings
 from kvferry.app.settings.tiers import BUILT_IN, GROUP, TierSettings, read_tiers
 from kvferry.app.tiers import queued
 from kvferry.app.tiers.opening import close_tiers, open_tiers
-from kvferry.app.tiers.queued import JobInProgress, QueuedTier, TierCallFailed
+from kvferry.app.tiers.queued import QueuedTier, TierCallFailed
 from kvferry.core.policy import Level
 from kvferry.core.tiers.base import HOST, TIER_METHODS, Tier, TierContext, TierRequest
 from tests.core.test_tiers import keys as keys_of_prompt
@@ -311,7 +311,7 @@ def test_cancel_of_a_job_in_progress_keeps_its_slots_until_it_ends(bench: Bench,
     bench.hold(held)
     number = bench.rig.submit_load(keys_of([1]))
     wait_until(lambda: "load" in bench.gate.calls, "begun", WAIT_S)
-    with pytest.raises(JobInProgress, match=f"job {number} is in progress"):
+    with pytest.raises(TierCallFailed, match=f"job {number} is in progress"):
         bench.tier.cancel(number)
     bench.entered()
     assert not bench.rig.has(number), "the job ends before the tier has let go of its slots"
