@@ -223,19 +223,8 @@ class AuditedCall:
         )
 
     def _log(self, status: int, failure: Exception) -> None:
-        entry = self._entry(status)
-        _log.warning(
-            "audit record not in the database (%s): %s %s by token %s from %s, request %s, body %s: %d %s",
-            failure,
-            entry.method,
-            entry.path,
-            entry.token,
-            entry.client,
-            entry.request_id,
-            json.dumps(entry.what),
-            status,
-            entry.outcome,
-        )
+        record = json.dumps(asdict(self._entry(status)))
+        _log.warning("audit record not in the database (%s): %s", failure, record)
 
 
 def _audited_call(request: Request) -> AuditedCall:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from uuid import uuid4
 
 from fastapi import Depends, Path
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.app.api.errors import ENGINE_PREFIX, RETRY_AFTER_S, Problem, invalid_field
@@ -109,10 +110,6 @@ def _set_request_id(scope: Scope) -> str:
     return request_id
 
 
-class ClientGoneError(Exception):
-    """The client disconnected while sending its body."""
-
-
 class Bodies:
     """Middleware that reads a body whole and refuses one that is not JSON (415) or too large (413).
 
@@ -140,7 +137,7 @@ class Bodies:
             await self._serve(scope, receive, send, lengths, body)
         except Problem as problem:
             await problem.response(scope)(scope, receive, send)
-        except ClientGoneError:
+        except ClientDisconnect:
             return
         finally:
             self._release(body)
@@ -197,7 +194,7 @@ class Bodies:
         """Append the next part of a body, and return whether more follows."""
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGoneError
+            raise ClientDisconnect
         self._append(body, message.get("body", b""))
         if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
             detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"

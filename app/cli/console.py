@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -98,12 +97,3 @@ def duration(seconds: float) -> str:
 def share(part: float, whole: float) -> str:
     """Format a part as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-def sourced_rows(fields: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, value and source of each field of a policy response."""
-    return [
-        (name, words(item["value"]), words(item.get("source")))
-        for name, item in fields.items()
-        if isinstance(item, Mapping) and "value" in item
-    ]

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import new_table, note, out, print_json, sourced_rows, words
+from kvferry.app.cli.console import new_table, note, out, print_json, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
@@ -117,8 +117,9 @@ def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
         print_json(answer)
         return 0
     table = new_table("field", "value", "source")
-    for row in sourced_rows(answer):
-        table.add_row(*row)
+    for name, item in answer.items():
+        if isinstance(item, Mapping) and "value" in item:
+            table.add_row(name, words(item["value"]), words(item.get("source")))
     out.print(table)
     override = answer.get("override")
     if isinstance(override, Mapping):

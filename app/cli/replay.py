@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,9 @@ from kvferry.app.cli.remote import JsonOption, UrlOption, connect, connect_engin
 
 if TYPE_CHECKING:
     from kvferry.app.client import KVFerryClient
-    from kvferry.app.replay import MappedRequest, Options, Outcome, Report
+    from kvferry.app.replay.mapping import MappedRequest
+    from kvferry.app.replay.report import Report
+    from kvferry.app.replay.runner import Outcome
 
 SETTLE_S = 10.0
 SETTLE_POLL_S = 0.05
@@ -67,7 +70,9 @@ def replay(
 
     A hash id of the trace is always replaced by the same tokens, so that shared prefixes of the trace are preserved.
     """
-    from kvferry.app.replay import TRACE_BLOCK_TOKENS, BadTrace, Mapping, Options, make_report, map_request, read_trace
+    from kvferry.app.replay.mapping import Mapping, map_request
+    from kvferry.app.replay.report import make_report
+    from kvferry.app.replay.trace import TRACE_BLOCK_TOKENS, BadTrace, read_trace
 
     try:
         recorded = read_trace(trace, requests)
@@ -79,14 +84,13 @@ def replay(
         mapping = Mapping(tokens_per_hash, max_output, seed, context_tokens)
         mapped = [map_request(request, mapping) for request in recorded]
         before = admin.get("stats")
-        options = Options(engine.url, engine.token, model, concurrency, speed if respect_timestamps else None)
         started_s = time.perf_counter()
-        outcomes = _run(mapped, options, quiet=as_json)
+        outcomes = _run(mapped, engine, model, concurrency, speed if respect_timestamps else None, quiet=as_json)
         total_s = time.perf_counter() - started_s
         after = _settled(admin)
     report = make_report(outcomes, total_s, before, after)
     if as_json:
-        print_json(report.as_json())
+        print_json(asdict(report))
     else:
         _print_report(report, f"{tokens_per_hash} for {TRACE_BLOCK_TOKENS} of the trace")
     for message, times in report.errors.items():
@@ -102,10 +106,18 @@ def _served(engine: KVFerryClient) -> tuple[str, int | None]:
     return str(first.get("id", "")), context if type(context) is int and context > 1 else None
 
 
-def _run(mapped: list[MappedRequest], options: Options, *, quiet: bool) -> list[Outcome]:
+def _run(
+    mapped: list[MappedRequest],
+    engine: KVFerryClient,
+    model: str,
+    concurrency: int,
+    speed: float | None,
+    *,
+    quiet: bool,
+) -> list[Outcome]:
     import asyncio
 
-    from kvferry.app.replay import run_replay
+    from kvferry.app.replay.runner import run_replay
 
     columns = (
         TextColumn("replaying"),
@@ -124,7 +136,7 @@ def _run(mapped: list[MappedRequest], options: Options, *, quiet: bool) -> list[
             failed += outcome.error is not None
             progress.update(task, advance=1, failed=failed)
 
-        return asyncio.run(run_replay(mapped, options, on_done))
+        return asyncio.run(run_replay(mapped, engine, model, concurrency, speed, on_done))
 
 
 def _settled(admin: KVFerryClient) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from kvferry.app.client import Json
 from kvferry.app.replay.runner import Outcome
@@ -32,7 +31,11 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one replay. `first_token_s` is by percentile; `cache` is None if the server restarted."""
+    """The result of one replay. Tokens and rates are those of successful requests; rates are per second of total time.
+
+    `tokens_per_s` counts prompt and output tokens, `first_token_s` is by percentile, and `cache` is None if the server
+    restarted.
+    """
 
     requests: int
     failed: int
@@ -40,37 +43,29 @@ class Report:
     prompt_tokens: int
     output_tokens: int
     total_s: float
+    requests_per_s: float
+    tokens_per_s: float
     first_token_s: dict[str, float]
     errors: dict[str, int]
     cache: CacheUse | None
 
-    @property
-    def requests_per_s(self) -> float:
-        """Return successful requests per second of total time."""
-        return (self.requests - self.failed) / self.total_s if self.total_s else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return prompt and output tokens of successful requests per second of total time."""
-        return (self.prompt_tokens + self.output_tokens) / self.total_s if self.total_s else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON."""
-        return asdict(self) | {"requests_per_s": self.requests_per_s, "tokens_per_s": self.tokens_per_s}
-
 
 def make_report(outcomes: Sequence[Outcome], total_s: float, before: Json, after: Json) -> Report:
-    """Combine outcomes with the difference of two stats snapshots. Tokens are those of successful requests."""
+    """Combine outcomes with the difference of two stats snapshots."""
     worked = [outcome for outcome in outcomes if outcome.error is None]
     times = sorted(outcome.first_token_s for outcome in worked if outcome.first_token_s is not None)
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in worked)
+    output_tokens = sum(outcome.output_tokens for outcome in worked)
     return Report(
         requests=len(outcomes),
         failed=len(outcomes) - len(worked),
         truncated=sum(outcome.truncated for outcome in outcomes),
-        prompt_tokens=sum(outcome.prompt_tokens for outcome in worked),
-        output_tokens=sum(outcome.output_tokens for outcome in worked),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
         total_s=total_s,
+        requests_per_s=len(worked) / total_s if total_s else 0.0,
+        tokens_per_s=(prompt_tokens + output_tokens) / total_s if total_s else 0.0,
         first_token_s={f"p{q}": percentile(times, q) for q in QUANTILES} if times else {},
         errors=dict(errors.most_common(MAX_ERRORS_NAMED)),
         cache=_cache_use(before, after),

@@ -12,21 +12,10 @@ from dataclasses import dataclass
 import httpx
 from httpx_sse import SSEError, aconnect_sse
 
-from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, Json, http_options, refusal
+from kvferry.app.client import CONNECT_TIMEOUT_S, DONE, ClientError, Json, KVFerryClient, http_options, refusal
 from kvferry.app.replay.mapping import MappedRequest
 
 READ_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Target and rate: `speed` is a factor on the trace's own rate; None sends as fast as possible."""
-
-    url: str
-    token: str | None
-    model: str
-    concurrency: int
-    speed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +31,37 @@ class Outcome:
 
 
 async def run_replay(
-    requests: Sequence[MappedRequest], options: Options, on_done: Callable[[Outcome], None]
+    requests: Sequence[MappedRequest],
+    engine: KVFerryClient,
+    model: str,
+    concurrency: int,
+    speed: float | None,
+    on_done: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Send all requests and return their outcomes, in order. An error does not stop the replay."""
+    """Send all requests to the URL of `engine` and return their outcomes, in order. An error does not stop the replay.
+
+    `speed` is a factor on the trace's own rate; None sends as fast as possible.
+    """
     outcomes: list[Outcome | None] = [None] * len(requests)
     queue = iter(enumerate(requests))
     run_id = secrets.token_hex(4)
     started_s = time.perf_counter()
-    limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
 
     async def work(client: httpx.AsyncClient, queue: Iterator[tuple[int, MappedRequest]]) -> None:
         for index, request in queue:
-            if options.speed is not None:
-                await asyncio.sleep(max(0.0, started_s + request.at_s / options.speed - time.perf_counter()))
-            outcome = await _send(client, request, options.model, f"replay-{run_id}-{index}")
+            if speed is not None:
+                await asyncio.sleep(max(0.0, started_s + request.at_s / speed - time.perf_counter()))
+            outcome = await _send(client, request, model, f"replay-{run_id}-{index}")
             outcomes[index] = outcome
             on_done(outcome)
 
     async with (
-        httpx.AsyncClient(**http_options(options.url, options.token), limits=limits, timeout=timeout) as client,
+        httpx.AsyncClient(**http_options(engine.url, engine.token), limits=limits, timeout=timeout) as client,
         asyncio.TaskGroup() as group,
     ):
-        for _ in range(min(options.concurrency, len(requests))):
+        for _ in range(min(concurrency, len(requests))):
             group.create_task(work(client, queue))
     return [outcome for outcome in outcomes if outcome is not None]
 

@@ -116,7 +116,7 @@ def test_an_emergency_works_and_is_logged(
         assert len(lines) == 4
         assert "emergency-1" in lines[3]
         assert "wrong text" in lines[3]
-        assert "200 applied" in lines[3]
+        assert '"status": 200, "outcome": "applied"' in lines[3]
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])

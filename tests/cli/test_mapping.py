@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.app.replay import Mapping, TraceRequest, map_request
-from kvferry.app.replay.mapping import FIRST_TOKEN_ID, LAST_TOKEN_ID, hash_run
+from kvferry.app.replay.mapping import FIRST_TOKEN_ID, LAST_TOKEN_ID, Mapping, hash_run, map_request
 from kvferry.app.replay.report import percentile
+from kvferry.app.replay.trace import TraceRequest
 
 HASH_IDS = st.lists(st.integers(0, 50), min_size=1, max_size=20)
 

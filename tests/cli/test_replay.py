@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 
-from kvferry.app.replay import BadTrace, read_trace
+from kvferry.app.replay.trace import BadTrace, read_trace
 from tests.cli.conftest import Run
 from tests.harness.engine_peer import EnginePeer
 from tests.harness.http_server import Running, serve

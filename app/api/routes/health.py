@@ -38,37 +38,17 @@ class Readiness(BaseModel):
     )
 
 
-class _ReadinessCheck:
-    """Runs the process's check on a thread of its own, one at a time; a check that hangs is a reason."""
-
-    def __init__(self, process: ProcessState) -> None:
-        self._process = process
-        self._task: asyncio.Task[Readiness] | None = None
-        self._limiter: anyio.CapacityLimiter | None = None
-
-    async def answer(self) -> Readiness:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._start())
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._task), READINESS_TIMEOUT_S)
-        except TimeoutError:
-            return Readiness(ready=False, reasons=[f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"])
-
-    async def _start(self) -> Readiness:
-        # Not the common threads, which may all be busy.
-        self._limiter = self._limiter or anyio.CapacityLimiter(1)
-        return await anyio.to_thread.run_sync(self._check, limiter=self._limiter)
-
-    def _check(self) -> Readiness:
-        reasons = self._process.readiness()
-        return Readiness(ready=not reasons, reasons=reasons, degraded=self._process.degraded())
-
-
 def health_router(cache: Cache, process: ProcessState, store: MetadataStore) -> APIRouter:
     """Return the routes `/healthz`, `/readyz` and `/metrics`."""
     router = APIRouter(tags=["health"])
-    readiness = _ReadinessCheck(process)
+    # Not the common threads, which may all be busy. One check at a time, also while one hangs.
+    threads = anyio.CapacityLimiter(1)
+    check: asyncio.Task[Readiness] | None = None
     registry = build_registry(cache, process, store)
+
+    def check_readiness() -> Readiness:
+        reasons = process.readiness()
+        return Readiness(ready=not reasons, reasons=reasons, degraded=process.degraded())
 
     @router.get("/healthz", summary="Whether the process can answer")
     async def healthz() -> Health:
@@ -86,7 +66,14 @@ def health_router(cache: Cache, process: ProcessState, store: MetadataStore) -> 
 
         Requests are served without database and tiers, so that their failures are listed under `degraded`.
         """
-        answer = await readiness.answer()
+        nonlocal check
+        if check is None or check.done():
+            check = asyncio.create_task(anyio.to_thread.run_sync(check_readiness, limiter=threads))
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(check), READINESS_TIMEOUT_S)
+        except TimeoutError:
+            reason = f"the readiness check did not end within {READINESS_TIMEOUT_S:g} s"
+            answer = Readiness(ready=False, reasons=[reason])
         return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
 
     @router.get(
