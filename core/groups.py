@@ -1,7 +1,7 @@
-"""Groups: layers of a model that share a block table, and which of a prefix's blocks each of them needs.
+"""Groups: layers of a model that share a block table, and the blocks of a prefix that each of them needs.
 
-To go on behind the first `n` tokens, a full-attention group needs the blocks of all of them, a sliding-window group
-those of the window before `n`, and a recurrent group (Mamba and its like) the one state at `n`.
+To continue after the first `n` tokens, a full-attention group needs the blocks of all of them, a sliding-window group
+those of the window before `n`, and a recurrent group (such as Mamba) the state at `n`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class GroupKind(StrEnum):
-    """What a group's layers keep of the past."""
+    """Kind of a group's layers."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -34,20 +34,20 @@ class GroupSpec:
 
     @property
     def reach_tokens(self) -> int | None:
-        """How many of the latest tokens' blocks are needed to go on behind them; None for all of them."""
+        """Number of latest tokens whose blocks are needed to continue after them; None for all."""
         if self.window_tokens is not None:
             return self.window_tokens - 1
         return 1 if self.kind is GroupKind.RECURRENT else None
 
     def needed_from(self, num_tokens: int) -> int:
-        """The first token whose block is needed to go on behind `num_tokens` tokens."""
+        """Return the first token whose block is needed to continue after `num_tokens` tokens."""
         reach = self.reach_tokens
         return 0 if reach is None else max(num_tokens - reach, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group and how its blocks lie in slots. A slot is `slot_blocks` consecutive blocks, of `slot_tokens` tokens."""
+    """A group and its slots. A slot is `slot_blocks` consecutive blocks, of `slot_tokens` tokens."""
 
     index: int
     spec: GroupSpec
@@ -60,14 +60,19 @@ class Group:
 
 
 class GroupLayout:
-    """All groups of a model. Raises `ValueError` for sizes that do not fit together, with the numbers."""
+    """All groups of a model. Raises `ValueError` for inconsistent sizes."""
 
     def __init__(
         self, specs: Sequence[GroupSpec], blocks_per_slot: int = 1, hash_block_size: int | None = None
     ) -> None:
-        """The engine hashes every `hash_block_size` tokens; by default that is what divides all groups' block sizes.
+        """Lay out the groups.
 
-        A slot of a recurrent group holds one block whatever `blocks_per_slot` says: its states stand alone.
+        Args:
+            specs: The groups.
+            blocks_per_slot: Blocks in a slot. A slot of a recurrent group holds one block, as its states are
+                independent.
+            hash_block_size: Tokens per block hash of the engine; by default the greatest common divisor of the block
+                sizes.
         """
         if not specs:
             raise ValueError("a model has at least one group of layers, and none was given")
@@ -84,19 +89,19 @@ class GroupLayout:
         self.alignment_tokens = math.lcm(*(spec.block_size for spec in specs))
         """Hits end at multiples of this: whole blocks of every group."""
         self.slot_bytes = max(group.slot_bytes for group in self.groups)
-        """What a slot of the pool has to hold: all slots have one size."""
+        """Size of the pool's slots, which is the same for all groups."""
         self.slot_alignment_tokens = math.lcm(*(group.slot_tokens for group in self.groups))
-        """Prefixes of a multiple of this are whole slots of every group."""
+        """Prefixes of a multiple of this length are whole slots of every group."""
         self.full_groups = tuple(group for group in self.groups if group.spec.kind is GroupKind.FULL)
         """Groups that need every block of a prefix."""
         self.prefix_group = (self.full_groups or self.groups)[0]
-        """The group whose keys show which part of a prompt was computed before."""
+        """Group whose keys show the part of a prompt that was computed before."""
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def waste(self) -> float:
-        """The share of slot bytes that stays unused when every group stores as many slots."""
+        """Return the share of slot bytes that is unused if every group stores as many slots."""
         return 1 - sum(group.slot_bytes for group in self.groups) / (self.slot_bytes * len(self.groups))
 
     def _lay_out(self, index: int, spec: GroupSpec) -> Group:

@@ -1,7 +1,7 @@
-"""Request policy: what may be stored and loaded for one request, and the source of each field.
+"""Request policy: the blocks that may be stored and loaded for one request, and the source of each field.
 
-A field is settled by the highest source that names it: override > the request's own `kv_transfer_params` > the first
-matching rule > runtime default > settings. `PolicyResolver` holds those sources and answers for a request.
+A field has the value of the strongest source that sets it: override > the request's own `kv_transfer_params` > the
+first matching rule > runtime default > settings. `PolicyResolver` holds those sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNLIMITED = "unlimited"
 
 
 class Level(StrEnum):
-    """What tiers get: `block`, new blocks only; `request`, every block of the request, prefix hits too."""
+    """Blocks that tiers receive: `block`, new blocks only; `request`, every block of the request, prefix hits too."""
 
     BLOCK = "block"
     REQUEST = "request"
@@ -66,7 +66,7 @@ CAP_FIELDS = ("max_offload_tokens", "max_load_tokens")
 REQUEST_FIELDS_DEFAULT = ("offload_prompt_only", "max_offload_tokens", "store", "load")
 
 PolicyPatch = Mapping[str, Any]
-"""Some policy fields with values already validated: the types of `RequestPolicy`, None meaning no cap."""
+"""Some policy fields with validated values, in the types of `RequestPolicy`; None is no cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ def _is_name_list(value: object) -> bool:
 def parse_request_fields(
     params: Mapping[str, Any] | None, allowed: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read the policy fields that an end user sent, and those that are ignored because of their type.
+    """Return the policy fields that an end user sent, and, as shown in the log, values that are ignored for their type.
 
-    Keys that are not policy fields, or not allowed, belong to others and are passed over silently; so is a null.
-    `True` and `"5"` are no integers, and a cap is not negative.
+    Other keys, fields that are not allowed, and nulls are ignored without a log line. `True` and `"5"` are not
+    integers, and a cap is not negative.
     """
     patch: dict[str, Any] = {}
     ignored: dict[str, str] = {}
@@ -125,9 +125,9 @@ _INVALID = object()
 
 
 def bounded_repr(value: object) -> str:
-    """Return a client's value as messages show it: at most 80 characters, at a cost that does not grow with the value.
+    """Return a client's value as messages show it: at most 80 characters, at a cost independent of its size.
 
-    Longer strings are cut; containers of many or nested items, and integers of many digits, are described.
+    Longer strings are cut; containers with many or nested items, and integers with many digits, are described.
     """
     return _describe(value, depth=0)[:_SHOWN_CHARS]
 
@@ -263,13 +263,13 @@ class PolicyResolver:
             return list(self._overrides.values())
 
     def expected(self, request_ids: Sequence[str], now_s: float) -> EffectivePolicy:
-        """Return the policy that a request with these ids would get now, as far as it depends on the ids."""
+        """Return the policy that a request with these ids would have now, as far as it depends on the ids."""
         origin = RequestIdentity(request_ids[0], aliases=tuple(request_ids[1:]))
         with self.lock:
             return self.settle(RuleSubject(origin), {}, now_s)
 
     def expire(self, now_s: float) -> int:
-        """Drop expired overrides, a bounded number a call, and return how many; O(1) when there are none.
+        """Remove expired overrides, a bounded number per call, and return how many; O(1) without any.
 
         Requires: manager lock held.
         """
@@ -286,7 +286,7 @@ class PolicyResolver:
     ) -> EffectivePolicy:
         """Return the effective policy of a request that sent `request_patch`. Requires: manager lock held.
 
-        `before` is what this returned for the same request last: rules are tried again only if they changed since.
+        `before` is the latest policy of the same request: rules are tried again only if they have changed since.
         """
         if before is None or before.rules_version != self._rules_version:
             rule = next((one for one in self._rules if one.match.applies_to(subject)), None)

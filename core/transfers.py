@@ -1,4 +1,4 @@
-"""Transfers: the jobs a step asks of a copy engine, and what comes back.
+"""Transfers: the jobs of a step for the copy engine, and their results.
 
 A job moves whole blocks between device and host in one direction. It ends once, done or failed, after every worker
 has reported; only success publishes.
@@ -23,7 +23,7 @@ NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
 class Direction(StrEnum):
-    """Which way bytes go: `store` is device to host, `load` is host to device."""
+    """Direction of a job: `store` is device to host, `load` is host to device."""
 
     STORE = "store"
     LOAD = "load"
@@ -46,7 +46,7 @@ class BlockRun:
 
 
 class SlotLabels(NamedTuple):
-    """What a pool that outlives its process has to write beside the bytes of slots, as columns of one length."""
+    """Contents of the headers of slots in a pool that outlives its process, as columns of one length."""
 
     slots: Slots
     keys: Sequence[Key]
@@ -55,7 +55,7 @@ class SlotLabels(NamedTuple):
     sizes: NDArray[np.int64]
 
     def part(self, start: int, end: int) -> SlotLabels:
-        """The labels from `start` up to `end`."""
+        """Return the labels from `start` up to `end`."""
         return SlotLabels(
             self.slots[start:end],
             self.keys[start:end],
@@ -67,10 +67,10 @@ class SlotLabels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Copy what the runs name, all in one direction. A device block and a place in a slot are named at most once.
+    """Copies of blocks in one direction. No device block and no part of a slot occurs twice.
 
-    `request_id` is the request that waits for a load. A store into a kept pool has `labels`; a load has in `verify` the
-    slots that an earlier process wrote, whose checksums have to be right before a byte of them is copied.
+    `request_id` is the request that waits for a load. A store into a pool that outlives its process has `labels`.
+    `verify` are slots of a load that an earlier process wrote: their checksums are verified before a byte is copied.
     """
 
     job_id: int
@@ -82,15 +82,15 @@ class TransferJob:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks to copy."""
+        """Number of blocks to copy."""
         return sum(map(len, self.runs))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """One worker's report on one job: `error` is None when every byte was copied. `num_bytes` is that worker's part.
+    """One worker's report on one job: `error` is None if every byte was copied. `num_bytes` are those of the worker.
 
-    A load that failed since slots did not verify names them in `corrupt`, and has copied nothing.
+    If slots of a load failed verification, they are in `corrupt`, and nothing was copied.
     """
 
     job_id: int
@@ -105,9 +105,9 @@ class TransferResult:
 class StepPlan:
     """The jobs of one engine step.
 
-    Stores in `ahead` read blocks that this step has given to other requests: they are copied before anything of this
-    step, its loads included, writes to them. Loads may start after that. Other stores read blocks that this very step
-    fills: they start after its compute, in order.
+    Stores in `ahead` read blocks that this step has given to other requests: they are copied before this step writes to
+    the blocks, and before its loads start. The other stores read blocks that this step fills: they start after its
+    compute, in order.
     """
 
     loads: list[TransferJob] = field(default_factory=list)
@@ -125,9 +125,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """The end of a request's load: of `num_tokens` tokens, behind the first `first_token` that the device had.
+    """The end of a request's load of `num_tokens` tokens, after the `first_token` tokens that the device had.
 
-    When it failed, no block that holds one of these tokens may be read, and the request recomputes them.
+    After a failure no block that holds one of these tokens may be read, and the request recomputes them.
     """
 
     request_id: str

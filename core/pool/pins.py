@@ -205,9 +205,7 @@ class OperatorPins:
         self._index = index
         self._pins = pins
         self._lock = lock
-        self.expiries: Expiries[Key] = Expiries()
-        """Expiry times of the pins."""
-        self._until_s = self.expiries
+        self._until_s: Expiries[Key] = Expiries()
 
     def set_max_fraction(self, max_fraction: float) -> None:
         """Set the maximum share of the pool that may be pinned. Pins beyond it stay."""

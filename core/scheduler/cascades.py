@@ -12,7 +12,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pin
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import TierJob, TierResult
-from kvferry.core.tiers.client import OpenTierJob, TierClient, allowed_tiers
+from kvferry.core.tiers.client import TierClient, allowed_tiers
 from kvferry.core.transfers import Slots
 
 _MAX_HELD_SHARE = 4
@@ -123,14 +123,14 @@ class Cascades:
                 self.num_held -= int(np.count_nonzero(self._num_readers[slots] == 0))
                 manager.end_read(pin)
 
-        job = OpenTierJob(number, len(slots), now_s, end, slots)
         pin = manager.pin(slots)
         manager.begin_read(pin)
         self._open[number] = pin
         self.num_held += int(np.count_nonzero(self._num_readers[slots] == 0))
         self._num_readers[slots] += 1
         keys, origins = table.keys[slots].tolist(), table.origins[slots].tolist()
-        client.store(job, TierJob(number, session.request_id, keys, slots, table.sizes[slots], origins))
+        job = TierJob(number, session.request_id, keys, slots, table.sizes[slots], origins)
+        client.store(job, now_s, end)
 
 
 def _first_for_each(

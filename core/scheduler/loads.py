@@ -222,8 +222,8 @@ class LoadPlanner:
         """Release the pin and the load of a request that has finished or was preempted."""
         state.load.matched_tokens = state.load.wanted = None
         self._inflight.forget(state)
-        if self._promotions is not None:
-            self._promotions.forget(state)
+        # Blocks that a tier is loading are still published.
+        state.tiers.lookup = None
         if state.phase is RequestPhase.LOADING:
             for job in self._jobs:
                 if job.request is state:

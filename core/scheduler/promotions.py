@@ -22,7 +22,7 @@ from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.lookup import PrefixHit, PrefixLookup
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.tiers.base import TierJob, TierResult
-from kvferry.core.tiers.client import LookupPhase, OpenTierJob, TierClient, TierLookup, allowed_tiers
+from kvferry.core.tiers.client import LookupPhase, TierClient, TierLookup, allowed_tiers
 from kvferry.core.transfers import Slots
 
 _LOOK_UP_SLOTS = 1000
@@ -111,10 +111,6 @@ class Promotions:
                 return self.must_wait(state, hit, max_slots)
         lookup.phase = LookupPhase.DONE
         return False
-
-    def forget(self, state: RequestState) -> None:
-        """Forget the look-up of a request; blocks in flight are still published."""
-        state.tiers.lookup = None
 
     def reset(self, match: RequestFilter | None, clients: Sequence[TierClient] | None) -> None:
         """Void earlier look-ups, and prevent the publication of affected blocks from some tiers, or from all (None)."""
@@ -208,7 +204,8 @@ class Promotions:
                 client.use.found += len(found)
                 lookup.answers[client.name] = found
 
-        client.look_up(OpenTierJob(self._new_number(), len(keys), state.now_s, end), keys)
+        client.use.looked_up += len(keys)
+        client.look_up(keys, state.now_s, end)
 
     # --- promotion --------------------------------------------------------------------------------------------------
 
@@ -330,11 +327,8 @@ class Promotions:
                     state.record_promoted(first, last, client.name)
 
         session = state.tiers.session
-        number = self._new_number()
         request_id = state.request.request_id if session is None else session.request_id
-        client.load(
-            OpenTierJob(number, len(blocks), state.now_s, end, slots), TierJob(number, request_id, keys, slots, sizes)
-        )
+        client.load(TierJob(self._new_number(), request_id, keys, slots, sizes), state.now_s, end)
 
     def _publish(self, promotion: OpenPromotion, result: TierResult | None, now_s: float) -> NDArray[np.bool_]:
         """Publish the blocks that arrived, with the origin that stored them, and free the rest.

@@ -114,7 +114,7 @@ class WaitProgress:
 
 @dataclass(slots=True)
 class TierProgress:
-    """A request in the tiers. Written by `Tiering` and `Promotions` only.
+    """A request in the tiers. Written by `Tiering` and `Promotions`; the load planner forgets the look-up.
 
     `promoted` has the tier that brought each piece of the prompt; a piece has the layout's alignment.
     """

@@ -94,7 +94,10 @@ class Resets:
             tickets: dict[str, int] = {}
             if tiers.clients:
                 job_ids += tiers.open_transfers()
-                tickets = tiers.reset(clients, match, of_pool, now_s)
+                # If the pool is reset too, affected promotions from all tiers are not published.
+                tiers.promotions.reset(match, None if of_pool else clients)
+                tiers.forget_held(clients)
+                tickets = {client.name: client.reset(match, now_s) for client in clients}
                 job_ids += tickets.values()
             if of_pool and match is None:
                 job_ids += [job.job.job_id for job in self._jobs]
@@ -126,7 +129,9 @@ class Resets:
     def drop_block(self, key: Key, now_s: float) -> bool:
         """Drop one block from the pool and the tiers; return False if the pool does not have it."""
         with self._manager.lock:
-            self._tiers.drop(key)
+            self._tiers.promotions.drop(key)
+            for client in self._tiers.clients:
+                client.drop(key)
             return self._manager.drop_key(key, now_s)
 
     def filled_slots(self) -> Slots:

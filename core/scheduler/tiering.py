@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.groups import GroupLayout
-from kvferry.core.keys import Key, RequestFilter
 from kvferry.core.policy import Level
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.records import SlotRows
@@ -86,19 +85,11 @@ class Tiering:
             raise ValueError(f"there is no tier called {', '.join(unknown)}")
         return [client for client in self.clients if client.name in names]
 
-    def reset(
-        self, clients: Sequence[TierClient], match: RequestFilter | None, is_of_pool: bool, now_s: float
-    ) -> dict[str, int]:
-        """Reset tiers, and prevent the publication of affected promotions; return the tickets of the resets.
-
-        If the pool is reset too, affected promotions from all tiers are not published.
-        """
-        self.promotions.reset(match, None if is_of_pool else clients)
-        # A reset by match forgets more than it drops, since the tier alone knows what matches.
+    def forget_held(self, clients: Sequence[TierClient]) -> None:
+        """Forget which blocks these tiers hold: a reset by match forgets all, as the tier alone knows what matches."""
         self._table.last_generation += 1
         for client in clients:
             client.held_since = self._table.last_generation
-        return {client.name: client.reset(match, now_s) for client in clients}
 
     def abandon(self) -> None:
         """End all requests in the tiers, and publish nothing that is in flight."""
@@ -114,12 +105,6 @@ class Tiering:
         named = [client for client in self.clients if client.name in tickets]
         found = {client.name: client.reset_result(tickets[client.name]) for client in named}
         return {name: result for name, result in found.items() if result is not None}
-
-    def drop(self, key: Key) -> None:
-        """Drop a key from all tiers and from open promotions."""
-        self.promotions.drop(key)
-        for client in self.clients:
-            client.drop(key)
 
     def open_transfers(self) -> list[int]:
         """Return the numbers of the open jobs, without look-ups."""

@@ -27,17 +27,21 @@ TROUBLE_S = 60.0
 _MAX_RESET_RESULTS = 100
 
 
+EndOfJob = Callable[[TierResult | None, float], None]
+"""Receives the result of a job, or None if it was canceled, and the time."""
+
+
 @dataclass(slots=True, eq=False)
 class OpenTierJob:
     """A look-up, cascade or promotion that a tier works on, and the slots that the tier may touch.
 
-    `end` receives the result, or None if the job was canceled. A job that cannot be canceled keeps its slots.
+    A job that cannot be canceled keeps its slots.
     """
 
     number: int
     num_keys: int
     opened_s: float
-    end: Callable[[TierResult | None, float], None]
+    end: EndOfJob
     slots: Slots = field(default_factory=lambda: NO_SLOTS)
 
 
@@ -116,19 +120,19 @@ class TierClient:
         """Announce the end of a request."""
         self._call("on_request_finished", lambda: self._tier.on_request_finished(request_id))
 
-    def look_up(self, job: OpenTierJob, keys: Sequence[Key]) -> None:
-        """Look up keys for a request."""
-        self.use.looked_up += len(keys)
-        self._submit("look_up", job, lambda: self._tier.look_up(job.number, keys))
+    def look_up(self, keys: Sequence[Key], now_s: float, end: EndOfJob) -> None:
+        """Look up keys."""
+        number = self._new_number()
+        self._submit("look_up", OpenTierJob(number, len(keys), now_s, end), lambda: self._tier.look_up(number, keys))
 
-    def store(self, job: OpenTierJob, blocks: TierJob) -> None:
+    def store(self, job: TierJob, now_s: float, end: EndOfJob) -> None:
         """Submit a store."""
-        self.use.cascaded += len(blocks)
-        self._submit("store", job, lambda: self._tier.store(blocks))
+        self.use.cascaded += len(job)
+        self._submit("store", OpenTierJob(job.number, len(job), now_s, end, job.slots), lambda: self._tier.store(job))
 
-    def load(self, job: OpenTierJob, blocks: TierJob) -> None:
+    def load(self, job: TierJob, now_s: float, end: EndOfJob) -> None:
         """Submit a load."""
-        self._submit("load", job, lambda: self._tier.load(blocks))
+        self._submit("load", OpenTierJob(job.number, len(job), now_s, end, job.slots), lambda: self._tier.load(job))
 
     def drop(self, key: Key) -> None:
         """Drop a key from the tier."""
