@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -57,14 +56,6 @@ def test_what_is_for_operators_is_in_the_log(served: Served) -> None:
     log = served.log()
     assert log.count("enableServiceLinks: false") == 1
     assert TOKEN not in log
-
-
-def test_a_port_that_is_taken_refuses_to_start(run: Run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = run("serve", PORT=port, POOL_BYTES="16MiB")
-    assert done.code == 2
-    assert f"PORT={port}" in done.err
 
 
 @pytest.mark.parametrize(

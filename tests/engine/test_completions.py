@@ -26,7 +26,7 @@ from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.core.engine_api import EngineRequest
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
-from tests.harness.embedded import greedy, run, until
+from tests.harness.embedded import run, until
 
 
 class Announcements(NoOffload):
@@ -509,10 +509,3 @@ def test_a_failed_step_is_500(make_engine: Callable[..., EmbeddedEngine]) -> Non
     assert (answer.status_code, again.status_code) == (500, 200)
     assert answer.json()["error"]["type"] == "server_error"
     assert "inner secret" not in answer.text
-
-
-def test_greedy_helper_matches_http(service: Service) -> None:
-    from tests.harness.embedded import ask_all
-
-    over_http = service.post(prompt=PROMPT, max_tokens=7, temperature=0, ignore_eos=True, return_token_ids=True).json()
-    assert over_http["choices"][0]["token_ids"] == ask_all(service.engine, [PROMPT], greedy(7))[0].token_ids

@@ -108,8 +108,7 @@ def test_canceled_in_every_state(recorded: Callable) -> None:
         for stream in (unseen, waiting, prefilling, decoding):
             stream.cancel()
             answer = await collect(stream)
-            assert answer.last is not None
-            assert answer.last.finish_reason is FinishReason.ABORT
+            assert answer.reason is FinishReason.ABORT
             stream.cancel()
         assert "waiting" not in recorder.computed
         await until(lambda: engine.pool.num_free == 600, "all blocks are free")
@@ -148,8 +147,7 @@ def test_cancel_by_id_and_of_nobody(recorded: Callable) -> None:
         engine.cancel("somebody else")
         engine.cancel("mine")
         answer = await collect(stream)
-        assert answer.last is not None
-        assert answer.last.finish_reason is FinishReason.ABORT
+        assert answer.reason is FinishReason.ABORT
         engine.cancel("mine")
 
     run(scenario())
@@ -227,8 +225,7 @@ def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(
     recorder.fail_plans = 2
     for _ in range(2):
         failed = ask_all(engine, [[5, 6]], greedy(2))[0]
-        assert failed.last is not None
-        assert failed.last.finish_reason is FinishReason.ERROR
+        assert failed.reason is FinishReason.ERROR
     assert recorder.failed == [(request.request_id, False) for request in recorder.announced]
     assert "a bug, says the test" in str(engine.last_error)
     assert sum("step failed" in record.message for record in caplog.records) == 1
@@ -243,8 +240,7 @@ def test_a_request_that_cannot_be_announced_fails_alone(recorded: Callable) -> N
         bad, good = await asyncio.gather(
             ask(engine, [5, 6], greedy(2), request_id="poison"), ask(engine, [5, 6], greedy(2))
         )
-        assert bad.last is not None
-        assert bad.last.finish_reason is FinishReason.ERROR
+        assert bad.reason is FinishReason.ERROR
         assert len(good.token_ids) == 2
 
     run(scenario())
@@ -266,20 +262,18 @@ def test_answers_end_where_they_should(make_engine: Make) -> None:
     engine = make_engine(device_blocks=600, dtype="float32")
     engine.start()
     text = ask_all(engine, [[5, 6, 7]], greedy(40))[0]
-    assert text.last is not None
-    assert text.last.finish_reason is FinishReason.LENGTH
+    assert text.reason is FinishReason.LENGTH
     stop = text.text[6:9]
     stopped = ask_all(engine, [[5, 6, 7]], greedy(40, stop=(stop,)))[0]
     assert stopped.text == text.text[: text.text.index(stop)]
-    assert stopped.last is not None
-    assert stopped.last.finish_reason is FinishReason.STOP
+    assert stopped.reason is FinishReason.STOP
     ended = [
         ask_all(engine, [prompt], Sampling(max_tokens=400, temperature=0))[0] for prompt in random_prompts(4, 3, 9)
     ]
     for answer in ended:
         assert answer.last is not None
         reason = FinishReason.STOP if answer.token_ids[-1] == 1 else FinishReason.LENGTH
-        assert answer.last.finish_reason is reason
+        assert answer.reason is reason
         assert 1 not in answer.token_ids[:-1]
     assert any(answer.token_ids[-1] == 1 for answer in ended)
 

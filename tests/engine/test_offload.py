@@ -140,8 +140,7 @@ def test_a_failed_forward_ends_its_requests_and_stores_nothing(
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     with failing_forward(offloaded.engine):
         failed = ask_all(offloaded.engine, [prompts[longest]], greedy(MAX_TOKENS))[0]
-    assert failed.last is not None
-    assert failed.last.finish_reason is FinishReason.ERROR
+    assert failed.reason is FinishReason.ERROR
     assert "RuntimeError" in str(failed.last.error)
     assert "kernel" not in str(failed.last.error)
     assert "a kernel failed" in str(offloaded.engine.last_error)
@@ -158,7 +157,7 @@ def test_a_failed_forward_spares_those_who_wait(
     offloaded = make_offloaded(device_blocks=200, block_size=4, max_running=1)
     with failing_forward(offloaded.engine):
         got = ask_all(offloaded.engine, prompts[:3], greedy(MAX_TOKENS))
-    reasons = [answer.last.finish_reason for answer in got if answer.last]
+    reasons = [answer.reason for answer in got if answer.last]
     assert sorted(reasons) == [FinishReason.ERROR, FinishReason.LENGTH, FinishReason.LENGTH]
     right = [answer.token_ids == expected for answer, expected in zip(got, answers, strict=False)]
     assert sorted(right) == [False, True, True]
@@ -216,8 +215,7 @@ def test_canceled_while_loading(prompts: list[list[int]], make_offloaded: MakeOf
         await until(lambda: offloaded.copies.kept(Direction.LOAD) == 1, "a load was planned")
         stream.cancel()
         answer = await collect(stream)
-        assert answer.last is not None
-        assert answer.last.finish_reason is FinishReason.ABORT
+        assert answer.reason is FinishReason.ABORT
         assert offloaded.engine.pool.num_held > 0
         again = offloaded.engine.submit([5, 6], greedy(1), request_id="mine")
         assert again.request_id == "mine"
@@ -239,8 +237,7 @@ def test_closing_waits_for_transfers_and_ends_every_answer(make_offloaded: MakeO
         await until(lambda: offloaded.copies.kept(Direction.STORE) > 0, "something is being stored")
         closing = asyncio.create_task(asyncio.to_thread(offloaded.engine.close))
         for answer in await asyncio.gather(*map(collect, streams)):
-            assert answer.last is not None
-            assert answer.last.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+            assert answer.reason in (FinishReason.ABORT, FinishReason.LENGTH)
         assert not closing.done()
         offloaded.copies.open()
         await closing
@@ -282,7 +279,7 @@ def test_everything_at_once(prompts: list[list[int]], answers: list[list[int]], 
             stream.cancel()
         answer = await collect(stream)
         assert answer.last is not None
-        if answer.last.finish_reason is FinishReason.ABORT:
+        if answer.reason is FinishReason.ABORT:
             return 0
         assert answer.token_ids == answers[which]
         return 1
@@ -323,8 +320,7 @@ def test_a_plan_that_was_never_submitted_ends_and_holds_nothing(
 
     monkeypatch.setattr(loop, "_compute", fail_once)
     failed = ask_all(offloaded.engine, [prompts[0]], greedy(MAX_TOKENS))[0]
-    assert failed.last is not None
-    assert failed.last.finish_reason is FinishReason.ERROR
+    assert failed.reason is FinishReason.ERROR
     settle(offloaded)
     assert offloaded.engine.pool.num_held == 0
     assert offloaded.stats.store.failed > 0

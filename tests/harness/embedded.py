@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvferry.app.engines.embedded import EmbeddedEngine, OutputDelta, RequestStream, Sampling
+from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason, OutputDelta, RequestStream, Sampling
 from kvferry.app.engines.embedded.model import load_model
 
 DEADLINE_S = 120.0
@@ -25,6 +25,11 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     last: OutputDelta | None = None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        assert self.last is not None
+        return self.last.finish_reason
 
     @property
     def cached(self) -> int:

@@ -87,21 +87,10 @@ def refused(folder: Path, **settings: object) -> str:
     return ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"pool_byts": "1GiB"}, ["KVFERRY_POOL_BYTS", "POOL_BYTES"]),
-        ({"pool_bytes": "many"}, ["KVFERRY_POOL_BYTES", "many"]),
-        ({"pool_bytes": 1000}, ["POOL_BYTES=1000", "32,768"]),
-        ({"host": "0.0.0.0"}, ["KVFERRY_HOST", "ADMIN_TOKEN"]),
-        ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
-        ({"store_mode": "lasy"}, ["KVFERRY_STORE_MODE", "lazy"]),
-    ],
-)
-def test_a_bad_setting_is_named(tmp_path: Path, settings: dict[str, object], words: list[str]) -> None:
-    said = refused(tmp_path, **settings)
-    for word in words:
-        assert word in said
+def test_a_pool_smaller_than_a_slot_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    said = refused(tmp_path, pool_bytes=1000)
+    assert "POOL_BYTES=1000" in said
+    assert "32,768" in said
 
 
 def test_a_pool_larger_than_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:

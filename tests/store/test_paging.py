@@ -201,14 +201,6 @@ def test_a_cursor_that_was_never_given_out_is_a_value_error(where: Where, cursor
     store.database.close()
 
 
-@pytest.mark.parametrize("limit", [0, -1, 1001])
-def test_a_limit_out_of_range_is_a_value_error(where: Where, limit: int) -> None:
-    store, _ = open_store(where)
-    with pytest.raises(ValueError, match="limit"):
-        store.reader.evictions(limit=limit)
-    store.database.close()
-
-
 @given(
     st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**63), 2**63 - 1)), max_size=3)
 )
