@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from kvferry.core.stats import MissCause
-from kvferry.cuda_ops.persistent.inspection import inspect_pool
 from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.waiting import wait_until
@@ -181,22 +179,6 @@ def test_pool_when_weights_differ_is_dropped_and_field_named(
         assert shown["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err
     assert re.search(r"WARNING .*pool dropped, starting empty: .*: revision was 'files-\w+', now 'files-\w+'", said)
-
-
-def test_pool_when_file_is_truncated_reports_lost_slots(llama: Path, tmp_path: Path, truth: list[Answer]) -> None:
-    with in_process(llama, kept_config(tmp_path)) as engine:
-        engine.generate(PROMPTS)
-        stored = engine.settle().store.stored
-    file = tmp_path / "pool" / "kept.pool"
-    whole = inspect_pool(file)
-    shape = whole.header.shape
-    half = int(whole.kept.slots[len(whole.kept.slots) // 2])
-    os.truncate(file, shape.payload_offset + int(shape.row_offsets(np.array([half]))[0]))
-    left = int((whole.kept.slots < half).sum())
-    with in_process(llama, kept_config(tmp_path)) as engine:
-        shown = httpx.get(f"{engine.connector._the_core().admin.url}/admin/v1/stats").json()["recovery"]
-        assert (shown["recovered"], shown["dropped"]) == (left, {"truncated": stored - left})
-        assert_same(engine.generate(FEW), truth[: len(FEW)])
 
 
 def test_pool_when_in_use_by_another_engine_is_refused(

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches
-from kvferry.app.engines.vllm.layout import LAYOUTS, VllmLayout, read_layout
+from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
 from kvferry.app.engines.vllm.metadata import StepMetadata, WorkerReports
 from kvferry.app.engines.vllm.pool import MappedPool, check_pool_memory, pool_geometry
 from kvferry.app.engines.vllm.worker import ConnectorWorker
@@ -68,10 +68,6 @@ def every_case() -> list[Any]:
         for name, (layouts, groups) in CASES.items()
         for layout in layouts
     ]
-
-
-def test_layouts_when_compared_with_vllms_are_equal() -> None:
-    assert set(LAYOUTS) == {layout.name for layout in KVCacheLayout}
 
 
 @dataclass

@@ -94,10 +94,6 @@ def test_check_when_a_class_or_function_is_missing_names_it(
     assert re.fullmatch(missing, found)
 
 
-def test_check_when_vllm_is_the_installed_one_finds_all_parts() -> None:
-    assert not list(versions.missing_parts())
-
-
 def test_engine_when_vllm_lacks_a_part_does_not_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "colour")
     with pytest.raises(UnsupportedVllm, match=r"lacks parts .* needs: Request\.colour;"):
