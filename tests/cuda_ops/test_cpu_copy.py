@@ -13,24 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine, default_threads
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
-from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.copy_jobs import assert_moved, job, store
+from tests.harness.drawn_devices import Device, contents, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.waiting import wait_until
 
 PINNED_WAIT_S = 30.0
-
-
-def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
-    ids, places = np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64)
-    return TransferJob(number, direction, (BlockRun(0, ids, places, np.zeros_like(places)),))
-
-
-def store(number: int, block: int) -> TransferJob:
-    return job(number, Direction.STORE, [block], [block])
 
 
 def engine_over(
@@ -58,16 +50,7 @@ def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
     try:
         for direction in (Direction.STORE, Direction.LOAD):
             one = data.draw(jobs(device.layout, pool, direction))
-            device_before, pool_before = device.memory.copy(), contents(pool)
-            result = results_of(copies, [one])[one.job_id]
-            device_after, pool_after = device.memory.copy(), contents(pool)
-            device.memory[:] = device_before
-            for slot in range(pool.num_slots):
-                pool.row(slot)[:] = pool_before[slot]
-            assert result.error is None
-            assert result.num_bytes == move_by_hand(device, pool, one)
-            assert np.array_equal(device_after, device.memory)
-            assert np.array_equal(pool_after, contents(pool))
+            assert_moved(copies, one, device, pool, device.memory.copy())
     finally:
         copies.close()
         pool.close()

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
+from kvferry.core.transfers import Direction, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import JobLedger
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.copy.segments import SegmentPlanner
@@ -37,7 +37,8 @@ from kvferry.cuda_ops.cuda.movers import DmaMover
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool, PoolTable
 from kvferry.cuda_ops.pool.prepare import Preparation
-from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.copy_jobs import assert_moved, job, store
+from tests.harness.drawn_devices import Device, contents, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import (
     ALREADY_REGISTERED,
@@ -52,15 +53,6 @@ from tests.harness.faults import Faults
 from tests.harness.waiting import wait_until
 
 PINNED_WAIT_S = 30.0
-
-
-def job(number: int, direction: Direction, blocks: list[int], slots: list[int]) -> TransferJob:
-    ids, places = np.array(blocks, dtype=np.int64), np.array(slots, dtype=np.int64)
-    return TransferJob(number, direction, (BlockRun(0, ids, places, np.zeros_like(places)),))
-
-
-def store(number: int, block: int) -> TransferJob:
-    return job(number, Direction.STORE, [block], [block])
 
 
 def load(number: int, block: int) -> TransferJob:
@@ -143,18 +135,7 @@ def test_a_store_and_a_load_of_any_layout_move_exactly_their_bytes(
             fresh = np.random.default_rng(seed).integers(0, 256, device.memory.size, dtype=np.uint8)
             # What computes the device's bytes runs only when it must, and the job is submitted at once.
             cuda.launch(lambda fresh=fresh: np.copyto(device.memory, fresh))
-            pool_before = contents(pool)
-            copies.submit(one)
-            assert copies.wait([one.job_id], PINNED_WAIT_S)
-            (result,) = copies.poll()
-            device_after, pool_after = device.memory.copy(), contents(pool)
-            device.memory[:] = fresh
-            for slot in range(pool.num_slots):
-                pool.row(slot)[:] = pool_before[slot]
-            assert result.error is None
-            assert result.num_bytes == move_by_hand(device, pool, one)
-            assert np.array_equal(device_after, device.memory)
-            assert np.array_equal(pool_after, contents(pool))
+            assert_moved(copies, one, device, pool, fresh)
     finally:
         copies.close()
         pool.close()
@@ -408,15 +389,6 @@ def test_a_batch_that_fails_says_at_which_copy() -> None:
     rig.copies.close()
 
 
-def test_a_copy_that_fails_in_the_middle_of_a_job_fails_the_job_after_those_before_it_have_ended() -> None:
-    rig = Rig(batches=False)
-    rig.cuda.fail("cuMemcpyAsync", INVALID_VALUE, after=2)
-    assert "cuMemcpyAsync" in str(rig.results_of(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))[1].error)
-    assert rig.cuda.num_queued_copies() == 0
-    assert rig.copies.is_alive()
-    rig.copies.close()
-
-
 def test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -439,19 +411,6 @@ def test_a_device_that_broke_while_nothing_ran_is_found_out_by_the_next_job(rig:
     rig.cuda.poison(ILLEGAL_ADDRESS)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(rig.results_of(store(1, 0))[1].error)
     assert not rig.copies.is_alive()
-
-
-def test_a_device_that_breaks_before_a_job_is_planned_is_found_out_by_it() -> None:
-    cuda, pool = FakeCuda(), GatedPool()
-    copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
-    copies.submit(store(1, 0))
-    assert pool.asked.wait(PINNED_WAIT_S)
-    cuda.poison(ILLEGAL_ADDRESS)
-    pool.go_on.set()
-    assert copies.wait([1], PINNED_WAIT_S)
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(copies.poll()[0].error)
-    assert not copies.is_alive()
-    copies.close()
 
 
 def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied() -> None:
@@ -676,32 +635,18 @@ def test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has() ->
         wait_until(lambda: cuda.num_queued_copies() > 0, "the copy is queued", PINNED_WAIT_S)
         assert closing.is_alive()
         # The compute that the copy waits for has not run: the memory must not go yet.
-        assert 1 not in {result.job_id for result in copies.poll()}
+        early = {result.job_id: str(result.error) for result in copies.poll()}
+        assert 1 not in early
     closing.join(PINNED_WAIT_S)
     copies.close()
     assert not closing.is_alive()
     assert cuda.num_queued_copies() == 0
     assert pool.slot(0).tolist() == [55] * 64
-    assert {result.job_id: result.error for result in copies.poll()}[1] is None
-    assert (cuda.copy_streams, cuda.num_events, cuda.allocated, cuda.retained) == ([], 0, {}, 0)
-
-
-def test_what_close_and_later_jobs_are_told() -> None:
-    cuda, pool = FakeCuda(), GatedPool()
-    copies = engine_on(cuda, DeviceLayout.of_arrays([np.ones((8, 64), dtype=np.uint8)]), pool)
-    copies.submit(store(1, 0))
-    assert pool.asked.wait(PINNED_WAIT_S)
-    copies.submit(store(2, 1))
-    closing = threading.Thread(target=copies.close)
-    closing.start()
-    wait_until(lambda: not copies.is_alive(), "the engine is closing", PINNED_WAIT_S)
-    copies.submit(load(3, 2))
-    pool.go_on.set()
-    closing.join(PINNED_WAIT_S)
-    errors = {result.job_id: result.error for result in copies.poll()}
+    errors = early | {result.job_id: result.error for result in copies.poll()}
     assert errors[1] is None
-    assert "closed before the job started" in str(errors[2])
+    assert "closed before the job started" in errors[2]
     assert errors[3] == "the copy engine is closed"
+    assert (cuda.copy_streams, cuda.num_events, cuda.allocated, cuda.retained) == ([], 0, {}, 0)
 
 
 def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: Rig) -> None:
@@ -731,21 +676,6 @@ def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -
     finally:
         copies.close()
         pool.close()
-
-
-def test_a_pool_is_registered_extent_by_extent_and_let_go_when_it_closes() -> None:
-    cuda = FakeCuda()
-    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
-    pool = HostPool(10, 4096, extent_bytes=4 * 4096, preparation=Preparation(registrar=registrar))
-    assert pool.is_pinned
-    assert sorted(cuda.registered.values()) == [2 * 4096, 4 * 4096, 4 * 4096]
-    pool.add_slots(3)
-    assert len(cuda.registered) == 4
-    pool.remove_extents(2)
-    assert sorted(cuda.registered.values()) == [4 * 4096, 4 * 4096]
-    pool.close()
-    registrar.close()
-    assert (cuda.registered, cuda.retained) == ({}, 0)
 
 
 def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool_works(

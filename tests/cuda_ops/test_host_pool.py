@@ -9,7 +9,6 @@ import resource
 import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cuda_ops.cuda.driver import CudaDriver
+from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import PoolPhase, Preparation, prepare
+from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.harness.resident import resident_bytes
 
 PAGE = mmap.PAGESIZE
@@ -214,59 +216,39 @@ def test_extents_added_by_one_process_are_found_by_another_and_removed_by_the_la
 # ---- made ready -----------------------------------------------------------------------------------------------------
 
 
-class Device:
-    """Registers memory as a device's driver does, up to a number of bytes."""
-
-    def __init__(self, limit_bytes: int = 1 << 40) -> None:
-        self._left_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self.registered: dict[int, int] = {}
-
-    def register(self, address: int, num_bytes: int) -> None:
-        with self._lock:
-            if num_bytes > self._left_bytes:
-                raise OSError("out of memory")
-            if address % PAGE or num_bytes % PAGE or address in self.registered:
-                raise OSError("invalid value")
-            self._left_bytes -= num_bytes
-            self.registered[address] = num_bytes
-
-    def unregister(self, address: int) -> None:
-        with self._lock:
-            if address not in self.registered:
-                raise OSError("not registered")
-            self._left_bytes += self.registered.pop(address)
-
-
 def test_a_pinned_pool_is_touched_and_registered_extent_by_extent_and_says_how_far_it_is() -> None:
     """vllm#42632, vllm#54792: pinning 500 GB took 55 s before the engine was up."""
-    device, told = Device(), list[tuple[PoolPhase, int, int]]()
-    preparation = Preparation(registrar=device, progress=lambda *progress: told.append(progress), num_threads=3)
+    cuda, told = FakeCuda(), list[tuple[PoolPhase, int, int]]()
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
+    preparation = Preparation(registrar=registrar, progress=lambda *progress: told.append(progress), num_threads=3)
     pool = HostPool(10, PAGE, 4 * PAGE, preparation=preparation)
     assert pool.is_pinned
-    assert sorted(device.registered.values()) == [2 * PAGE, 4 * PAGE, 4 * PAGE]
-    assert set(device.registered) == {pool.slot(slot).ctypes.data for slot in (0, 4, 8)}
+    assert sorted(cuda.registered.values()) == [2 * PAGE, 4 * PAGE, 4 * PAGE]
+    assert set(cuda.registered) == {pool.slot(slot).ctypes.data for slot in (0, 4, 8)}
     for phase in PoolPhase:
         done = [step[1:] for step in told if step[0] is phase]
         assert done == sorted(done)
         assert done[-1] == (10 * PAGE, 10 * PAGE)
     pool.add_slots(3)
     pool.remove_extents(2)
-    assert sorted(device.registered.values()) == [4 * PAGE, 4 * PAGE]
+    assert sorted(cuda.registered.values()) == [4 * PAGE, 4 * PAGE]
     pool.close()
-    assert not device.registered
+    registrar.close()
+    assert (cuda.registered, cuda.retained) == ({}, 0)
 
 
 def test_memory_that_cannot_be_pinned_is_rolled_back_works_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """vllm#51080: a pool of 512 GiB could not be registered in one call."""
-    device = Device(limit_bytes=9 * PAGE)
+    cuda = FakeCuda()
+    cuda.fail("cuMemHostRegister", OUT_OF_MEMORY, after=2)
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
     with caplog.at_level(logging.WARNING):
-        pool = HostPool(16, PAGE, 4 * PAGE, preparation=Preparation(registrar=device, num_threads=1))
+        pool = HostPool(16, PAGE, 4 * PAGE, preparation=Preparation(registrar=registrar, num_threads=1))
     assert not pool.is_pinned
-    assert not device.registered
+    assert not cuda.registered
     pool.slot(15)[:] = 1
     (record,) = caplog.records
-    assert "extent 3 of 4, 16,384 bytes, failed: out of memory" in record.getMessage()
+    assert "extent 3 of 4, 16,384 bytes, failed: " in record.getMessage()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert f"{locked:,}" in record.getMessage() or locked == resource.RLIM_INFINITY
     pool.close()
@@ -303,9 +285,10 @@ def test_whoever_watches_the_preparation_cannot_stop_it(caplog: pytest.LogCaptur
     def fail(*_: object) -> None:
         raise OSError("nobody home")
 
-    device = Device()
-    assert HostPool(8, PAGE, PAGE, preparation=Preparation(registrar=device, progress=fail)).is_pinned
-    assert len(device.registered) == 8
+    cuda = FakeCuda()
+    registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
+    assert HostPool(8, PAGE, PAGE, preparation=Preparation(registrar=registrar, progress=fail)).is_pinned
+    assert len(cuda.registered) == 8
     assert "nobody home" in caplog.text
 
 

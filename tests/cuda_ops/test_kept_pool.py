@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.core.transfers import BlockRun, Direction, TransferJob
+from kvferry.core.transfers import Direction
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
 from kvferry.cuda_ops.persistent import pool_file as kept_file
@@ -32,6 +32,7 @@ from kvferry.cuda_ops.persistent.recovery import DropReason
 from kvferry.cuda_ops.persistent.sealing import KeptCopies
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import NotEnoughMemory
+from tests.harness.copy_jobs import job
 from tests.harness.kept_pools import FINGERPRINT, SHAPE, attached, bytes_of, key_of
 from tests.harness.waiting import wait_until
 
@@ -434,12 +435,6 @@ def test_a_key_that_does_not_fit_a_header_is_never_sealed(path: Path) -> None:
         assert kept.found.keys == [b"k" * MAX_KEY_BYTES]
 
 
-def job(number: int, direction: Direction, count: int, **extra: object) -> TransferJob:
-    """Copy the first so many blocks."""
-    every = np.arange(count)
-    return TransferJob(number, direction, (BlockRun(0, every, every, np.zeros(count, np.int64)),), **extra)  # type: ignore[arg-type]
-
-
 def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path: Path) -> None:
     blocks = np.stack([bytes_of(number) for number in range(12)])
 
@@ -447,7 +442,7 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         layout = DeviceLayout.of_arrays([blocks])
         below = CpuCopyEngine(layout, kept.pool, lambda: None, before=kept.headers.before_copy)
         copies = KeptCopies(below, kept.headers, lambda: None)
-        copies.submit(job(1, Direction.STORE, 12, labels=kept.label(list(range(12)), SLOTS, 1)))
+        copies.submit(job(1, Direction.STORE, SLOTS[:12], SLOTS[:12], labels=kept.label(list(range(12)), SLOTS, 1)))
         assert copies.wait([1], 30)
         copies.close()
         assert [result.error for result in copies.poll()] == [None]
@@ -459,8 +454,8 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         blocks[:] = 0
         woken: list[int] = []
         copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: woken.append(1))
-        copies.submit(job(1, Direction.LOAD, 2, verify=np.array([0, 1])))
-        copies.submit(job(2, Direction.LOAD, 12, verify=np.arange(12)))
+        copies.submit(job(1, Direction.LOAD, SLOTS[:2], SLOTS[:2], verify=np.array([0, 1])))
+        copies.submit(job(2, Direction.LOAD, SLOTS[:12], SLOTS[:12], verify=np.arange(12)))
         assert copies.wait([1, 2], 30)
         wait_until(lambda: len(woken) == 2, "both were told", deadline_s=30)
         results = {result.job_id: result for result in copies.poll()}
@@ -470,7 +465,7 @@ def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path:
         assert np.array_equal(blocks[:2], [bytes_of(0), bytes_of(1)])
         assert not blocks[2:].any(), "nothing of a load with a bad slot is copied"
         copies.close()
-        copies.submit(job(3, Direction.LOAD, 1, verify=np.array([0])))
+        copies.submit(job(3, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         assert [result.error is None for result in copies.poll()] == [False]
 
 
@@ -481,14 +476,14 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
         copies = KeptCopies(CpuCopyEngine(layout, kept.pool, lambda: None), kept.headers, lambda: None)
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         monkeypatch.setattr(kept.headers, "verify", lambda slots: sys.exit(1))
-        copies.submit(job(1, Direction.LOAD, 1, verify=np.array([0])))
+        copies.submit(job(1, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         wait_until(lambda: not copies.is_alive(), "the thread is dead", 30)
         monkeypatch.undo()
         assert copies.wait([1], 30)
         (result,) = copies.poll()
         assert "the hashing thread died" in str(result.error)
         assert copies.is_alive()
-        copies.submit(job(2, Direction.LOAD, 1, verify=np.array([0])))
+        copies.submit(job(2, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         assert copies.wait([2], 30)
         copies.close()
         assert [result.error for result in copies.poll()] == [None]
@@ -506,7 +501,7 @@ def test_checksums_are_computed_where_they_are_told_to_be(path: Path) -> None:
             lambda: seen.append(os.sched_getaffinity(0)),
             cpus=[first],
         )
-        copies.submit(job(1, Direction.LOAD, 1, verify=np.array([0])))
+        copies.submit(job(1, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         assert copies.wait([1], 30)
         copies.close()
     assert seen == [{first}]

@@ -34,8 +34,8 @@ from kvferry.cuda_ops.cuda.movers import DmaMover, KernelMover, Mover, word_of
 from kvferry.cuda_ops.cuda.registrar import CudaRegistrar
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.prepare import Preparation
-from tests.cuda_ops.test_cuda_copy import job
-from tests.harness.drawn_devices import Device, contents, devices, jobs, move_by_hand, pools
+from tests.harness.copy_jobs import assert_moved, job
+from tests.harness.drawn_devices import Device, devices, jobs, pools
 from tests.harness.effort import examples
 from tests.harness.fake_cuda import OUT_OF_MEMORY, FakeCuda
 
@@ -77,15 +77,7 @@ def test_any_layout_through_a_table_that_is_smaller_than_the_job(
         device.layout, pool, lambda: None, driver=driver, device=0, current_stream=lambda: cuda.compute, mover=mover
     )
     one = data.draw(jobs(device.layout, pool, Direction.STORE))
-    before = contents(pool)
-    copies.submit(one)
-    assert copies.wait([one.job_id], PINNED_WAIT_S)
-    assert copies.poll()[0].error is None
-    after = contents(pool)
-    for slot in range(pool.num_slots):
-        pool.row(slot)[:] = before[slot]
-    move_by_hand(device, pool, one)
-    assert np.array_equal(after, contents(pool))
+    assert_moved(copies, one, device, pool, device.memory.copy())
     copies.close()
     assert cuda.allocated == {}
 
