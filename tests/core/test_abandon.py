@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.harness import toy_checks
 from tests.harness.effort import LONG, SHARE
 from tests.harness.faults import CORE, Faults, InjectedError
 from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_ledger import NoLedger
 
 NUM_SLOTS, NUM_BLOCKS = 10, 16
 SEED = int(os.environ.get("FAULT_SEED", "1"))
@@ -104,23 +104,6 @@ class Guard:
                 return defaults.get(name)
 
         return guarded
-
-
-class NoLedger:
-    """Stands in for the ledger, which predicts what happens without exceptions."""
-
-    was_lazy = True
-
-    def __init__(self, engine: ToyEngine) -> None:
-        self._scheduler = engine.offload
-        self.arrived = self.learn = engine.truth.learn
-
-    @property
-    def live(self) -> dict[int, Any]:
-        return {state.sequence: SimpleNamespace(state=state) for state in self._scheduler.requests}
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None
 
 
 def findable(engine: ToyEngine) -> dict[bytes, int]:

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
-from kvferry.core.engine_api import StepProgress
 from kvferry.core.pool.index import BlockIndex
 from kvferry.core.scheduler.requests import RequestTable
-from kvferry.core.scheduler.scheduler import Hit
-from kvferry.core.transfers import StepPlan, TransferResult
-from tests.core.test_request_memory import BLOCK, Engine, FullTier, Request
+from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine, ToyRequest
+from tests.harness.toy_ledger import NoLedger
+from tests.harness.toy_requests import findable, request
+from tests.harness.toy_tiers import ToyTier
 
 STEP_BLOCKS = 64
 BATCH = 1000
@@ -50,12 +50,13 @@ class CountingLock:
             self.now[name] += count
 
 
-def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, CountingLock]:
+def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[ToyEngine, CountingLock]:
     """An engine whose look-ups and moves in eviction order are counted."""
     with patch("kvferry.core.pool.manager.threading", SimpleNamespace(RLock=CountingLock)):
-        engine = Engine(num_slots, **options)
-    lock: Any = engine.scheduler.manager.lock
-    find, reorder = BlockIndex.find_and_hash, type(engine.scheduler.manager.evictor.policy).reorder
+        engine = ToyEngine(num_slots, 2100, **options)
+    engine.ledger = NoLedger(engine)
+    lock: Any = engine.offload.manager.lock
+    find, reorder = BlockIndex.find_and_hash, type(engine.offload.manager.evictor.policy).reorder
 
     def counted_find(self: Any, keys: Any) -> Any:
         lock.counted("keys", len(keys))
@@ -66,53 +67,43 @@ def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
         reorder(self, slots)
 
     monkeypatch.setattr(BlockIndex, "find_and_hash", counted_find)
-    monkeypatch.setattr(type(engine.scheduler.manager.evictor.policy), "reorder", counted_reorder)
+    monkeypatch.setattr(type(engine.offload.manager.evictor.policy), "reorder", counted_reorder)
     return engine, lock
 
 
-def run_in_steps(engine: Engine, request: Request) -> None:
-    """Compute a request `STEP_BLOCKS` blocks a step, and finish it."""
-    scheduler, tables = engine.scheduler, [list(range(request.num_blocks + 1))]
-
-    def finish(plan: StepPlan) -> None:
-        scheduler.on_transfers_finished([TransferResult(job.job_id) for job in (*plan.loads, *plan.stores)], 1.0)
-
-    scheduler.on_new_request(request, 1.0)
-    found = scheduler.match(request.request_id, 0, 1.0)
-    scheduler.commit(request.request_id, tables, 0, 1.0)
-    assert not isinstance(found, Hit)
-    for end in range(STEP_BLOCKS, request.num_blocks + 1, STEP_BLOCKS):
-        finish(scheduler.plan_step([StepProgress(request.request_id, tables, end * BLOCK)], 1.0))
-    scheduler.on_request_finished(request.request_id, 1.0)
-    while scheduler.has_open_work():
-        finish(scheduler.plan_step([], 1.0))
+def run_in_steps(engine: ToyEngine, one: ToyRequest) -> None:
+    """Compute a request `STEP_BLOCKS` blocks a step, and forget its device blocks."""
+    engine.add(one)
+    while not engine.is_idle():
+        engine.step(STEP_BLOCKS * BLOCK_SIZE, copy=True)
+        engine.deliver([])
+    engine.device.forget_all()
 
 
-@pytest.mark.parametrize("num_slots", [2500, 5000, 30_000])
+@pytest.mark.parametrize("num_slots", [1500, 3000, 30_000])
 def test_long_request_in_steps_looks_up_a_batch_at_most(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, lock = make_engine(num_slots, monkeypatch, tiers={})
-    for name in ("first", "second"):
-        run_in_steps(engine, Request(name, 4096))
+    engine, lock = make_engine(num_slots, monkeypatch)
+    for number in range(2):
+        run_in_steps(engine, request(f"r{number}", 2048, first=10**6 * number))
     assert 0 < lock.most["moves"] <= BATCH + STEP_BLOCKS
     # Each new block is looked up when it is offered; besides, a part of the request is put in order.
     assert 0 < lock.most["keys"] <= BATCH + 2 * STEP_BLOCKS
 
 
 def test_long_request_when_finished_is_ordered_by_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = make_engine(5000, monkeypatch, tiers={})
-    manager, request = engine.scheduler.manager, Request("long", 4096)
-    run_in_steps(engine, request)
-    run_in_steps(engine, Request("other", 1024))
-    found = manager.lookup([block_hash + b"\0" for block_hash in request.block_hashes])
-    assert len(found) == 5000 - 1024
+    engine, _ = make_engine(2500, monkeypatch)
+    long = request("long", 2048)
+    run_in_steps(engine, long)
+    run_in_steps(engine, request("other", 1024, first=10**6))
+    assert findable(engine, long) == 2500 - 1024
 
 
 def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, lock = make_engine(64, monkeypatch, tiers={})
+    engine, lock = make_engine(64, monkeypatch)
     for number in range(1500):
-        engine.scheduler.on_new_request(Request(f"r{number}", 1), 1.0)
+        engine.offload.on_new_request(request(f"r{number}", 1), 1.0)
         if number % 2:
-            engine.scheduler.on_request_finished(f"r{number}", 1.0)
+            engine.offload.on_request_finished(f"r{number}", 1.0)
     some = RequestTable.some
 
     def counted_some(self: Any, sequences: Any) -> Any:
@@ -121,37 +112,33 @@ def test_list_of_requests_when_long_copies_few_per_hold(monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(RequestTable, "some", counted_some)
-    views = engine.scheduler.requests.page(None, 1000, 1.0)
+    views = engine.offload.requests.page(None, 1000, 1.0)
     assert [view.request_id for view in views] == [f"r{number}" for number in range(1499, 499, -1)]
     assert 0 < lock.most["requests"] <= 100
-    rest = engine.scheduler.requests.page(views[-1].sequence, 1000, 1.0)
+    rest = engine.offload.requests.page(views[-1].sequence, 1000, 1.0)
     assert [view.request_id for view in rest] == [f"r{number}" for number in range(499, -1, -1)]
 
 
-class WatchedTier(FullTier):
-    """A tier that notes which of its methods are called with the manager lock held."""
+class WatchedTier(ToyTier):
+    """A tier that records which of its methods are called with the manager lock held."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock: Any = None
-        self.locked: dict[str, set[bool]] = defaultdict(set)
+    locked: dict[str, set[bool]]
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("poll", "counts", "health", "look_up"):
-            self.locked[name].add(self.lock._depth > 0)
+        if name in ("poll", "counts", "health"):
+            self.locked[name].add(self._engine.manager.lock._depth > 0)
         return super().__getattribute__(name)
 
 
 def test_tier_when_polled_or_counted_is_called_without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = WatchedTier()
-    engine, tier.lock = make_engine(64, monkeypatch, tiers={"disk": tier})
-    engine.run(Request("tier", 4))
-    assert engine.view("tier").prompt_tokens.tier_hit == {"disk": 4 * BLOCK}
-    engine.scheduler.expire(engine.now_s)
-    assert engine.scheduler.tiers.health() == []
-    assert engine.scheduler.snapshot().tiers.keys() == {"disk"}
-    assert {name: tier.locked[name] for name in ("poll", "counts", "health")} == {
-        "poll": {False},
-        "counts": {False},
-        "health": {False},
-    }
+    WatchedTier.locked = defaultdict(set)
+    engine, _ = make_engine(64, monkeypatch, tiers=("disk",), open_tier=WatchedTier)
+    engine.step_s = 0.01
+    run_in_steps(engine, request("stored", 4))
+    engine.reset(places=["host"])
+    run_in_steps(engine, request("tier", 4))
+    assert engine.offload.requests.find("tier", engine.now_s).prompt_tokens.tier_hit == {"disk": 4 * BLOCK_SIZE}
+    engine.offload.expire(engine.now_s)
+    assert engine.offload.tiers.health() == []
+    assert engine.offload.snapshot().tiers.keys() == {"disk"}
+    assert WatchedTier.locked == {"poll": {False}, "counts": {False}, "health": {False}}

@@ -14,7 +14,7 @@ from kvferry.core.cost_model import LoadOrCompute
 from kvferry.core.engine_api import StepProgress, StoreMode
 from kvferry.core.groups import GroupLayout, GroupSpec
 from kvferry.core.keys import RequestFilter
-from kvferry.core.policy import Override, PolicyResolver, RequestPolicy
+from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, Override, PolicyResolver, RequestPolicy
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.resize import PoolResize, Todo
 from kvferry.core.rules import Rule
@@ -59,6 +59,7 @@ class ToyEngine(ToySchedule):
         open_tier: Callable[[ToyEngine], Any] = ToyTier,
         extent_slots: int = 1,
         max_slots: int = 0,
+        request_fields: Sequence[str] = REQUEST_FIELDS_DEFAULT,
     ) -> None:
         super().__init__()
         self.habits = habits or Habits()
@@ -85,6 +86,7 @@ class ToyEngine(ToySchedule):
                 null_block=null_block,
                 store_mode=store_mode,
                 watermark_blocks=watermark_blocks,
+                request_fields=tuple(request_fields),
             ),
             choice=choice,
             tiers=self.tiers,

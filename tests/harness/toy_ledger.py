@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -414,6 +415,23 @@ class Ledger:
     def _ready_origins(self) -> list:
         table = self._engine.manager.table
         return table.origins[: table.end_slot][table.is_ready(np.arange(table.end_slot))].tolist()
+
+
+class NoLedger:
+    """Replaces the ledger where its predictions do not hold, or are not wanted."""
+
+    was_lazy = True
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self._scheduler = engine.offload
+        self.arrived = self.learn = engine.truth.learn
+
+    @property
+    def live(self) -> dict[int, Any]:
+        return {state.sequence: SimpleNamespace(state=state) for state in self._scheduler.requests}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
 
 
 def _add(store: StoreCounts, prompt: PromptTokens, state: RequestState) -> None:

@@ -39,9 +39,13 @@ def longest_hit(engine: ToyEngine, request: ToyRequest, first_token: int) -> tup
     if first_token % step:
         return first_token, []
     for end in range((request.num_tokens - 1) // step * step, first_token, -step):
-        slots = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)]
-        if any((slot + 1) * group.slot_tokens > num_hashed for group, slot in slots):
+        lasts = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)[-1:]]
+        if any(
+            (slot + 1) * group.slot_tokens > num_hashed or index.get(key_of(request, group, slot)) is None
+            for group, slot in lasts
+        ):
             continue
+        slots = [(group, slot) for group in engine.groups for slot in needed_slots(group, first_token, end)]
         keys = [key_of(request, group, slot) for group, slot in slots]
         if all(index.get(key) is not None for key in keys):
             return end, keys
