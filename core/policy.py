@@ -82,21 +82,6 @@ class EffectivePolicy:
     rules_version: int = 0
 
 
-def _is_bool(value: object) -> bool:
-    return type(value) is bool
-
-
-def _is_cap(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_name_list(value: object) -> bool:
-    """Return whether a value is a list of names, of bounded size, as the engine thread checks it."""
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_REQUEST_TIERS:
-        return False
-    return all(isinstance(item, str) and len(item) <= MAX_TIER_NAME_CHARS for item in value)
-
-
 def parse_request_fields(
     params: Mapping[str, Any] | None, allowed: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -114,14 +99,11 @@ def parse_request_fields(
         if value is None:
             continue
         parsed = _parse_field(name, value)
-        if parsed is _INVALID:
+        if parsed is None:
             ignored[name] = bounded_repr(value)
         else:
             patch[name] = parsed
     return patch, ignored
-
-
-_INVALID = object()
 
 
 def bounded_repr(value: object) -> str:
@@ -148,14 +130,18 @@ def _describe(value: object, depth: int) -> str:
 
 
 def _parse_field(name: str, value: object) -> Any:
-    if name in ("offload_prompt_only", "store", "load"):
-        return value if _is_bool(value) else _INVALID
+    """Return the value of a field in core's type, None if it has another type or is out of range."""
     if name in CAP_FIELDS:
-        return value if _is_cap(value) else _INVALID
+        return value if type(value) is int and value >= 0 else None
     if name == "tiers":
-        return tuple(value) if _is_name_list(value) else _INVALID  # type: ignore[arg-type]
-    choices = Level if name == "level" else Priority
-    return choices(value) if isinstance(value, str) and value in list(choices) else _INVALID
+        if not isinstance(value, (list, tuple)) or len(value) > MAX_REQUEST_TIERS:
+            return None
+        are_names = all(isinstance(item, str) and len(item) <= MAX_TIER_NAME_CHARS for item in value)
+        return tuple(value) if are_names else None
+    if name in ("level", "priority"):
+        choices = Level if name == "level" else Priority
+        return choices(value) if isinstance(value, str) and value in list(choices) else None
+    return value if type(value) is bool else None
 
 
 @dataclass(frozen=True, slots=True)

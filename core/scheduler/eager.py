@@ -1,8 +1,7 @@
-"""Store planners: which full slots of a request are stored, and the eager planner, which submits slots as they fill."""
+"""Store planning: decides which full slots of a request are stored, and submits them as they fill (eager mode)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,10 +22,10 @@ _RETRY_BLOCKS = 64
 """Blocks of one request submitted again in one step after they found no space."""
 
 
-class StorePlanner(ABC):
-    """Decides which full slots of a request are stored. Thread: engine. Requires: manager lock held.
+class StorePlanner:
+    """Planner of eager mode. Thread: engine. Requires: manager lock held. Writes `RequestState.storing`.
 
-    Writes `RequestState.storing`.
+    `LazyPlanner` makes the same decisions and submits the slots later.
     """
 
     def __init__(self, manager: OffloadManager, stores: StoreJobs, layout: GroupLayout, null_block: int) -> None:
@@ -61,6 +60,8 @@ class StorePlanner(ABC):
     def record_lost(self, state: RequestState) -> None:
         """Record why blocks were not stored that a request loses with its device blocks."""
         self.record_parts(state)
+        for progress in state.storing:
+            self._record_refused(state, progress, self._count_full(state, progress))
 
     def record_parts(self, state: RequestState) -> None:
         """Record computed blocks that a look-up may need without the rest of their slot."""
@@ -75,15 +76,15 @@ class StorePlanner(ABC):
             self._manager.history.record_not_stored(parts, NotStored.PART_OF_SLOT)
             progress.parts_end = num_blocks
 
-    @abstractmethod
     def _first_undecided(self, progress: GroupProgress) -> int:
         """Return the first slot of a group that is undecided."""
+        return progress.answered
 
-    @abstractmethod
     def _accept(
         self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
     ) -> bool:
         """Advance `answered` over the storable slots of these ranges up to `stop`; False if there was no space."""
+        return self._submit_ranges(state, progress, ranges, stop, is_last)
 
     def _count_full(self, state: RequestState, progress: GroupProgress) -> int:
         """Return how many slots of a group are full: computed, on the device, and hashed."""
@@ -267,24 +268,6 @@ class StorePlanner(ABC):
             progress.refused_end = end
             keys = state.keys.by_group[progress.group.index][first:end]
             self._manager.history.record_not_stored(keys, NotStored.NO_SPACE)
-
-
-class EagerPlanner(StorePlanner):
-    """Submits slots as they fill."""
-
-    def record_lost(self, state: RequestState) -> None:
-        """Record why blocks were not stored that a request loses with its device blocks."""
-        self.record_parts(state)
-        for progress in state.storing:
-            self._record_refused(state, progress, self._count_full(state, progress))
-
-    def _first_undecided(self, progress: GroupProgress) -> int:
-        return progress.answered
-
-    def _accept(
-        self, state: RequestState, progress: GroupProgress, ranges: Sequence[tuple[int, int]], stop: int, is_last: bool
-    ) -> bool:
-        return self._submit_ranges(state, progress, ranges, stop, is_last)
 
 
 def _storable_ends(state: RequestState, group: Group, end: int) -> tuple[int, int]:

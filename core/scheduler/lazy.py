@@ -99,6 +99,10 @@ class LazyPlanner(StorePlanner):
 
     # --- recording --------------------------------------------------------------------------------------------------
 
+    def record_lost(self, state: RequestState) -> None:
+        """Record why blocks were not stored that a request loses; its full slots stay recorded by device block."""
+        self.record_parts(state)
+
     def _first_undecided(self, progress: GroupProgress) -> int:
         return min(progress.answered, progress.recorded)
 

@@ -20,7 +20,7 @@ from kvferry.core.policy import REQUEST_FIELDS_DEFAULT, PolicyResolver, parse_re
 from kvferry.core.pool.events import RequestEnd
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.recovery import recover
-from kvferry.core.scheduler.eager import EagerPlanner, StorePlanner
+from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import LazyPlanner
@@ -105,7 +105,7 @@ class OffloadScheduler:
         inflight = InflightPrefixes(layout, lookup, choice)
         self.tiers = Tiering(manager, layout, tiers or {}, self._jobs.new_id, lookup, inflight, choice)
         self._stores = StoreJobs(manager, self._jobs, layout, self.tiers.cascades if tiers else None)
-        self._eager = EagerPlanner(manager, self._stores, layout, null_block)
+        self._eager = StorePlanner(manager, self._stores, layout, null_block)
         self._lazy = LazyPlanner(manager, self._stores, layout, null_block, device, options.watermark_blocks)
         promotions = self.tiers.promotions if tiers else None
         self._loads = LoadPlanner(manager, self._jobs, layout, null_block, choice, lookup, inflight, promotions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
@@ -193,19 +193,18 @@ class StoreJobs:
 
     def end_disowned(self, now_s: float) -> None:
         """End the parts that a reset disowned before they were in a job; their blocks may be submitted again."""
-        parts = self.parts
-        self.parts = [part for part in parts if not self._is_disowned(part)]
-        if len(self.parts) < len(parts):
-            for part in parts:
-                if self._is_disowned(part):
-                    self._end_part(part, failed=False, now_s=now_s)
+        self._end_parts(self._is_disowned, failed=False, now_s=now_s)
 
     def end_failed(self, states: Sequence[RequestState], now_s: float) -> None:
         """End the parts of these requests that are in no job yet: their blocks were not computed."""
-        failed = [part for part in self.parts if any(part.request is state for state in states)]
-        self.parts = [part for part in self.parts if not any(part is one for one in failed)]
-        for part in failed:
-            self._end_part(part, failed=True, now_s=now_s)
+        self._end_parts(lambda part: any(part.request is state for state in states), failed=True, now_s=now_s)
+
+    def _end_parts(self, is_ended: Callable[[StorePart], bool], failed: bool, now_s: float) -> None:
+        ended = [part for part in self.parts if is_ended(part)]
+        if ended:
+            self.parts = [part for part in self.parts if not is_ended(part)]
+        for part in ended:
+            self._end_part(part, failed, now_s)
 
     def end(self, ended: OpenJob, now_s: float) -> None:
         """Publish or free the slots of a job. Its seconds are divided among its requests by their blocks."""

@@ -25,7 +25,7 @@ from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.pins import Pins
 from kvferry.core.pool.slots import SlotTable
 from kvferry.core.scheduler.cascades import Cascades
-from kvferry.core.scheduler.eager import EagerPlanner, StorePlanner
+from kvferry.core.scheduler.eager import StorePlanner
 from kvferry.core.scheduler.inflight import InflightPrefixes
 from kvferry.core.scheduler.jobs import JobTable
 from kvferry.core.scheduler.lazy import LazyPlanner
@@ -39,7 +39,7 @@ from kvferry.core.scheduler.tiering import Tiering
 from kvferry.core.tiers.client import TierClient, TierSession
 
 CORE = (
-    Admission, Cascades, EagerPlanner, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
+    Admission, Cascades, InflightPrefixes, Inventory, JobTable, BlockIndex, LazyPlanner,
     LoadOrCompute, LoadPlanner, LruPolicy, MissHistory, OffloadManager, OffloadScheduler, Pins, PolicyResolver,
     Prefills, PrefixHit, PrefixLookup, Promotions, RequestKeys, RequestState, RequestTable, Evictor, SlotTable,
     StoreJobs, StorePlanner, TierClient, TierSession, Tiering,
