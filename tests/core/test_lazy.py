@@ -18,13 +18,6 @@ def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **option
     return ToyEngine(num_slots, num_blocks, store_mode=StoreMode.LAZY, watermark_blocks=watermark, **options)
 
 
-def test_nothing_is_stored_while_the_device_has_room_for_it() -> None:
-    engine = lazy_engine(64, 64)
-    answer(engine, "r", 5)
-    assert engine.offload.snapshot().store.offered == 0
-    assert engine.offload.requests.find("r", engine.now_s).store.stored == 0
-
-
 def test_what_is_about_to_leave_the_device_is_stored_and_comes_back() -> None:
     engine = lazy_engine(64, 16)
     for number in range(8):
@@ -72,6 +65,34 @@ def test_of_several_requests_the_most_permissive_decides() -> None:
         answer(engine, f"r{number}", 5, first=1000 * number)
     answer(engine, "again", 5)
     assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
+
+
+def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> None:
+    engine = lazy_engine(64, 8, watermark=2)
+    answer(engine, "first", 3)
+    for number in range(12):
+        short = ToyRequest(f"s{number}", [7000 + number, 1, 2], 3, 1)
+        engine.add(short)
+        engine.run()
+        answer(engine, f"r{number}", 5, first=1000 * (number + 1))
+        engine.check()
+
+
+def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() -> None:
+    specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
+    engine = lazy_engine(64, 16, specs=specs)
+    answer(engine, "first", 3)
+    device = engine.device
+    mine, other = (device.cached[group, request("", 1).block_hashes[0]] for group in (0, 1))
+    names = {mine: device.names[other], other: device.names[mine]}
+    for block in names:
+        device.forget(block)
+    for block, name in names.items():
+        device.cache(*name, block)
+    for values in device.values:
+        values[mine], values[other] = values[other], values[mine]
+    for number in range(3):
+        answer(engine, f"r{number}", 2, first=1000 * (number + 1))
 
 
 def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
@@ -267,16 +288,6 @@ def test_blocks_forgotten_by_the_device_are_not_stored_when_taken(blocks_per_slo
     store = engine.offload.snapshot().store
     assert store.stored == 0
     assert store.skipped["left_device"] >= 3
-
-
-def test_blocks_of_an_aborted_request_are_stored_when_taken() -> None:
-    engine = lazy_engine(64, 8, watermark=1)
-    engine.add(request("aborted", 5, max_tokens=100))
-    engine.step(copy=True)
-    engine.finish(engine.requests["aborted"])
-    answer(engine, "second", 5, first=1000)
-    answer(engine, "again", 5)
-    assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.recomputed == 1
 
 
 def test_blocks_taken_from_a_preempted_request_are_stored_when_taken() -> None:

@@ -146,13 +146,6 @@ def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
     assert missed(engine, "second") == {cause: tokens for cause, tokens in wanted.items() if tokens}
 
 
-def test_what_may_not_be_loaded_says_so(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    engine.add(request("second", 6, kv_transfer_params={"load": False}))
-    engine.run()
-    assert missed(engine, "second") == {"load_disabled": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
-
-
 def test_what_computing_beats_says_so(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     choice = engine.offload.choice
@@ -177,14 +170,6 @@ def test_what_waiting_requests_may_not_pin_says_so() -> None:
     while "b2" in engine.requests:
         engine.step(copy=True)
     assert missed(engine, "b2") == {"pin_limit": 4 * BLOCK_SIZE, "tail": 1}
-
-
-def test_a_reset_makes_everything_new(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    engine.reset()
-    engine.add(request("second", 5))
-    engine.run()
-    assert missed(engine, "second") == {"new": 5 * BLOCK_SIZE, "tail": 1}
 
 
 def test_prompts_in_which_no_slot_fits_are_examined_by_block() -> None:

@@ -243,17 +243,6 @@ def test_requests_that_were_loading_recompute_after_a_reset(engine: ToyEngine) -
     engine.check_idle()
 
 
-def reset_before_commit(engine: ToyEngine) -> None:
-    """Have the next hit voided between `match` and `commit`."""
-
-    def reset_once(num_tokens: int) -> int:
-        engine.take_hit = lambda num_tokens: num_tokens
-        engine.reset()
-        return num_tokens
-
-    engine.take_hit = reset_once
-
-
 def test_a_job_waits_for_all_its_workers_and_fails_if_any_fails() -> None:
     engine = ToyEngine(64, 64, num_workers=3)
     engine.add(request("r", 5))
@@ -492,20 +481,6 @@ def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyE
     engine.admit(victim)
     (store,) = engine.offload.plan_step([StepProgress("r", ([5, 5, 7, 8],), 13)], 1.0).stores
     assert blocks_of(store) == [5, 7]
-
-
-def test_a_lost_load_is_told_to_nobody_who_came_after(engine: ToyEngine) -> None:
-    store_and_turn_over(engine)
-    second = request("second", 5)
-    engine.add(second)
-    reset_before_commit(engine)
-    assert engine.admit(second)
-    engine.finish(second)
-    engine.add(request("second", 5))
-    engine.deliver([])
-    assert engine.offload.snapshot().requests.waiting_for_load == 0
-    engine.run()
-    engine.check_idle()
 
 
 def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() -> None:

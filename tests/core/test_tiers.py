@@ -172,6 +172,18 @@ def test_the_end_is_told_behind_the_last_submit() -> None:
     assert not tier.wrongs
 
 
+@pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
+def test_the_end_is_told_though_a_reset_disowned_the_stores(match: RequestFilter | None) -> None:
+    engine = engine_with()
+    tier = engine.tiers["disk"]
+    start(engine, request("r", 3))
+    engine.reset(match)
+    engine.finish(engine.requests["r"])
+    settle(engine)
+    assert tier.finished == {"r": 1}
+    assert not tier.blocks
+
+
 def test_close_ends_what_is_live_and_nothing_is_told_afterwards() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
@@ -300,14 +312,6 @@ def serve_without_rest(engine: ToyEngine, one: ToyRequest) -> None:
     engine.check()
 
 
-def test_two_tiers_hold_a_slot_once() -> None:
-    engine = engine_with("a", "b", num_slots=16)
-    for tier in engine.tiers.values():
-        tier.latency_s = 5.0
-    serve_without_rest(engine, request("r", 4))
-    assert [use(engine, name).cascaded for name in ("a", "b")] == [4, 4]
-
-
 def test_a_job_that_takes_too_long_is_given_up_and_its_slots_are_free() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
@@ -394,17 +398,6 @@ def test_promotion_when_max_load_tokens_is_less_ends_there() -> None:
     serve(engine, request("s", 5))
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 3 * BLOCK_SIZE}
     assert use(engine).promoted == 3
-
-
-def test_a_hit_in_the_pool_is_made_longer_by_a_tier() -> None:
-    engine = engine_with()
-    serve(engine, request("r", 5))
-    for key in keys(5, first=2):
-        assert engine.manager.drop_key(key, engine.now_s)
-    engine.device.forget_all()
-    serve(engine, request("s", 5))
-    counts = prompt_tokens(engine, "s")
-    assert (counts.tier_hit, counts.host_hit, counts.recomputed) == ({"disk": 12}, 8, 1)
 
 
 def test_the_first_tier_that_has_a_block_brings_it() -> None:
@@ -685,15 +678,6 @@ def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
     assert not tier.blocks
     serve(engine, request("t", 5, family=2))
     assert len(tier.blocks) == 5
-
-
-def test_a_reset_of_a_tier_alone_leaves_the_pool() -> None:
-    engine = engine_with("a", "b")
-    serve(engine, request("r", 5))
-    assert engine.reset(places=["a"]).dropped_blocks == 0
-    settle(engine)
-    assert (len(engine.tiers["a"].blocks), len(engine.tiers["b"].blocks)) == (0, 5)
-    assert engine.manager.counts().ready == 5
 
 
 @pytest.mark.parametrize("engine", [engine_with("disk"), ToyEngine(4, 4)], ids=["tiers", "none"])

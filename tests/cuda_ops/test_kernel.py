@@ -371,19 +371,3 @@ def test_a_device_without_room_to_measure_leaves_nothing_behind(tmp_path: Path) 
     cuda.fail("cuMemAlloc", OUT_OF_MEMORY)
     assert isinstance(choose_mover(driver, 0, pool, tmp_path / "file", launch=launches), DmaMover)
     assert (cuda.allocated, cuda.copy_streams, cuda.num_events) == ({}, [], 0)
-
-
-def test_an_engine_copies_small_segments_by_the_kernel(tmp_path: Path) -> None:
-    cuda = FakeCuda(5)
-    pool, launches = pinned_pool(cuda), Launches(cuda)
-    blocks = np.random.default_rng(3).integers(0, 256, (8, 4096), dtype=np.uint8)
-    copies = engine_that_chooses(cuda, pool, blocks, tmp_path / "file", launches)
-    launches.words.clear()
-    copies.submit(job(1, Direction.STORE, [0, 2, 4], [1, 3, 5]))
-    copies.submit(job(2, Direction.STORE, [5, 6, 7], [6, 7, 0]))
-    assert copies.wait([1, 2], PINNED_WAIT_S)
-    assert [result.error for result in copies.poll()] == [None, None]
-    for block, slot in zip([0, 2, 4, 5, 6, 7], [1, 3, 5, 6, 7, 0], strict=True):
-        assert np.array_equal(pool.slot(slot), blocks[block])
-    assert sum(launches.words.values()) == 2
-    copies.close()

@@ -95,14 +95,6 @@ def test_extents_that_happen_to_be_adjacent_were_registered_apart_and_are_copied
     assert merged.sizes.tolist() == [2 * mmap.PAGESIZE] * 3
 
 
-def test_parts_of_one_slot_become_one_segment() -> None:
-    blocks = np.zeros((8, 64), dtype=np.uint8)
-    planner = SegmentPlanner(DeviceLayout.of_arrays([blocks], slot_blocks=4), 1000)
-    job = job_of(run_of(0, [0, 1, 2, 3, 4], [2, 2, 2, 2, 0], [0, 1, 2, 3, 0]))
-    merged = planner.plan(job, HostPool(4, 1000).hold(), SegmentBuffer(), coalesce=True)
-    assert merged.sizes.tolist() == [256, 64]
-
-
 def test_regions_that_lie_side_by_side_are_not_merged_since_they_may_be_two_allocations() -> None:
     memory = np.zeros(128, dtype=np.uint8)
     start = memory.ctypes.data
