@@ -29,7 +29,7 @@ def test_a_block_is_stored_from_its_third_offer_on() -> None:
     assert manager.counts().ready == 4
 
 
-def test_the_answer_says_which_were_stored_which_held_back_and_which_were_there() -> None:
+def test_offer_returns_stored_and_held_back_positions() -> None:
     manager = OffloadManager(100, 64)
     store(manager, keys(2, 2))
     manager.admission.set_threshold(2)
@@ -50,7 +50,7 @@ def test_lookups_are_no_offers() -> None:
     assert len(store(manager, keys(0, 3)).held_back_at) == 3
 
 
-def test_what_found_no_space_was_not_offered_yet() -> None:
+def test_offer_without_space_is_not_counted() -> None:
     manager = OffloadManager(2, 64)
     store(manager, keys(50, 2))
     pin = manager.pin(manager.lookup(keys(50, 2)))
@@ -80,7 +80,7 @@ def test_a_threshold_out_of_range_is_refused_by_name(threshold: int) -> None:
 
 
 @given(batches=st.lists(st.lists(st.integers(0, 50), max_size=30, unique=True), max_size=30))
-def test_a_key_never_counts_too_seldom_while_it_is_remembered(batches: list[list[int]]) -> None:
+def test_offer_count_within_memory_is_never_too_low(batches: list[list[int]]) -> None:
     counted = Admission(1000, 2)
     true: Counter[int] = Counter()
     for batch in batches:
@@ -97,7 +97,7 @@ def test_counts_stop_at_their_limit() -> None:
     assert int(counted.counts(marks([7]))[0]) == 63
 
 
-def test_few_keys_that_are_offered_once_pass_for_known_however_many_come() -> None:
+def test_offer_count_of_new_keys_is_rarely_positive() -> None:
     num_slots = 8000  # 2**16 counters: as few a slot as there ever are
     counted = Admission(num_slots, 2)
     size = counted._rows.nbytes
@@ -113,7 +113,7 @@ def test_few_keys_that_are_offered_once_pass_for_known_however_many_come() -> No
     assert counted._rows.nbytes == size <= 32 * num_slots
 
 
-def test_an_offer_is_remembered_for_as_many_others_as_there_are_slots_and_forgotten_after_twice_as_many() -> None:
+def test_offer_is_counted_until_slots_to_twice_slots_others_came() -> None:
     num_slots = 2000
     counted = Admission(num_slots, 2)
     rng = np.random.default_rng(2)

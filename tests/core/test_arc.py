@@ -200,7 +200,7 @@ def names_up_to(count: int) -> dict[int, int]:
 
 
 @given(size=st.integers(1, 12), requests=st.lists(st.integers(0, 30), max_size=200))
-def test_key_by_key_it_is_the_algorithm_of_the_paper(size: int, requests: list[int]) -> None:
+def test_arc_with_single_keys_equals_the_paper(size: int, requests: list[int]) -> None:
     paper, batch, ours, names = PaperArc(size), BatchArc(size), Ours(size), names_up_to(31)
     for number in requests:
         paper.request(number)
@@ -211,7 +211,7 @@ def test_key_by_key_it_is_the_algorithm_of_the_paper(size: int, requests: list[i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_stays_the_algorithm_of_the_paper_for_long(seed: int) -> None:
+def test_arc_over_many_steps_equals_the_paper(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = 60
     paper, ours, names = PaperArc(size), Ours(size), names_up_to(400)
@@ -236,7 +236,7 @@ STEPS = st.one_of(
 
 
 @given(size=st.integers(1, 40), steps=st.lists(STEPS, max_size=60), classes=st.booleans())
-def test_batches_classes_loads_drops_and_orders_agree_with_the_plain_model(size, steps, classes: bool) -> None:
+def test_arc_with_batches_and_classes_equals_the_model(size, steps, classes: bool) -> None:
     model, ours, names = BatchArc(size), Ours(size), names_up_to(41)
     for what, numbers, priority in steps:
         if what == "offer":
@@ -255,7 +255,7 @@ def test_batches_classes_loads_drops_and_orders_agree_with_the_plain_model(size,
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ghosts_stay_within_their_bound_when_all_of_them_come_back_behind_new_keys(seed: int) -> None:
+def test_arc_ghosts_when_all_return_stay_within_their_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = int(rng.integers(3, 12))
     model, ours, names = BatchArc(size), Ours(size), names_up_to(2000)

@@ -64,7 +64,7 @@ def test_only_complete_slots_are_stored(blocks_per_slot: int) -> None:
     assert engine.offload.snapshot().pool.ready == complete // blocks_per_slot
 
 
-def test_a_block_that_a_chunk_ends_in_is_stored_when_the_next_chunk_has_filled_it() -> None:
+def test_block_when_filled_by_the_next_chunk_is_stored() -> None:
     engine = ToyEngine(64, 64)
     engine.add(request("r", 4))
     planned = [sum(job.num_blocks for job in engine.step(budget=6, copy=True).stores) for _ in range(3)]
@@ -86,7 +86,7 @@ def test_blocks_of_two_groups_with_one_hash_are_two_blocks() -> None:
 
 
 @pytest.mark.parametrize("mode", list(StoreMode))
-def test_what_no_layer_will_look_at_again_is_not_stored(mode: StoreMode) -> None:
+def test_blocks_outside_windows_and_boundaries_are_not_stored(mode: StoreMode) -> None:
     specs = (
         GroupSpec(BLOCK_SIZE, 64),
         GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 2 * BLOCK_SIZE),
@@ -107,7 +107,7 @@ def test_what_no_layer_will_look_at_again_is_not_stored(mode: StoreMode) -> None
 @pytest.mark.parametrize("mode", list(StoreMode))
 @pytest.mark.parametrize("window_tokens", [1, 5, 8, 11])
 @pytest.mark.parametrize(("blocks_per_slot", "cap"), [(1, None), (2, None), (3, None), (1, 22), (2, 22)])
-def test_a_prompt_of_any_length_is_found_again_though_a_window_moved_on_behind_its_last_whole_slot(
+def test_prompt_of_any_length_with_a_sliding_window_is_hit(
     mode: StoreMode, window_tokens: int, blocks_per_slot: int, cap: int | None
 ) -> None:
     specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, window_tokens))
@@ -139,7 +139,7 @@ def test_a_step_offers_a_bounded_number_of_blocks_of_a_request() -> None:
     assert planned == [1000, 1000, 300, 0]
 
 
-def test_what_found_no_space_is_not_asked_again_before_some_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_without_space_are_offered_again_after_slots_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine(num_slots=4, num_blocks=64)
     asked = 0
     offer = engine.manager.prepare_store
@@ -161,7 +161,7 @@ def test_what_found_no_space_is_not_asked_again_before_some_was_freed(monkeypatc
     assert asked == before + 1
 
 
-def test_of_what_found_no_space_at_most_64_blocks_are_asked_again_in_a_step() -> None:
+def test_blocks_without_space_are_offered_again_64_a_step() -> None:
     engine = ToyEngine(num_slots=400, num_blocks=900)
     engine.add(request("holds", 400, first=10_000))
     engine.step(10**6, copy=True)
@@ -213,7 +213,7 @@ def test_making_room_costs_what_is_wanted_and_not_what_there_is(policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])
-def test_the_device_is_asked_after_a_bounded_number_of_victims_and_only_when_room_is_needed(policy: str) -> None:
+def test_residency_is_requested_for_bounded_victims_when_full(policy: str) -> None:
     manager = OffloadManager(5000, 64, eviction_policy=policy)
     asked: list[int] = []
 
@@ -249,7 +249,7 @@ def test_lazy_mode_does_not_offer_what_is_in_flight() -> None:
     engine.check_idle()
 
 
-def test_after_a_reset_lazy_mode_stores_again_what_it_has_passed() -> None:
+def test_lazy_mode_after_reset_stores_passed_blocks_again() -> None:
     engine = ToyEngine(64, 12, store_mode=StoreMode.LAZY, watermark_blocks=12)
     one = request("r", 5)
     engine.add(one)
@@ -298,7 +298,7 @@ def test_a_job_takes_as_long_as_its_slowest_rank() -> None:
     assert (jobs.seconds.total, sum(jobs.seconds.counts)) == (3.0, 1)
 
 
-def test_a_job_that_failed_says_nothing_of_what_copies_take() -> None:
+def test_failed_job_is_not_counted_in_copy_times() -> None:
     engine, job_id = load_on_two_ranks()
     before = sum(engine.offload.snapshot().transfers[Direction.LOAD].seconds.counts)
     for rank, error in ((0, None), (1, "no")):

@@ -33,7 +33,7 @@ def test_a_second_process_finds_what_the_first_one_compiled(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
-def test_what_was_kept_and_cannot_be_read_is_compiled_anew(tmp_path: Path, ending: str) -> None:
+def test_damaged_compilation_cache_is_compiled_again(tmp_path: Path, ending: str) -> None:
     first = run(tmp_path)
     for path in kept(tmp_path, ending):
         path.write_bytes(path.read_bytes()[:20])

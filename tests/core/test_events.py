@@ -37,7 +37,7 @@ class Follower(NullSink):
         self.ended.append(end)
 
 
-def test_the_events_tell_what_the_pool_holds() -> None:
+def test_events_when_followed_give_the_contents_of_the_pool() -> None:
     follower = Follower()
     engine = ToyEngine(24, 40, sink=follower)
     rng = random.Random(7)
@@ -59,7 +59,7 @@ def test_the_events_tell_what_the_pool_holds() -> None:
     assert sorted(end.origin.request_id for end in follower.ended) == sorted(f"r{number}" for number in range(60))
 
 
-def test_the_end_of_a_request_says_what_served_its_prompt() -> None:
+def test_request_end_event_contains_prompt_token_sources() -> None:
     follower = Follower()
     engine = ToyEngine(64, 12, sink=follower)
     tokens = list(range(32))

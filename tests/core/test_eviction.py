@@ -30,7 +30,7 @@ def exchange(manager: OffloadManager, name: str) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_block_offered_again_with_a_higher_priority_rises_and_never_falls(policy: str) -> None:
+def test_block_when_offered_again_keeps_its_highest_priority(policy: str) -> None:
     manager = OffloadManager(6, 64, eviction_policy=policy)
     store(manager, keys(0, 3), LOW)
     store(manager, keys(10, 3), NORMAL)
@@ -54,7 +54,7 @@ def test_a_pinned_block_rises_too() -> None:
     assert held(manager, keys(0, 1)) == [True]
 
 
-def test_a_block_that_was_stored_twice_at_once_has_the_higher_of_both_priorities() -> None:
+def test_block_when_stored_twice_at_once_has_the_higher_priority() -> None:
     manager = OffloadManager(3, 64)
     low, high = (manager.prepare_store(keys(0, 1), ANYONE, np.arange(1), priority, 1.0) for priority in (LOW, HIGH))
     assert manager.complete_store(low.slots, 1.0) == 1
@@ -65,7 +65,7 @@ def test_a_block_that_was_stored_twice_at_once_has_the_higher_of_both_priorities
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_of_low_priority_does_not_evict_its_own_prefix_in_a_large_pool(policy: str) -> None:
+def test_low_priority_request_does_not_evict_its_own_prefix(policy: str) -> None:
     manager = OffloadManager(200, 64, eviction_policy=policy)
     store(manager, keys(1000, 190), NORMAL)
     for first in range(0, 20, 4):

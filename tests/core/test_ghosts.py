@@ -52,7 +52,7 @@ def test_each_missing_block_has_its_reason() -> None:
     assert manager.history.explain([], 1.0)[0] == []
 
 
-def test_whatever_was_evicted_is_regretted_once() -> None:
+def test_evicted_block_is_regretted_once() -> None:
     sink = Regrets()
     manager = OffloadManager(4, 64, sink=sink)
     store(manager, keys(0, 4))
@@ -80,7 +80,7 @@ def test_a_block_that_was_stored_again_is_no_regret() -> None:
     assert manager.evictions.regretted == 1
 
 
-def test_what_was_not_stored_says_why_and_what_was_evicted_says_that_first() -> None:
+def test_miss_cause_is_eviction_before_not_stored() -> None:
     manager = OffloadManager(2, 64)
     for number, reason in enumerate(NotStored):
         manager.history.record_not_stored(keys(number, 1), reason)
@@ -115,7 +115,7 @@ def test_ghosts_with_room_left_forget_none() -> None:
     assert ghosts.regret(marks).between_s == (1.0, 1.0)
 
 
-def test_what_was_evicted_says_between_when_and_when() -> None:
+def test_miss_of_evicted_blocks_has_the_time_range_of_eviction() -> None:
     manager = OffloadManager(8, 64)
     store(manager, keys(0, 8))
     for number, now_s in ((0, 100.25), (1, 300.5), (2, 200.0), (3, 500.0)):
@@ -135,7 +135,7 @@ def test_ghosts_do_not_come_back_when_the_number_of_their_epoch_does() -> None:
         assert not any(ghosts.reasons(marks)), f"known again after {number + 1} resets"
 
 
-def test_ghosts_of_one_epoch_do_not_haunt_the_next() -> None:
+def test_ghosts_after_reset_are_gone() -> None:
     ghosts = Ghosts(100, EvictionReason)
     for reason in EvictionReason:
         ghosts.add(hash_keys(keys(0, 600)), reason)

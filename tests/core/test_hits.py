@@ -98,7 +98,7 @@ def test_a_hit_is_the_longest_length_that_all_groups_agree_on(specs, blocks_per_
         assert run.parts.tolist() == [block % group.slot_blocks for block in blocks]
 
 
-def test_a_shorter_hit_is_the_same_blocks_or_none_where_a_window_would_need_others() -> None:
+def test_hit_when_shortened_has_the_same_blocks_or_is_none() -> None:
     full = GroupLayout([GroupSpec(4, 64)])
     pool = Pool(full, {0: set(range(8))})
     assert pool.find(0, 32).shorten(20).groups[0].slots.tolist() == pool.slots(full.groups[0], range(5))
@@ -108,7 +108,7 @@ def test_a_shorter_hit_is_the_same_blocks_or_none_where_a_window_would_need_othe
     assert hit.shorten(28) is None
 
 
-def test_placeholders_in_a_table_are_not_copied_to_and_a_table_too_short_is_told() -> None:
+def test_runs_skip_placeholders_and_short_tables_give_none() -> None:
     layout = GroupLayout([GroupSpec(4, 64)])
     pool = Pool(layout, {0: set(range(4))})
     hit = pool.find(0, 16)
@@ -128,7 +128,7 @@ def test_placeholders_in_a_table_are_not_copied_to_and_a_table_too_short_is_told
         ([GroupSpec(16, 64, GroupKind.FULL, 8)], {}, "group 0: window_tokens=8"),
     ],
 )
-def test_vllm_28950_sizes_that_do_not_fit_together_are_refused_with_the_numbers(specs, options, said) -> None:
+def test_group_sizes_that_do_not_divide_are_refused(specs, options, said) -> None:
     """vllm#28950: sizes that do not divide were found at run time."""
     with pytest.raises(ValueError, match=said):
         GroupLayout(specs, **options)

@@ -148,7 +148,7 @@ def test_a_long_prefix_is_found_up_to_its_end_wherever_that_is() -> None:
     assert index.find_prefix([]).tolist() == []
 
 
-def test_of_two_keys_with_one_mark_the_second_is_forgotten_and_never_mistaken() -> None:
+def test_second_key_of_equal_hash_is_not_indexed() -> None:
     manager = OffloadManager(8, 64)
     key = bytes(range(32)) + b"\0"
     twin = twin_of(key)

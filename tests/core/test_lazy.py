@@ -43,7 +43,7 @@ def test_a_request_that_never_ends_does_not_keep_others_from_being_stored() -> N
     engine.check_idle()
 
 
-def test_policy_is_settled_when_a_block_fills_and_what_it_keeps_back_is_never_stored() -> None:
+def test_lazy_blocks_skipped_by_policy_are_never_stored() -> None:
     engine = lazy_engine(64, 16)
     answer(engine, "quiet", 5, kv_transfer_params={"store": False})
     assert engine.offload.snapshot().store.skipped["disabled"] == 5
@@ -112,7 +112,7 @@ def test_vllm_42085_slots_that_share_a_block_are_not_in_one_plan() -> None:
 
 
 @pytest.mark.parametrize(("num_slots", "watermark"), [(1, 2), (1, 16), (3, 16), (3, 1), (4, 5)])
-def test_an_idle_engine_comes_to_rest_though_more_is_about_to_leave_than_the_pool_holds(num_slots, watermark) -> None:
+def test_idle_engine_with_a_small_pool_stops_storing(num_slots, watermark) -> None:
     engine = lazy_engine(num_slots, 12, watermark=watermark)
     for number in range(6):
         engine.add(request(f"r{number}", 1, first=1000 * number, max_tokens=2))
@@ -142,7 +142,7 @@ def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None
     engine.check()
 
 
-def test_device_and_pool_together_hold_more_than_an_eager_pool_that_copies_the_device() -> None:
+def test_lazy_mode_recomputes_less_than_half_of_eager_mode() -> None:
     recomputed = {}
     for mode in StoreMode:
         engine = ToyEngine(18, 20, store_mode=mode, watermark_blocks=6)
@@ -153,7 +153,7 @@ def test_device_and_pool_together_hold_more_than_an_eager_pool_that_copies_the_d
     assert recomputed[StoreMode.LAZY] < recomputed[StoreMode.EAGER] / 2
 
 
-def test_what_a_preempted_request_computes_again_in_other_blocks_is_offered_when_those_leave() -> None:
+def test_blocks_recomputed_after_preemption_are_stored_when_leaving() -> None:
     engine = lazy_engine(64, 32, watermark=8)
     engine.add(request("r", 5, max_tokens=40))
     engine.step(copy=True)
@@ -187,7 +187,7 @@ def test_the_mode_can_change_under_way(first_mode: StoreMode) -> None:
     assert engine.offload.snapshot().store.stored >= 5 * (len(modes) + 4) - 16
 
 
-def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
+def test_blocks_without_space_are_counted_when_leaving_the_device() -> None:
     engine = lazy_engine(num_slots=2, num_blocks=12, settings=RequestPolicy(), watermark=4)
     answer(engine, "first", 2)
     for number in range(4):
@@ -203,7 +203,7 @@ def test_what_never_found_room_is_counted_when_it_leaves_the_device() -> None:
     engine.check()
 
 
-def test_a_copy_that_went_since_the_device_held_it_is_stored_again_when_that_block_leaves() -> None:
+def test_block_evicted_from_the_pool_is_stored_when_leaving_again() -> None:
     engine = lazy_engine(num_slots=14, num_blocks=26, watermark=6)
     keys = make_keys(request("", 5).block_hashes, 0)
     answer(engine, "first", 5)
@@ -243,7 +243,7 @@ def test_blocks_taken_beyond_the_watermark_are_stored_in_that_step(caches_early,
     engine.check_idle()
 
 
-def test_blocks_that_a_load_takes_are_stored_before_it_writes_to_them() -> None:
+def test_blocks_overwritten_by_a_load_are_stored_first() -> None:
     engine = lazy_engine(64, 8, watermark=1, choice=LoadOrCompute(LoadDecision.ALWAYS))
     for turn in range(3):
         for number in (1, 2):

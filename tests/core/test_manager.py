@@ -23,7 +23,7 @@ def pin_prefix(manager: OffloadManager, wanted: list[bytes]) -> Pin:
     return manager.pin(manager.lookup(wanted))
 
 
-def test_an_eviction_says_what_left_why_and_for_whom() -> None:
+def test_eviction_event_contains_blocks_reason_and_request() -> None:
     sink = Recorder()
     manager = OffloadManager(2, 64, sink=sink)
     store(manager, keys(0, 2), origin=RequestIdentity("first", "tenant", "lora"), now_s=10.0)
@@ -61,7 +61,7 @@ def test_operator_pins_hold_are_limited_and_end() -> None:
     assert manager.counts().pinned == 0
 
 
-def test_every_change_is_told_once_by_the_dirty_rows() -> None:
+def test_dirty_rows_contain_each_change_once() -> None:
     manager = OffloadManager(5000, 64)
     known: dict[int, bytes] = {}
 
@@ -110,7 +110,7 @@ def test_a_reset_allocates_nothing_in_proportion_to_the_pool(num_slots: int) -> 
     assert sorted(taken.slots.tolist()) == list(range(num_slots)), "every slot is given out, and once"
 
 
-def test_an_offer_does_not_evict_the_prefix_that_it_continues() -> None:
+def test_offer_does_not_evict_its_own_prefix() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 2))
     answer = manager.prepare_store(keys(0, 6), ANYONE, np.arange(6), NORMAL, 1.0)
@@ -125,7 +125,7 @@ def test_an_offer_does_not_evict_the_prefix_that_it_continues() -> None:
     assert len(manager.lookup(keys(0, 6))) == 2
 
 
-def test_what_was_stored_before_a_reset_is_told_as_gone() -> None:
+def test_dirty_rows_after_reset_are_not_live() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 2))
     manager.reset(np.empty(0, dtype=np.int64), 1.0)
@@ -162,7 +162,7 @@ def test_a_pin_that_was_moved_ends_at_its_new_time() -> None:
     assert manager.counts().pinned == 1
 
 
-def test_what_a_block_is_under_is_told_of_the_very_block_that_was_found() -> None:
+def test_holds_are_those_of_the_listed_generation() -> None:
     manager = OffloadManager(4, 64)
     store(manager, keys(0, 4))
     rows = Inventory(manager).list_blocks(0, 4)
@@ -217,7 +217,7 @@ def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_large_pool_takes_the_memory_of_its_tables_before_it_is_used(policy: str) -> None:
+def test_tables_of_a_large_pool_are_resident_before_use(policy: str) -> None:
     """Pages of two megabytes that are cleared when they are first touched would stall the engine under the lock."""
     manager = OffloadManager(3_000_000, 64)
     while manager.switch_policy(policy):
@@ -233,7 +233,7 @@ def test_a_large_pool_takes_the_memory_of_its_tables_before_it_is_used(policy: s
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_key_that_is_offered_twice_at_once_with_a_higher_priority_counts_once(policy: str) -> None:
+def test_key_when_offered_twice_with_higher_priority_counts_once(policy: str) -> None:
     manager = OffloadManager(4, 64, policy)
     store(manager, keys(0, 2))
     manager.prepare_store(keys(0, 1) * 2, RequestIdentity("again"), np.arange(2), NORMAL + 1, 2.0)

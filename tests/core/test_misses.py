@@ -29,13 +29,13 @@ def engine() -> ToyEngine:
     return ToyEngine(num_slots=64, num_blocks=64)
 
 
-def test_what_nobody_had_is_new_and_the_rest_of_a_block_is_the_tail(engine: ToyEngine) -> None:
+def test_misses_of_a_new_prompt_are_new_and_tail(engine: ToyEngine) -> None:
     engine.add(request("r", 5, extra=3))
     engine.run()
     assert missed(engine, "r") == {"new": 5 * BLOCK_SIZE, "tail": 3}
 
 
-def test_what_the_device_lost_while_its_request_waited_was_not_declined(engine: ToyEngine) -> None:
+def test_misses_of_blocks_lost_while_waiting_are_new(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     # It had four blocks when they were first looked at, and has none of them by the time that there is room.
     assert engine.offload.match("r", 4 * BLOCK_SIZE, engine.now_s) == Miss()
@@ -57,7 +57,9 @@ def test_a_full_hit_misses_its_tail_only(engine: ToyEngine) -> None:
         ({"max_offload_tokens": 0}, "not_stored:token_cap"),
     ],
 )
-def test_what_a_policy_kept_out_says_so(engine: ToyEngine, sent: dict[str, object], cause: str) -> None:
+def test_misses_of_blocks_skipped_by_policy_have_its_reason(
+    engine: ToyEngine, sent: dict[str, object], cause: str
+) -> None:
     engine.add(request("first", 5, kv_transfer_params=sent))
     engine.run()
     engine.device.forget_all()
@@ -77,7 +79,7 @@ def test_an_answer_that_becomes_a_prompt_was_not_stored_for_prompt_only(engine: 
     assert missed(engine, "turn-2") == {"not_stored:prompt_only": 2 * BLOCK_SIZE, "tail": 1}
 
 
-def test_what_found_no_room_says_so() -> None:
+def test_misses_of_blocks_without_space_are_no_space() -> None:
     engine = ToyEngine(num_slots=2, num_blocks=64)
     engine.add(request("r", 6))
     engine.step()
@@ -90,7 +92,7 @@ def test_what_found_no_room_says_so() -> None:
     assert found["not_stored:no_space"] == 4 * BLOCK_SIZE
 
 
-def test_what_was_held_back_or_failed_says_so() -> None:
+def test_misses_of_held_back_or_failed_blocks_have_the_reason() -> None:
     engine = ToyEngine(num_slots=64, num_blocks=64)
     engine.offload.manager.admission.set_threshold(3)
     engine.add(request("first", 3))
@@ -109,7 +111,7 @@ def test_what_was_held_back_or_failed_says_so() -> None:
     assert missed(engine, "second") == {"not_stored:failed": 3 * BLOCK_SIZE, "tail": 1}
 
 
-def test_what_was_evicted_says_why(engine: ToyEngine) -> None:
+def test_misses_of_evicted_blocks_have_the_eviction_reason(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     slots = engine.offload.manager.lookup(engine.offload.manager.table.keys[:5].tolist())
     engine.offload.manager.drop(slots[3:], EvictionReason.OPERATOR, engine.now_s)
@@ -124,7 +126,7 @@ def test_what_was_evicted_says_why(engine: ToyEngine) -> None:
     }
 
 
-def test_a_load_that_failed_says_so(engine: ToyEngine) -> None:
+def test_misses_after_a_failed_load_are_load_failed(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     engine.add(request("second", 6))
     plan = engine.step()
@@ -146,7 +148,7 @@ def test_max_load_tokens_when_the_pool_has_more_caps_the_hit(cap: int) -> None:
     assert missed(engine, "second") == {cause: tokens for cause, tokens in wanted.items() if tokens}
 
 
-def test_what_computing_beats_says_so(engine: ToyEngine) -> None:
+def test_misses_of_declined_loads_are_declined(engine: ToyEngine) -> None:
     store_and_turn_over(engine)
     choice = engine.offload.choice
     for _ in range(MIN_SAMPLES):
@@ -157,7 +159,7 @@ def test_what_computing_beats_says_so(engine: ToyEngine) -> None:
     assert missed(engine, "second") == {"declined": 5 * BLOCK_SIZE, "new": BLOCK_SIZE, "tail": 1}
 
 
-def test_what_waiting_requests_may_not_pin_says_so() -> None:
+def test_misses_beyond_the_pin_limit_are_pin_limit() -> None:
     engine = ToyEngine(num_slots=8, num_blocks=64)
     for name, first in (("a", 0), ("b", 1000)):
         engine.add(request(name, 4, first=first))

@@ -67,7 +67,7 @@ def test_the_strongest_source_that_names_a_field_settles_it(
         assert (settled.sources[name], getattr(settled.policy, name)) == (source, value)
 
 
-def test_the_exact_id_is_asked_before_its_aliases() -> None:
+def test_override_of_the_exact_id_precedes_those_of_aliases() -> None:
     book = PolicyResolver(RequestPolicy(), {}, RLock())
     book.set_override(Override("alias", {"store": False}, 9.0))
     book.set_override(Override("id", {"load": False}, 9.0))
@@ -89,7 +89,7 @@ def test_an_override_that_was_renewed_outlives_its_first_time() -> None:
 
 
 @given(params=st.one_of(ANY_JSON, st.fixed_dictionaries({}, optional=dict.fromkeys(POLICY_FIELDS, ANY_JSON))))
-def test_whatever_an_end_user_sends_only_well_typed_allowed_fields_get_through(params) -> None:
+def test_request_fields_of_wrong_type_or_not_allowed_are_ignored(params) -> None:
     patch, ignored = parse_request_fields(params, REQUEST_FIELDS_DEFAULT)
     assert set(patch) | set(ignored) <= set(REQUEST_FIELDS_DEFAULT)
     assert not set(patch) & set(ignored)
@@ -140,7 +140,7 @@ def test_tiers_when_too_many_or_too_long_are_ignored(names: list[str]) -> None:
     assert list(ignored) == ["tiers"]
 
 
-def test_renewing_an_override_for_ever_takes_no_memory_and_no_time_for_ever() -> None:
+def test_override_when_renewed_many_times_takes_bounded_memory() -> None:
     book = PolicyResolver(RequestPolicy(), {}, RLock())
     for number in range(5000):
         book.set_override(Override("id", {}, 100.0 + number))

@@ -54,7 +54,7 @@ def test_always_means_always() -> None:
 
 
 @pytest.mark.parametrize(("amount", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (-1, 1.0)])
-def test_a_sample_without_amount_or_duration_says_nothing(amount: float, seconds: float) -> None:
+def test_rate_sample_without_amount_or_duration_is_ignored(amount: float, seconds: float) -> None:
     choice = measured(1000, 100)
     before = choice.bytes_rate.estimate_s(1000)
     choice.bytes_rate.observe(amount, seconds)

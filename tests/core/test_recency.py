@@ -74,7 +74,7 @@ TestRecencyQueue = QueueMachine.TestCase
 TestRecencyQueue.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_the_ring_never_overflows_however_unevenly_it_is_used() -> None:
+def test_recency_ring_when_used_unevenly_does_not_overflow() -> None:
     rng = np.random.default_rng(5)
     queue = RecencyQueue(np.zeros(5000, dtype=np.int64))
     model: OrderedDict[int, None] = OrderedDict()

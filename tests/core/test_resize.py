@@ -77,7 +77,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_a_pool_that_grows_keeps_what_it_has_and_gives_each_new_slot_out_once(policy: str) -> None:
+def test_pool_when_grown_keeps_blocks_and_uses_each_slot_once(policy: str) -> None:
     pool = Pool(8, 40, policy=policy)
     first = pool.store(range(8))
     assert pool.to(40) is Todo.NOTHING
@@ -92,7 +92,7 @@ def test_a_pool_that_grows_keeps_what_it_has_and_gives_each_new_slot_out_once(po
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_a_pool_that_shrinks_loses_what_is_in_its_last_slots_and_says_why(policy: str) -> None:
+def test_pool_when_shrunk_evicts_its_last_slots_as_shrink(policy: str) -> None:
     pool = Pool(40, 40, policy=policy)
     slots = pool.store(range(40))
     lost = {key(number) for number, slot in enumerate(slots.tolist()) if slot >= 12}
@@ -118,7 +118,7 @@ def test_slots_that_were_free_are_given_out_once_when_the_pool_grows_again() -> 
 
 
 @pytest.mark.parametrize("num_steps", range(12))
-def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
+def test_pool_when_grown_while_shrinking_keeps_remaining_blocks(num_steps: int) -> None:
     pool = Pool(40, 40)
     slots = pool.store(range(30))
     for number in range(0, 30, 3):
@@ -138,7 +138,7 @@ def test_a_pool_may_grow_again_while_it_shrinks(num_steps: int) -> None:
     assert sorted([*fresh.tolist(), *held]) == list(range(36)), "each slot is one block's"
 
 
-def test_what_is_taken_for_a_store_while_the_pool_shrinks_is_never_about_to_leave() -> None:
+def test_store_while_shrinking_gets_slots_that_stay() -> None:
     pool = Pool(40, 40)
     slots = pool.manager.prepare_store([key(number) for number in range(40)], ORIGIN, np.arange(40), 1, 1.0).slots
     for i in range(20):
@@ -171,7 +171,7 @@ def test_slots_in_use_are_waited_for_and_their_memory_is_kept() -> None:
     assert len(slots) == 40
 
 
-def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_are_let_go() -> None:
+def test_pinned_blocks_while_shrinking_are_dropped_after_the_wait() -> None:
     pool = Pool(40, 40)
     pool.store(range(40))
     (kept,) = [number for number in range(40) if Inventory(pool.manager).find_block(key(number)).slots[0] == 20]
@@ -189,7 +189,7 @@ def test_pinned_blocks_can_be_found_no_more_after_a_while_and_stay_until_they_ar
     assert pool.memory[-1] == 8
 
 
-def test_memory_is_there_before_a_slot_of_it_is_given_out() -> None:
+def test_slots_when_growing_are_used_after_memory_is_acknowledged() -> None:
     manager = OffloadManager(4, 64, max_slots=12)
     resize = PoolResize(manager, 4)
     resize.request(12)
@@ -206,7 +206,7 @@ def test_memory_is_there_before_a_slot_of_it_is_given_out() -> None:
     assert manager.num_slots == 12
 
 
-def test_memory_that_is_being_freed_is_not_given_out_when_another_size_is_wanted() -> None:
+def test_memory_being_freed_when_growing_again_is_not_used() -> None:
     pool = Pool(12, 12)
     pool.resize.request(4)
     while pool.resize.step(1.0) is not Todo.MEMORY:
@@ -221,7 +221,7 @@ def test_memory_that_is_being_freed_is_not_given_out_when_another_size_is_wanted
     assert pool.manager.num_slots == 12
 
 
-def test_a_pool_whose_memory_cannot_be_had_stays_as_it_is() -> None:
+def test_pool_when_memory_is_missing_keeps_its_size() -> None:
     pool = Pool(8, 40)
     pool.store(range(8))
     pool.resize.request(40)
@@ -307,7 +307,7 @@ def test_no_step_works_on_more_than_a_batch_of_slots() -> None:
     assert pool.manager.counts().slots == 2 * count
 
 
-def test_an_offer_does_not_look_for_room_among_all_that_a_pool_kept_that_grew_again_at_once() -> None:
+def test_offer_after_an_undone_shrink_makes_few_calls() -> None:
     count = 100 * BATCH_SLOTS
     pool = Pool(count, count, extent_slots=BATCH_SLOTS)
     for start in range(0, count, BATCH_SLOTS):
@@ -356,7 +356,7 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(70)) == expected
 
 
-def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any_more() -> None:
+def test_keys_when_growth_is_undone_move_to_the_larger_index() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))
     pool.resize.request(200_000)
@@ -370,7 +370,7 @@ def test_keys_that_are_on_their_way_arrive_also_when_the_pool_is_not_to_grow_any
     assert len(pool.has(range(2000))) == pool.manager.counts().ready == 1000
 
 
-def test_what_is_free_and_leaving_is_not_given_out_before_a_step_has_come_to_it() -> None:
+def test_free_slots_that_leave_are_not_used_before_a_step() -> None:
     pool = Pool(40, 40)
     pool.use_all_once()
     pool.resize.request(8)
@@ -427,7 +427,7 @@ def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
     assert sorted([*answer.slots.tolist(), *again.slots.tolist()]) == list(range(10)), "one slot was left"
 
 
-def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_to_come() -> None:
+def test_policy_when_switched_while_growing_has_the_target_size() -> None:
     """ARC has room for as many ghosts as slots: made for fewer, it would fail an offer once all of it is full."""
     num_slots = 4 * BATCH_SLOTS
     pool = Pool(4, num_slots)
@@ -444,7 +444,7 @@ def test_a_policy_that_is_first_used_while_the_pool_grows_is_made_for_the_size_t
         assert pool.store(range(start, start + 250)).tolist() == []
 
 
-def test_memory_that_is_missing_for_one_size_does_not_cancel_a_smaller_one_that_was_asked_for_since() -> None:
+def test_missing_memory_does_not_cancel_a_later_smaller_size() -> None:
     pool = Pool(8, 40)
     pool.resize.request(40)
     while pool.resize.step(1.0) is not Todo.MEMORY:
@@ -469,7 +469,7 @@ def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None
     assert pool.manager.operator_pins.pin(key(by_slot[7]), 100.0, 1.0) is PinOutcome.PINNED
 
 
-def test_what_keeps_slots_that_are_to_go_is_told_by_what_they_are_used_for() -> None:
+def test_slots_in_use_while_shrinking_are_counted_by_use() -> None:
     pool = Pool(16, 16)
     pool.store(range(12))
     manager = pool.manager

@@ -87,7 +87,7 @@ def test_conditions(match: RuleMatch, matches: bool) -> None:
     assert match.applies_to(SUBJECT) is matches
 
 
-def test_a_request_without_tenant_or_lora_matches_a_star_and_nothing_narrower() -> None:
+def test_request_without_tenant_or_lora_matches_a_star_only() -> None:
     bare = RuleSubject(RequestIdentity("id"))
     assert RuleMatch(tenant="*", lora="*").applies_to(bare)
     assert not RuleMatch(tenant="?*").applies_to(bare)

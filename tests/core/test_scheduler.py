@@ -110,7 +110,7 @@ def test_what_end_users_may_not_set_is_passed_over_silently(engine: ToyEngine, c
     assert not caplog.records
 
 
-def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engine: ToyEngine) -> None:
+def test_override_of_a_running_request_applies_to_later_blocks(engine: ToyEngine) -> None:
     engine.add(request("r", 5))
     engine.step(budget=2 * BLOCK_SIZE)
     engine.set_override(Override("r", {"store": False}, engine.now_s + 100))
@@ -119,7 +119,7 @@ def test_an_override_of_a_running_request_holds_for_blocks_not_yet_answered(engi
     assert (store.stored, store.skipped["disabled"]) == (2, 3)
 
 
-def test_a_full_pool_is_a_normal_answer_and_is_asked_again_when_room_appears() -> None:
+def test_full_pool_stores_blocks_when_slots_are_freed() -> None:
     """vllm#26329, LMCache#1330: a full pool led to an index error or an assertion."""
     engine = ToyEngine(num_slots=4, num_blocks=64)
     for name in ("stores", "loads"):
@@ -293,7 +293,7 @@ def test_blocks_in_flight_are_not_offered_twice(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("match", [None, RequestFilter(request="first")])
-def test_what_a_reset_meets_before_it_is_in_a_plan_is_in_none(match: RequestFilter | None) -> None:
+def test_stores_pending_at_a_reset_are_in_no_plan(match: RequestFilter | None) -> None:
     """What found no space before is offered as its request ends, between two plans; another has the same blocks."""
     engine = ToyEngine(8, 64)
     engine.manager.operator_pins.set_max_fraction(1.0)
@@ -330,7 +330,7 @@ def test_two_device_blocks_of_one_key_race_and_one_wins(engine: ToyEngine) -> No
     assert engine.offload.snapshot().pool.ready == 3
 
 
-def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
+def test_one_load_serves_all_waiting_requests(engine: ToyEngine) -> None:
     """vllm#44294: requests that share a prefix queued behind one load."""
     store_and_turn_over(engine)
     for _ in range(MIN_SAMPLES):
@@ -348,7 +348,7 @@ def test_one_load_serves_all_who_wait_for_it(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("how", ["too long", "failed", "gone"])
-def test_nobody_waits_for_a_load_that_takes_too_long_or_comes_to_nothing(engine: ToyEngine, how: str) -> None:
+def test_follower_does_not_wait_for_a_slow_or_failed_load(engine: ToyEngine, how: str) -> None:
     """vllm#44294: requests that share a prefix queued behind one load."""
     store_and_turn_over(engine)
     for name in ("leader", "follower"):
@@ -462,7 +462,7 @@ def test_loaded_tokens_do_not_count_as_computed_ones(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_copy_that_a_reset_disowned_keeps_nobody_else_from_storing(engine: ToyEngine, whole: bool) -> None:
+def test_store_after_a_reset_is_not_skipped_as_in_flight(engine: ToyEngine, whole: bool) -> None:
     engine.add(request("first", 10, max_tokens=30, tenant="t"))
     engine.step(budget=100)
     engine.reset(None if whole else RequestFilter(tenant="t"))
@@ -483,7 +483,7 @@ def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyE
     assert blocks_of(store) == [5, 7]
 
 
-def test_what_a_finished_request_still_had_to_store_falls_to_a_reset_by_match() -> None:
+def test_reset_by_match_drops_pending_stores_of_finished_requests() -> None:
     engine = ToyEngine(num_slots=2, num_blocks=64)
     engine.add(request("first", 4, tenant="t"))
     store = engine.step().stores[0]
@@ -529,7 +529,7 @@ def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: py
     assert whole - 40 < findable(engine, long) < whole, "its end goes first"
 
 
-def test_what_a_request_sent_is_read_once_when_it_is_announced(engine: ToyEngine) -> None:
+def test_request_fields_are_parsed_when_announced(engine: ToyEngine) -> None:
     sent: dict[str, object] = {"max_offload_tokens": 2 * BLOCK_SIZE}
     engine.add(request("r", 5, kv_transfer_params=sent))
     sent["max_offload_tokens"] = 5 * BLOCK_SIZE
@@ -540,9 +540,7 @@ def test_what_a_request_sent_is_read_once_when_it_is_announced(engine: ToyEngine
 
 
 @pytest.mark.parametrize("wanted", [24, 400, 5, 1])
-def test_an_engine_that_takes_more_than_the_hit_or_part_of_a_block_gets_a_failed_load(
-    engine: ToyEngine, wanted: int
-) -> None:
+def test_commit_of_more_than_the_hit_is_a_failed_load(engine: ToyEngine, wanted: int) -> None:
     store_and_turn_over(engine)
     second = request("second", 8)
     engine.add(second)

@@ -134,7 +134,7 @@ def test_holders_when_promoted_are_the_tier_that_gave_the_blocks() -> None:
 # --- announcements --------------------------------------------------------------------------------------------------
 
 
-def test_every_tier_is_asked_once_and_told_once_of_the_end() -> None:
+def test_tiers_receive_each_request_and_its_end_once() -> None:
     engine = engine_with("fast", "slow")
     engine.add(request("aborted", 3))
     engine.finish(engine.requests["aborted"])
@@ -144,7 +144,7 @@ def test_every_tier_is_asked_once_and_told_once_of_the_end() -> None:
     engine.close()
 
 
-def test_an_id_that_comes_again_is_over_for_the_tiers_before_it_is_announced() -> None:
+def test_request_id_when_reused_is_finished_before_announced() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
@@ -160,7 +160,7 @@ def test_an_id_that_comes_again_is_over_for_the_tiers_before_it_is_announced() -
     )
 
 
-def test_the_end_is_told_behind_the_last_submit() -> None:
+def test_request_end_is_sent_after_the_last_tier_store() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))
@@ -184,7 +184,7 @@ def test_the_end_is_told_though_a_reset_disowned_the_stores(match: RequestFilter
     assert not tier.blocks
 
 
-def test_close_ends_what_is_live_and_nothing_is_told_afterwards() -> None:
+def test_close_finishes_live_requests_and_sends_nothing_later() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     engine.add(request("r", 3))
@@ -197,7 +197,7 @@ def test_close_ends_what_is_live_and_nothing_is_told_afterwards() -> None:
     assert not tier.blocks
 
 
-def test_a_tier_that_cannot_be_asked_hears_no_more_of_that_request() -> None:
+def test_tier_that_raises_on_a_new_request_gets_no_more_of_it() -> None:
     engine = engine_with("bad", "good")
     engine.tiers["bad"].raises = {"on_new_request"}
     serve(engine, request("r", 3))
@@ -216,7 +216,7 @@ def test_a_tier_that_cannot_be_asked_hears_no_more_of_that_request() -> None:
 # --- cascades -------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_stored_goes_to_the_tiers_that_the_policy_allows() -> None:
+def test_stored_blocks_cascade_to_allowed_tiers_only() -> None:
     engine = engine_with("a", "b")
     engine.set_override(Override("only-a", {"tiers": ("a",)}, 1e9))
     engine.set_override(Override("none", {"tiers": ()}, 1e9))
@@ -225,7 +225,7 @@ def test_what_was_stored_goes_to_the_tiers_that_the_policy_allows() -> None:
     assert engine.tiers["b"].blocks.keys() == set(keys(2, family=3))
 
 
-def test_only_a_tier_that_asked_for_it_gets_what_was_in_the_pool_before() -> None:
+def test_blocks_already_in_the_pool_cascade_at_request_level_only() -> None:
     engine = engine_with("block", "request")
     engine.tiers["request"].level = Level.REQUEST
     engine.set_override(Override("first", {"tiers": ()}, 1e9))
@@ -258,7 +258,7 @@ def test_a_policy_of_block_level_does_not_lower_a_tiers_wish() -> None:
     assert engine.tiers["disk"].blocks.keys() == set(keys(3))
 
 
-def test_blocks_that_are_being_stored_for_another_follow_when_they_are_ready() -> None:
+def test_blocks_stored_for_another_request_cascade_when_ready() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     tier.level = Level.REQUEST
@@ -276,7 +276,7 @@ def test_blocks_that_are_being_stored_for_another_follow_when_they_are_ready() -
     assert not tier.wrongs
 
 
-def test_a_store_that_loses_the_race_for_its_key_goes_to_the_tiers_that_want_every_block() -> None:
+def test_store_that_loses_its_key_cascades_at_request_level() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     tier.level = Level.REQUEST
@@ -290,7 +290,7 @@ def test_a_store_that_loses_the_race_for_its_key_goes_to_the_tiers_that_want_eve
     assert tier.blocks.keys() == set(keys(3))
 
 
-def test_cascades_hold_a_quarter_of_the_slots_at_most_and_the_rest_is_counted() -> None:
+def test_cascades_beyond_a_quarter_of_the_slots_are_dropped() -> None:
     engine = engine_with(num_slots=16)
     tier = engine.tiers["disk"]
     tier.latency_s = 5.0
@@ -354,7 +354,7 @@ def test_a_tier_that_raises_costs_the_engine_nothing(method: str) -> None:
     engine.check_idle()
 
 
-def test_a_tier_that_does_not_let_go_keeps_its_slots_and_gets_nothing_more() -> None:
+def test_tier_that_cannot_cancel_keeps_its_slots_and_gets_no_jobs() -> None:
     engine = engine_with(num_slots=16)
     tier = engine.tiers["disk"]
     tier.dead = True
@@ -446,7 +446,7 @@ def ask_for_the_last_block(engine: ToyEngine, slow: str | None = None) -> None:
     assert engine.requests["s"].state == "waiting"
 
 
-def test_what_a_tier_has_said_by_the_time_it_is_looked_at_is_used() -> None:
+def test_tier_result_that_arrived_in_time_is_used() -> None:
     engine = engine_with()
     ask_for_the_last_block(engine)
     # Longer than it takes to compute what the tier was asked for, and less than for the whole prompt.
@@ -499,7 +499,7 @@ def test_a_tier_whose_answers_come_too_late_is_not_waited_for() -> None:
     assert waited == [True] * 8 + [False] * 4
 
 
-def test_followers_wait_for_the_one_who_promotes() -> None:
+def test_followers_wait_for_the_request_that_promotes() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     serve(engine, request("r", 5))
@@ -540,7 +540,7 @@ def test_a_promotion_takes_half_the_pool_at_most() -> None:
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 12 * BLOCK_SIZE}
 
 
-def test_what_comes_back_from_a_tier_was_admitted_once_and_keeps_the_name_of_who_stored_it() -> None:
+def test_promoted_blocks_are_admitted_and_keep_their_origin() -> None:
     engine = engine_with()
     serve(engine, request("r", 4, tenant="t1"))
     forget(engine)
@@ -581,7 +581,7 @@ def test_an_aborted_request_leaves_its_promotion_to_others() -> None:
     assert prompt_tokens(engine, "t").host_hit == 20
 
 
-def test_longer_prompts_are_asked_for_piece_by_piece() -> None:
+def test_long_prompts_are_looked_up_in_tiers_in_parts() -> None:
     engine = engine_with(num_slots=3000, num_blocks=3000)
     engine.device.forget_all()
     for count in (700, 1400):
@@ -626,7 +626,7 @@ def test_a_reset_in_the_middle_of_a_promotion_publishes_nothing(
     engine.check_idle()
 
 
-def test_a_reset_by_match_lets_the_rest_of_a_promotion_in() -> None:
+def test_promotion_of_blocks_not_matched_by_a_reset_completes() -> None:
     engine = engine_with()
     promoting(engine)
     engine.reset(RequestFilter(request="s"), [HOST])
@@ -648,7 +648,7 @@ def test_what_a_reset_dropped_does_not_come_back_from_a_tier() -> None:
     assert prompt_tokens(engine, "t").host_hit == 20
 
 
-def test_a_reset_is_open_until_the_tier_has_carried_it_out() -> None:
+def test_reset_is_open_until_the_tier_completes_it() -> None:
     engine = engine_with()
     serve(engine, request("r", 5))
     engine.tiers["disk"].dead = True
@@ -660,7 +660,7 @@ def test_a_reset_is_open_until_the_tier_has_carried_it_out() -> None:
     assert engine.offload.resets.count_open(ticket) == 0
 
 
-def test_a_tier_that_did_not_take_a_reset_is_not_used_until_it_has() -> None:
+def test_tier_that_rejects_a_reset_is_not_used_until_accepted() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     serve(engine, request("r", 5))
@@ -688,7 +688,7 @@ def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> No
     assert engine.offload.snapshot() == before
 
 
-def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
+def test_reset_by_match_cascades_no_block_it_will_drop() -> None:
     class Meddler(NullSink):
         """Has a tier ask for blocks in the middle of the search, of which it has not seen the slots yet."""
 
@@ -723,7 +723,7 @@ def test_a_reset_by_match_lets_nothing_away_that_it_has_not_come_to() -> None:
     assert use(engine).cascades_dropped >= 2
 
 
-def test_a_whole_reset_holds_what_a_tier_reads_until_it_is_done() -> None:
+def test_slots_read_by_a_tier_at_a_reset_are_held_until_done() -> None:
     engine = engine_with(num_slots=16)
     tier = engine.tiers["disk"]
     tier.latency_s = 0.5
@@ -760,7 +760,7 @@ def test_a_dropped_block_that_is_on_its_way_is_not_published() -> None:
 # --- lazy mode ------------------------------------------------------------------------------------------------------
 
 
-def test_in_lazy_mode_what_leaves_the_device_goes_to_the_tiers_of_its_request() -> None:
+def test_lazy_blocks_cascade_to_the_tiers_of_their_request() -> None:
     engine = engine_with(store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
     tier = engine.tiers["disk"]
     serve(engine, request("r", 4))
@@ -771,7 +771,7 @@ def test_in_lazy_mode_what_leaves_the_device_goes_to_the_tiers_of_its_request() 
     assert tier.finished == {"r": 1}
 
 
-def test_in_lazy_mode_a_tier_that_wants_every_block_gets_what_the_pool_has_already() -> None:
+def test_lazy_blocks_in_the_pool_cascade_at_request_level() -> None:
     engine = engine_with("block", "request", store_mode=StoreMode.LAZY, num_blocks=24, watermark_blocks=24)
     engine.tiers["request"].level = Level.REQUEST
     engine.set_override(Override("first", {"tiers": ()}, 1e9))
@@ -790,7 +790,7 @@ def test_in_lazy_mode_a_tier_that_wants_every_block_gets_what_the_pool_has_alrea
 
 
 @pytest.mark.parametrize("first_may", [False, True])
-def test_in_lazy_mode_of_several_requests_the_one_that_lets_more_tiers_have_a_block_decides(first_may: bool) -> None:
+def test_lazy_blocks_cascade_by_the_most_permissive_request(first_may: bool) -> None:
     engine = engine_with("a", "b", store_mode=StoreMode.LAZY, num_blocks=40, watermark_blocks=8)
     engine.set_override(Override("none" if first_may else "first", {"tiers": ()}, 1e9))
     engine.set_override(Override("first" if first_may else "none", {"tiers": ("a",)}, 1e9))
@@ -821,7 +821,7 @@ def test_settings_apply_to_tiers_as_well() -> None:
     assert np.array_equal(engine.offload._stores.cascades._num_readers, np.zeros(64))
 
 
-def test_what_an_earlier_process_left_goes_to_no_tier_before_it_is_verified() -> None:
+def test_recovered_blocks_cascade_after_verification_only() -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     tier.level = Level.REQUEST

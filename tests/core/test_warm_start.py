@@ -82,7 +82,7 @@ def present(manager: OffloadManager, numbers: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_adopted_blocks_are_found_counted_and_evicted_in_the_order_of_their_use(policy: str) -> None:
+def test_recovered_blocks_are_found_and_evicted_in_order_of_use(policy: str) -> None:
     manager = OffloadManager(8, 64, policy, record=Record(), epoch=3)
     import_blocks(manager, kept([5, 0, 7, 2]), NO_SLOTS)
     counts = manager.counts()
@@ -128,7 +128,7 @@ def test_rows_that_do_not_fit_are_written_again() -> None:
     assert Inventory(manager).dirty_rows(10) is None, "a row that fits is not written"
 
 
-def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
+def test_dropped_blocks_are_invalidated_in_the_record_at_once() -> None:
     record = Record()
     manager = OffloadManager(4, 64, record=record)
     import_blocks(manager, kept([0, 1, 2, 3]), NO_SLOTS)
@@ -147,7 +147,7 @@ def test_whatever_leaves_is_void_in_the_record_at_once() -> None:
     assert (int(first.slots[0]), 106) not in record.voided
 
 
-def test_a_block_that_is_nobodys_is_dropped_by_any_match() -> None:
+def test_recovered_block_without_origin_matches_every_reset() -> None:
     manager = OffloadManager(8, 64)
     import_blocks(
         manager,
@@ -180,7 +180,7 @@ def test_verification_drops_what_is_bad_and_ends() -> None:
     assert manager.counts().free == 8 - manager.counts().ready
 
 
-def test_looking_for_slots_to_verify_takes_no_memory_in_proportion_to_the_pool() -> None:
+def test_verification_of_a_large_pool_takes_bounded_memory() -> None:
     count = 200_000
     manager = OffloadManager(count, 64)
     import_blocks(manager, kept(range(count)), NO_SLOTS)
@@ -232,7 +232,7 @@ def test_a_reset_while_slots_are_verified_voids_the_verification() -> None:
     assert manager.counts().free == 6
 
 
-def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_reset_returns() -> None:
+def test_open_store_matched_by_a_reset_is_invalidated_at_once() -> None:
     record = Record()
     manager = OffloadManager(8, BLOCK_BYTES, record=record)
     device = Device(8)
@@ -256,7 +256,7 @@ def test_a_store_under_way_that_a_reset_by_match_disowns_is_void_before_the_rese
     assert manager.counts().ready == 3
 
 
-def test_slots_that_are_verified_when_a_reset_comes_are_nobodys_until_that_ends() -> None:
+def test_slots_under_verification_at_a_reset_are_held_until_done() -> None:
     """Freed at once, they could leave the pool with their memory while somebody reads it."""
     manager = OffloadManager(8, 64)
     import_blocks(manager, kept([0, 1, 4, 5]), NO_SLOTS)
