@@ -172,7 +172,7 @@ def copy_threads() -> Callable[[], list[threading.Thread]]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_copy_thread_that_died_is_started_again_and_what_waited_is_copied(copy_threads) -> None:
+def test_dead_copy_thread_is_restarted_and_copies_waiting_jobs(copy_threads) -> None:
     """LMCache#4817: a background thread died, and nobody noticed."""
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), HostPool(4, 64), Dying(1), num_threads=1)
     (thread,) = copy_threads()
@@ -195,7 +195,7 @@ class DyingPool(HostPool):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("ending", ["poll", "wait", "close"])
-def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stopped(copy_threads, ending: str) -> None:
+def test_job_of_a_dead_copy_thread_fails(copy_threads, ending: str) -> None:
     copies = engine_over(np.ones((4, 64), dtype=np.uint8), DyingPool(4, 64), num_threads=1)
     (thread,) = copy_threads()
     copies.submit(store(1, 0))
@@ -209,7 +209,7 @@ def test_the_job_in_hand_of_a_thread_that_died_fails_once_it_has_provably_stoppe
     assert copies.poll() == []
 
 
-def test_jobs_that_have_not_started_fail_when_the_engine_is_closed_and_later_ones_too(copy_threads) -> None:
+def test_jobs_not_started_at_close_and_later_jobs_fail(copy_threads) -> None:
     started, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -248,7 +248,7 @@ def test_waiting_is_bounded_and_ended_or_unknown_jobs_are_not_waited_for() -> No
     copies.close()
 
 
-def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_finished_that_raises_does_not_stop_copies(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise OSError("nobody home")
 
@@ -269,7 +269,7 @@ def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot() -> None:
     assert [result.job_id for result in copies.poll()] == [1]
 
 
-def test_copy_threads_run_where_they_are_told_to() -> None:
+def test_copy_threads_run_on_the_given_cpus() -> None:
     (first, *_) = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
     copies = CpuCopyEngine(
@@ -288,7 +288,7 @@ def test_the_threads_leave_most_processors_to_the_engine(cpus: int, threads: int
     assert default_threads(cpus) == threads
 
 
-def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -> None:
+def test_idle_copy_thread_releases_memory_of_removed_extents() -> None:
     """The memory of a pool that shrinks is wanted elsewhere, also when nobody stores or loads any more."""
     blocks = np.zeros((64, 64), dtype=np.uint8)
     pool = HostPool(64, 64, extent_bytes=16 * 64)

@@ -211,7 +211,7 @@ def test_compute_queued_before_a_load_still_reads_what_was_there(rig: Rig) -> No
     assert seen == [4, 99]
 
 
-def test_the_stream_that_computes_is_told_of_loads_and_not_of_stores(rig: Rig) -> None:
+def test_compute_stream_waits_for_loads_and_not_for_stores(rig: Rig) -> None:
     rig.results_of(store(1, 0))
     before = rig.cuda.calls["cuStreamWaitEvent"]
     rig.copies.poll()
@@ -242,7 +242,7 @@ def test_a_store_ahead_reads_between_earlier_and_later_compute(seed: int, batche
     copies.close()
 
 
-def test_a_store_ahead_fails_when_it_cannot_be_queued_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_ahead_when_queued_too_late_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.cuda_ops.cuda.cuda_copy.AHEAD_S", 0.01)
     cuda, blocks, pool = FakeCuda(), np.ones((8, 64), dtype=np.uint8), GatedPool()
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
@@ -297,7 +297,7 @@ def test_sources_are_read_in_the_order_of_the_stream() -> None:
     rig.copies.close()
 
 
-def test_a_job_takes_as_long_as_its_copies_and_not_as_the_compute_before_them(rig: Rig) -> None:
+def test_job_seconds_exclude_the_compute_before_its_copies(rig: Rig) -> None:
     began_ms = rig.cuda.time_ms
     with rig.cuda.held():
         for _ in range(300):
@@ -354,7 +354,7 @@ def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written(rig: 
         "cuEventElapsedTime",
     ],
 )
-def test_an_error_fails_its_job_once_nothing_of_it_runs_and_the_next_one_is_copied(call: str) -> None:
+def test_driver_error_fails_its_job_and_the_next_is_copied(call: str) -> None:
     rig = Rig()
     rig.cuda.fail(call, INVALID_VALUE)
     one = job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7])
@@ -369,7 +369,7 @@ def test_an_error_fails_its_job_once_nothing_of_it_runs_and_the_next_one_is_copi
     rig.copies.close()
 
 
-def test_a_job_that_failed_is_open_for_as_long_as_a_part_of_it_may_still_run(rig: Rig) -> None:
+def test_failed_job_is_open_while_its_copies_may_run(rig: Rig) -> None:
     call = "cuMemcpyBatchAsync" if rig.cuda.has_batches else "cuMemcpyAsync"
     rig.cuda.fail(call, INVALID_VALUE, after=0 if rig.cuda.has_batches else 2)
     with rig.cuda.held():
@@ -381,7 +381,7 @@ def test_a_job_that_failed_is_open_for_as_long_as_a_part_of_it_may_still_run(rig
     assert rig.cuda.num_queued_copies() == 0
 
 
-def test_a_batch_that_fails_says_at_which_copy() -> None:
+def test_failed_batch_error_contains_the_copy_number() -> None:
     rig = Rig()
     rig.cuda.fail("cuMemcpyBatchAsync", INVALID_VALUE)
     error = str(rig.results_of(job(1, Direction.STORE, [0, 2, 4, 6], [1, 3, 5, 7]))[1].error)
@@ -389,9 +389,7 @@ def test_a_batch_that_fails_says_at_which_copy() -> None:
     rig.copies.close()
 
 
-def test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_device_fails_every_job(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with rig.cuda.held():
         for number in range(4):
             rig.copies.submit(store(number, number))
@@ -407,13 +405,13 @@ def test_a_broken_device_fails_every_job_and_says_so_and_nothing_hangs(
     assert caplog.text.count("copy engine stopped") == 1
 
 
-def test_a_device_that_broke_while_nothing_ran_is_found_out_by_the_next_job(rig: Rig) -> None:
+def test_device_that_broke_while_idle_fails_the_next_job(rig: Rig) -> None:
     rig.cuda.poison(ILLEGAL_ADDRESS)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(rig.results_of(store(1, 0))[1].error)
     assert not rig.copies.is_alive()
 
 
-def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied() -> None:
+def test_job_without_a_compute_stream_fails_and_the_next_is_copied() -> None:
     cuda, broken = FakeCuda(), [True]
 
     def current_stream() -> int:
@@ -436,7 +434,7 @@ def test_a_stream_that_cannot_be_named_fails_its_job_and_the_next_one_is_copied(
     copies.close()
 
 
-def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Rig) -> None:
+def test_finished_load_is_reported_when_the_stream_wait_fails(rig: Rig) -> None:
     rig.copies.submit(load(1, 0))
     assert rig.copies.wait([1], PINNED_WAIT_S)
     rig.cuda.fail("cuStreamWaitEvent", INVALID_VALUE)
@@ -445,7 +443,7 @@ def test_a_load_that_ended_is_told_although_the_compute_stream_cannot_be(rig: Ri
     assert rig.results_of(load(2, 1))[2].error is None
 
 
-def test_a_stream_that_cannot_be_named_when_loads_have_ended_loses_no_result() -> None:
+def test_finished_load_is_reported_without_a_compute_stream() -> None:
     cuda, broken = FakeCuda(), list[bool]()
 
     def current_stream() -> int:
@@ -477,9 +475,7 @@ def test_a_stream_that_cannot_be_named_when_loads_have_ended_loses_no_result() -
     copies.close()
 
 
-def test_a_failed_job_stays_open_while_nobody_can_tell_whether_its_copies_run(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_job_is_open_while_the_stream_state_is_unknown(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     call = "cuMemcpyBatchAsync" if rig.cuda.has_batches else "cuMemcpyAsync"
     rig.cuda.fail(call, INVALID_VALUE, after=0 if rig.cuda.has_batches else 2)
     for _ in range(3):
@@ -540,7 +536,7 @@ def test_an_engine_that_cannot_start_leaves_nothing_behind() -> None:
     ),
     poisoned_at=st.none() | st.integers(0, 11),
 )
-def test_whatever_fails_every_job_ends_once_and_what_succeeded_is_right(
+def test_jobs_when_any_call_fails_end_once_with_right_bytes(
     seed: int, batches: bool, failures: list[tuple[str, int]], poisoned_at: int | None
 ) -> None:
     cuda, rng = FakeCuda(seed, batches=batches), np.random.default_rng(seed)
@@ -598,7 +594,7 @@ def test_jobs_end_once_when_anything_on_the_copy_threads_raises(monkeypatch: pyt
     rig.copies.close()
 
 
-def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_finished_that_raises_does_not_stop_copies(caplog: pytest.LogCaptureFixture) -> None:
     cuda, count = FakeCuda(), itertools.count()
 
     def fail() -> None:
@@ -618,7 +614,7 @@ def test_whoever_is_told_of_ended_jobs_cannot_stop_them(caplog: pytest.LogCaptur
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_closing_fails_what_has_not_begun_and_waits_for_what_the_device_has() -> None:
+def test_close_fails_queued_jobs_and_waits_for_the_device() -> None:
     cuda, pool = FakeCuda(), GatedPool()
     blocks = np.repeat(np.arange(1, 9, dtype=np.uint8)[:, None], 64, axis=1)
     copies = engine_on(cuda, DeviceLayout.of_arrays([blocks]), pool)
@@ -660,7 +656,7 @@ def test_the_pool_stays_mapped_under_a_copy_that_its_owner_forgot(rig: Rig) -> N
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -> None:
+def test_idle_copy_thread_releases_memory_of_removed_extents() -> None:
     """The memory of a pool that shrinks is wanted elsewhere, also when nobody stores or loads any more."""
     blocks = np.zeros((8, 64), dtype=np.uint8)
     pool = HostPool(8, 64, extent_bytes=2 * 64)
@@ -678,7 +674,7 @@ def test_a_thread_that_waits_for_work_keeps_no_memory_that_has_left_the_pool() -
         pool.close()
 
 
-def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool_works(
+def test_pool_with_an_unregistered_extent_is_copied_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cuda = FakeCuda()
@@ -709,7 +705,7 @@ def test_an_extent_that_cannot_be_registered_leaves_none_registered_and_the_pool
 # ---- machines without a device ---------------------------------------------------------------------------------------
 
 
-def test_nothing_here_imports_cuda_before_it_is_used() -> None:
+def test_modules_when_imported_do_not_import_cuda() -> None:
     code = (
         "import sys, pkgutil, importlib\n"
         "from kvferry import cuda_ops\n"
@@ -740,7 +736,7 @@ def test_a_driver_too_old_is_refused() -> None:
         CudaDriver(lambda name, version: 0 if name == "cuStreamWaitEvent" else cuda.resolve(name, version))
 
 
-def test_attributes_lie_in_memory_as_nvidia_says() -> None:
+def test_memcpy_attributes_have_the_layout_of_nvidia() -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     theirs = driver.CUmemcpyAttributes()
     theirs.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
@@ -761,7 +757,7 @@ C_TYPES = {
 }
 
 
-def test_calls_have_the_arguments_that_nvidia_says() -> None:
+def test_driver_functions_have_the_arguments_of_nvidia() -> None:
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     declared = Path(driver.__file__).with_name("cydriver.pxd").read_text()
     wanted: dict[str, list[object]] = {}

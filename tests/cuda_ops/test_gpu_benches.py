@@ -85,7 +85,7 @@ def column(address: int, count: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
 
-def test_a_part_that_fails_takes_no_other_with_it_and_a_lost_device_takes_the_rest(tmp_path: Path) -> None:
+def test_failed_part_is_isolated_and_a_lost_device_ends_the_rest(tmp_path: Path) -> None:
     known: dict[str, object] = {}
     parts = Parts(lambda: known, tmp_path / "found.json", 100.0)
 
@@ -106,7 +106,7 @@ def test_a_part_that_fails_takes_no_other_with_it_and_a_lost_device_takes_the_re
     assert (found["two"], found["left_out"], set(found["failed"])) == (2, ["four"], {"one", "three"})
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+def test_parts_beyond_the_budget_are_listed(tmp_path: Path) -> None:
     said, found = run("bench.gpu", tmp_path / "found.json", "--budget-s", "0")
     assert len(found["left_out"]) == 4 + 2 + 2 * 2
     assert "no time" in said
@@ -125,9 +125,7 @@ def test_first_tokens_come_from_the_host_pool_and_answers_are_the_same(tmp_path:
     assert "same answers in 4" in said
 
 
-def test_an_engine_that_does_not_start_is_named_in_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_that_does_not_start_is_listed_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_BLOCK_SIZE", "0")
     file = tmp_path / "found.json"
     done = subprocess.run(

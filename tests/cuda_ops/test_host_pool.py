@@ -66,7 +66,7 @@ def test_a_rank_reaches_its_own_column_of_each_row() -> None:
         HostPool(3, 64, num_ranks=4, rank=4)
 
 
-def test_extents_start_on_a_page_and_rows_do_where_their_size_is_whole_pages() -> None:
+def test_extents_and_rows_of_whole_pages_are_page_aligned() -> None:
     pool = HostPool(9, PAGE, extent_bytes=4 * PAGE)
     assert pool.extent_slots == [4, 4, 1]
     assert not any(pool.slot(slot).ctypes.data % PAGE for slot in range(9))
@@ -103,7 +103,7 @@ def test_adding_what_does_not_fit_changes_nothing() -> None:
     assert pool.num_slots == 4
 
 
-def test_a_pool_larger_than_shared_memory_is_refused_naming_what_to_change(shared_path: Path) -> None:
+def test_pool_larger_than_shared_memory_is_refused_with_a_hint(shared_path: Path) -> None:
     """vllm#52496, kserve#1842: 64 MB of `/dev/shm` in containers."""
     with pytest.raises(NotEnoughMemory, match=r"space left in /dev/shm .*--shm-size|memory available"):
         HostPool(1 << 30, 1 << 20, backing=SharedFile(shared_path))
@@ -116,9 +116,7 @@ def test_a_pool_larger_than_its_disk_is_refused_with_both_numbers(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["shm", "file"])
-def test_memory_that_cannot_be_had_after_all_leaves_the_file_as_it_was(
-    kind: str, shared_path: Path, tmp_path: Path
-) -> None:
+def test_failed_reservation_leaves_the_pool_file_unchanged(kind: str, shared_path: Path, tmp_path: Path) -> None:
     path = shared_path if kind == "shm" else tmp_path / "pool"
     program = (
         "import resource, sys; from pathlib import Path\n"
@@ -169,7 +167,7 @@ def test_ranks_in_several_processes_share_one_mapping(kind: str, shared_path: Pa
     assert path.stat().st_size == pool.num_bytes
 
 
-def test_an_extent_keeps_no_file_open_and_goes_with_its_last_view(shared_path: Path) -> None:
+def test_extent_keeps_no_file_open_and_is_freed_with_its_views(shared_path: Path) -> None:
     """A thousand extents, each with a file of its own, meet the usual limit of open files."""
     file = SharedFile(shared_path)
     before = len(os.listdir("/proc/self/fd"))
@@ -186,7 +184,7 @@ def test_an_extent_keeps_no_file_open_and_goes_with_its_last_view(shared_path: P
     assert str(shared_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_an_unlinked_mapping_stays_shared_by_those_who_have_it(shared_path: Path) -> None:
+def test_unlinked_mapping_stays_shared(shared_path: Path) -> None:
     backing = SharedFile(shared_path)
     first = HostPool(4, 4096, backing=backing)
     second = HostPool(4, 4096, backing=SharedFile(shared_path))
@@ -199,7 +197,7 @@ def test_an_unlinked_mapping_stays_shared_by_those_who_have_it(shared_path: Path
     assert second.slot(2).min() == 9
 
 
-def test_extents_added_by_one_process_are_found_by_another_and_removed_by_the_last(shared_path: Path) -> None:
+def test_extents_are_shared_and_removed_by_the_last_process(shared_path: Path) -> None:
     first = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
     second = HostPool(4, 4096, 2 * 4096, backing=SharedFile(shared_path))
     first.add_slots(3)
@@ -216,7 +214,7 @@ def test_extents_added_by_one_process_are_found_by_another_and_removed_by_the_la
 # ---- made ready -----------------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_pool_is_touched_and_registered_extent_by_extent_and_says_how_far_it_is() -> None:
+def test_pinned_pool_is_registered_by_extent_with_progress() -> None:
     """vllm#42632, vllm#54792: pinning 500 GB took 55 s before the engine was up."""
     cuda, told = FakeCuda(), list[tuple[PoolPhase, int, int]]()
     registrar = CudaRegistrar(CudaDriver(cuda.resolve), 0)
@@ -237,7 +235,7 @@ def test_a_pinned_pool_is_touched_and_registered_extent_by_extent_and_says_how_f
     assert (cuda.registered, cuda.retained) == ({}, 0)
 
 
-def test_memory_that_cannot_be_pinned_is_rolled_back_works_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_registration_is_rolled_back_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """vllm#51080: a pool of 512 GiB could not be registered in one call."""
     cuda = FakeCuda()
     cuda.fail("cuMemHostRegister", OUT_OF_MEMORY, after=2)
@@ -281,7 +279,7 @@ def test_shared_memory_that_is_not_there_is_an_error_and_no_bus_error(shared_pat
             prepare([memory], Preparation(touch=True))
 
 
-def test_whoever_watches_the_preparation_cannot_stop_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_callback_that_raises_does_not_stop_preparation(caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise OSError("nobody home")
 
@@ -292,7 +290,7 @@ def test_whoever_watches_the_preparation_cannot_stop_it(caplog: pytest.LogCaptur
     assert "nobody home" in caplog.text
 
 
-def test_huge_pages_and_a_numa_node_are_asked_for_and_are_no_condition(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_huge_pages_or_numa_node_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
     here = os.sched_getaffinity(0)
     pool = HostPool(4, 4 << 20, preparation=Preparation(touch=True, huge_pages=True, numa_node=4095))
     pool.slot(3)[:] = 1

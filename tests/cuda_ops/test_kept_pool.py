@@ -92,7 +92,7 @@ def test_a_seal_is_abandoned_for_slots_that_were_given_out_again(path: Path) -> 
         assert kept.good() == {5: 1, 6: 3}
 
 
-def test_what_left_the_pool_does_not_come_back_also_when_it_is_sealed_afterwards(full: Path) -> None:
+def test_invalidated_block_sealed_later_is_not_recovered(full: Path) -> None:
     with attached(full) as kept:
         kept.record.invalidate(np.array([0, 1]), np.array([1, 1]))
         late = kept.label([50, 51], [2, 3], 7)
@@ -131,7 +131,7 @@ def test_of_a_key_that_is_there_twice_the_later_one_comes_back(path: Path) -> No
         assert kept.found.dropped == {DropReason.DUPLICATE: 2}
 
 
-def test_a_shorter_block_is_checked_as_far_as_it_goes(path: Path) -> None:
+def test_checksum_of_a_short_block_covers_its_length(path: Path) -> None:
     with attached(path) as kept:
         kept.store([1], [0], 1, length=300)
         kept.pool.slot(0)[300:] = 99
@@ -149,7 +149,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_bit_costs_at_most_the_slot_that_it_is_in(full: Path, seed: int) -> None:
+def test_flipped_bit_drops_its_slot_at_most(full: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     slot = int(random.integers(12))
     if seed % 2:
@@ -170,7 +170,7 @@ def test_a_flipped_bit_costs_at_most_the_slot_that_it_is_in(full: Path, seed: in
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_bit_in_the_pools_header_drops_all_or_has_all_verified(full: Path, seed: int) -> None:
+def test_flipped_bit_in_the_pool_header_drops_or_verifies_all(full: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
     flip(full, int(random.integers(400)), int(random.integers(8)))
     with attached(full) as kept:
@@ -200,7 +200,7 @@ def test_swapped_headers_bring_no_block_under_anothers_key(full: Path) -> None:
 
 
 @pytest.mark.parametrize("kept_slots", [0, 1, 5, 7, 11])
-def test_a_truncated_file_keeps_the_slots_that_it_still_has(full: Path, kept_slots: int) -> None:
+def test_truncated_file_keeps_its_remaining_slots(full: Path, kept_slots: int) -> None:
     end = SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([kept_slots]))[0])
     os.truncate(full, end + 1)
     with attached(full) as kept:
@@ -230,7 +230,7 @@ def test_a_longer_file_is_cut_and_kept(full: Path) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [4, 8, 16, 40])
-def test_a_pool_of_another_size_is_kept_as_far_as_it_goes(full: Path, num_slots: int) -> None:
+def test_pool_of_another_size_keeps_the_common_slots(full: Path, num_slots: int) -> None:
     expected = {slot: number for slot, number in EXPECTED.items() if slot < num_slots}
     with attached(full, replace(SHAPE, num_slots=num_slots)) as kept:
         assert kept.file.found.dropped is None
@@ -245,13 +245,13 @@ def test_a_pool_of_another_size_is_kept_as_far_as_it_goes(full: Path, num_slots:
         }
 
 
-def test_other_extents_than_the_files_are_rounded_to_whole_ones_of_the_files(full: Path) -> None:
+def test_size_is_rounded_to_whole_extents_of_the_file(full: Path) -> None:
     with attached(full, replace(SHAPE, num_slots=15, extent_slots=5)) as kept:
         assert kept.file.shape == SHAPE
         assert kept.good() == EXPECTED
 
 
-def test_extents_come_and_go_while_the_pool_is_used_and_nothing_of_them_comes_back(full: Path) -> None:
+def test_blocks_of_removed_extents_are_not_recovered(full: Path) -> None:
     with attached(full) as kept:
         kept.pool.add_slots(8)
         kept.store([200, 201], [12, 19], 2)
@@ -293,7 +293,7 @@ def test_no_more_slots_are_added_than_there_is_room_for_headers(full: Path) -> N
         assert kept.file.num_slots == 40
 
 
-def test_a_growth_that_fails_after_the_file_was_closed_takes_nothing_from_whoever_has_it_now(full: Path) -> None:
+def test_closed_file_when_freed_does_not_change_the_new_owners(full: Path) -> None:
     with attached(full) as kept:
         left_behind = kept.file
     with attached(full) as kept:
@@ -323,7 +323,7 @@ def test_headers_of_slots_that_are_not_there_take_no_room(path: Path) -> None:
         (replace(SHAPE, num_ranks=2), FINGERPRINT, "num_ranks was 1"),
     ],
 )
-def test_what_was_made_by_another_is_dropped_saying_which_field_differs(
+def test_pool_of_another_fingerprint_is_dropped_with_the_field(
     full: Path,
     shape: PoolShape,
     fingerprint: dict[str, object],
@@ -362,9 +362,7 @@ def test_another_format_version_and_foreign_files_are_dropped(full: Path) -> Non
         assert kept.found.slots.tolist() == []
 
 
-def test_after_another_boot_the_pool_says_so_until_it_was_noted(
-    full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_boot_is_reported_until_noted(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot = tmp_path / "boot_id"
     boot.write_text("00000000-0000-0000-0000-000000000001\n")
     monkeypatch.setattr(kept_file, "BOOT_ID", boot)
@@ -435,7 +433,7 @@ def test_a_key_that_does_not_fit_a_header_is_never_sealed(path: Path) -> None:
         assert kept.found.keys == [b"k" * MAX_KEY_BYTES]
 
 
-def test_the_copy_engine_seals_what_it_stored_and_verifies_what_it_did_not(path: Path) -> None:
+def test_copies_seal_stored_slots_and_verify_recovered_ones(path: Path) -> None:
     blocks = np.stack([bytes_of(number) for number in range(12)])
 
     with attached(path) as kept:
@@ -489,7 +487,7 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
         assert [result.error for result in copies.poll()] == [None]
 
 
-def test_checksums_are_computed_where_they_are_told_to_be(path: Path) -> None:
+def test_checksums_are_computed_on_the_given_cpus(path: Path) -> None:
     (first, *_) = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
     layout = DeviceLayout.of_arrays([np.zeros((12, 1000), dtype=np.uint8)])
@@ -530,7 +528,7 @@ def test_a_million_slot_headers_are_read_quickly_and_all_come_back(tmp_path: Pat
     assert key_of(1) != kept.keys[1]
 
 
-def test_the_page_about_the_format_has_every_field_where_it_is() -> None:
+def test_pool_format_page_lists_every_field_with_its_offset() -> None:
     page = (Path(__file__).parents[2] / "docs/pool-format.md").read_text()
     told = [(name, int(at)) for name, at in re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE)]
     fields = [(name, dtype.fields[name][1]) for dtype in (POOL_HEADER, SLOT_HEADER) for name in dtype.names]

@@ -147,7 +147,7 @@ def test_a_death_before_an_invalidation_brings_back_right_bytes_or_none(tmp_path
         assert kept.good() == {0: 9, 2: 3, 5: 1}
 
 
-def test_what_waits_to_be_written_takes_one_entry_a_slot(tmp_path: Path) -> None:
+def test_queued_invalidations_take_one_entry_a_slot(tmp_path: Path) -> None:
     slots = np.arange(0, SHAPE.num_slots, 7)
     with attached(tmp_path / "engine.pool", SHAPE, is_started=False) as kept:
         kept.record.invalidate(slots, np.full(len(slots), 1))
@@ -169,7 +169,7 @@ def test_what_waits_to_be_written_takes_one_entry_a_slot(tmp_path: Path) -> None
         assert kept.file.min_epoch == 4999
 
 
-def test_a_ticket_is_good_once_all_queued_before_it_is_written(tmp_path: Path) -> None:
+def test_invalidations_are_written_in_queue_order(tmp_path: Path) -> None:
     count = 3 * ROUND_SLOTS
     shape = PoolShape(num_slots=count, slot_bytes=8, num_ranks=1, extent_slots=count)
     with attached(tmp_path / "engine.pool", shape, is_started=False) as kept:
@@ -185,7 +185,7 @@ def test_a_ticket_is_good_once_all_queued_before_it_is_written(tmp_path: Path) -
         assert (dropped == 2).all()
 
 
-def test_a_dead_thread_is_a_problem_until_it_is_started_again(
+def test_dead_invalidation_thread_is_a_problem_until_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with attached(tmp_path / "engine.pool") as kept:

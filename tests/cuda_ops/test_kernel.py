@@ -100,7 +100,7 @@ def test_words_divide_every_address_and_size(device: int, host: int, size: int, 
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_copies_what_it_is_told_and_nothing_else() -> None:
+def test_kernel_copies_exactly_the_given_segments() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     code = """
 import numpy as np
@@ -188,7 +188,7 @@ def segments_of(count: int, size: int) -> Segments:
         (Direction.LOAD, 5000, 4096, True),
     ],
 )
-def test_a_job_goes_the_way_that_was_faster_for_its_like(
+def test_mover_is_the_faster_for_direction_count_and_size(
     direction: Direction, count: int, size: int, by_kernel: bool
 ) -> None:
     dma, kernel = Noted(), Noted()
@@ -232,7 +232,7 @@ def test_calibration_finds_where_the_ways_cross_and_stops_there() -> None:
     }
 
 
-def test_what_the_budget_has_no_time_for_is_left_to_the_dma_engines() -> None:
+def test_calibration_beyond_its_budget_uses_dma() -> None:
     dma, kernel = Noted(), Noted()
     device = TimedDevice(dma, step_s=0.2)
     found = calibrate(dma, kernel, device, budget_s=0.5, clock=device.clock)
@@ -252,7 +252,7 @@ def test_a_crossover_is_measured_once_a_device_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"A": 3}', '{"A": {"store": [], "load": []}}', '{"A": {"store": [[1, 2]]}}']
 )
-def test_a_file_that_says_nothing_is_written_again(text: str, tmp_path: Path) -> None:
+def test_invalid_crossover_file_is_rewritten(text: str, tmp_path: Path) -> None:
     file = tmp_path / "crossover.json"
     file.write_text(text)
     assert kept_crossover(file, "A", lambda: FOUND) == FOUND
@@ -348,7 +348,7 @@ def test_a_kernel_that_does_not_run_leaves_all_to_the_dma_engines(
     assert (cuda.allocated, cuda.copy_streams) == ({}, [])
 
 
-def test_where_the_device_has_pinned_memory_elsewhere_blocks_go_one_by_one(
+def test_blocks_at_other_device_addresses_are_copied_one_by_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """sglang#40232."""

@@ -9,7 +9,7 @@ import torch
 from kvferry.cuda_ops.copy.layout import DeviceLayout, GroupRegions, Region
 
 
-def test_a_region_is_what_an_array_says_of_itself() -> None:
+def test_region_of_an_array_has_its_address_and_strides() -> None:
     blocks = np.zeros((5, 3, 4), dtype=np.float32)[:, :2]
     region = Region.of_array(blocks)
     assert (region.address, region.num_blocks, region.block_bytes, region.stride_bytes) == (
@@ -21,7 +21,7 @@ def test_a_region_is_what_an_array_says_of_itself() -> None:
     assert Region.of_array(np.zeros((1, 8), np.uint8)[:, :4]).stride_bytes == 4
 
 
-def test_a_region_is_what_a_tensor_says_of_itself() -> None:
+def test_region_of_a_tensor_has_its_address_and_strides() -> None:
     cache = torch.zeros((6, 2, 16, 4), dtype=torch.bfloat16)
     keys = Region.of_tensor(cache[:, 0])
     values = Region.of_tensor(cache[:, 1])

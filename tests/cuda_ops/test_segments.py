@@ -85,7 +85,7 @@ class SideBySide(AnonymousMemory):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_extents_that_happen_to_be_adjacent_were_registered_apart_and_are_copied_apart(order: int) -> None:
+def test_adjacent_extents_are_copied_apart(order: int) -> None:
     blocks = np.zeros((6, mmap.PAGESIZE), dtype=np.uint8)
     pool = HostPool(6, mmap.PAGESIZE, extent_bytes=2 * mmap.PAGESIZE, backing=SideBySide(6 * mmap.PAGESIZE))
     assert set(np.diff([pool.slot(slot).ctypes.data for slot in range(6)])) == {mmap.PAGESIZE}
@@ -95,7 +95,7 @@ def test_extents_that_happen_to_be_adjacent_were_registered_apart_and_are_copied
     assert merged.sizes.tolist() == [2 * mmap.PAGESIZE] * 3
 
 
-def test_regions_that_lie_side_by_side_are_not_merged_since_they_may_be_two_allocations() -> None:
+def test_adjacent_regions_are_not_merged() -> None:
     memory = np.zeros(128, dtype=np.uint8)
     start = memory.ctypes.data
     layout = DeviceLayout((GroupRegions((Region(start, 1, 64, 64), Region(start + 64, 1, 64, 64))),))

@@ -93,7 +93,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "shared.pool"
 
 
-def test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_of_all(path: Path) -> None:
+def test_blocks_sealed_by_all_ranks_are_recovered_when_joining(path: Path) -> None:
     with engine(path) as (first, second):
         first.store(0, [100, 101, 102], [3, 4, 5])
         second.store(1, [100, 101, 102], [3, 4, 5])
@@ -109,7 +109,7 @@ def test_what_all_ranks_have_sealed_comes_back_to_whoever_joins_with_the_bytes_o
         assert [second.verify(rank, kept) for rank in range(2)] == [[], [4]]
 
 
-def test_whoever_looks_at_the_file_from_outside_checks_the_bytes_of_all_ranks(path: Path) -> None:
+def test_inspection_verifies_the_bytes_of_all_ranks(path: Path) -> None:
     with engine(path) as (first, second):
         first.store(0, [100, 101], [3, 4])
         second.store(1, [100, 101], [3, 4])
@@ -119,9 +119,7 @@ def test_whoever_looks_at_the_file_from_outside_checks_the_bytes_of_all_ranks(pa
         assert seen.verify(seen.kept.slots).tolist() == [4]
 
 
-def test_slots_that_a_file_has_lost_do_not_come_back_to_whoever_joins(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slots_of_a_truncated_file_are_not_recovered_when_joining(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with engine(path) as (first, second):
         first.store(0, list(range(100, 112)), list(range(12)))
         second.store(1, list(range(100, 112)), list(range(12)))
@@ -133,7 +131,7 @@ def test_slots_that_a_file_has_lost_do_not_come_back_to_whoever_joins(
     assert "slots lost: 6" in caplog.text
 
 
-def test_a_pool_of_another_size_is_alike_to_all_who_map_it(path: Path) -> None:
+def test_pool_of_another_size_has_the_same_slots_in_all_processes(path: Path) -> None:
     with engine(path) as (first, second):
         first.store(0, [100, 110], [1, 10])
         second.store(1, [100, 110], [1, 10])
@@ -143,7 +141,7 @@ def test_a_pool_of_another_size_is_alike_to_all_who_map_it(path: Path) -> None:
             assert recover_slots(second.file).slots.tolist() == kept
 
 
-def test_another_engine_is_refused_until_the_last_process_of_the_first_is_gone(path: Path) -> None:
+def test_pool_is_locked_until_its_last_process_ends(path: Path) -> None:
     with engine(path) as (first, second):
         for file in (first.file, second.file):
             with pytest.raises(PoolRefused, match=rf"in use by another process \(pid {os.getpid()}\).*ENGINE_NAME"):
@@ -152,7 +150,7 @@ def test_another_engine_is_refused_until_the_last_process_of_the_first_is_gone(p
     KeptFile(path, SHAPE, FINGERPRINT).close()
 
 
-def test_nobody_joins_while_the_pool_is_not_ready_nor_another_pool(path: Path) -> None:
+def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         KeptFile(path, SHAPE, FINGERPRINT, join=True)
     first = KeptFile(path, SHAPE, FINGERPRINT)
@@ -167,7 +165,7 @@ def test_nobody_joins_while_the_pool_is_not_ready_nor_another_pool(path: Path) -
         first.close()
 
 
-def test_names_that_an_engine_left_as_it_died_are_swept_away_and_those_in_use_stay() -> None:
+def test_sweep_removes_names_of_dead_engines_only() -> None:
     name = f"test-{secrets.token_hex(6)}"
     script = (
         "import os, sys\nfrom kvferry.cuda_ops.pool.host_pool import HostPool\n"
@@ -195,7 +193,7 @@ def test_names_that_an_engine_left_as_it_died_are_swept_away_and_those_in_use_st
         lock_path(path).unlink(missing_ok=True)
 
 
-def test_memory_without_a_name_is_shared_by_those_who_have_mapped_it() -> None:
+def test_unlinked_memory_is_shared_by_its_processes() -> None:
     name = f"test-{secrets.token_hex(6)}"
     first = HostPool(4, 4096, backing=(made := PassingFile(name)))
     second = HostPool(4, 4096, backing=(joined := PassingFile(name, is_ready=True)))
@@ -215,7 +213,7 @@ def test_memory_without_a_name_is_shared_by_those_who_have_mapped_it() -> None:
             path.unlink()
 
 
-def test_a_lock_is_given_back_as_often_as_one_likes(path: Path) -> None:
+def test_lock_close_when_repeated_is_harmless(path: Path) -> None:
     lock = PoolLock(path)
     lock.close()
     lock.close()
