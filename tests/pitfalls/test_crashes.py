@@ -12,7 +12,7 @@ from tests.harness.toy_requests import answer, findable, request
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])
-def test_a_hit_found_at_lookup_survives_until_allocation(policy: str) -> None:
+def test_hit_found_at_lookup_is_kept_until_allocation(policy: str) -> None:
     """vllm#39702, vllm#43884, vllm#50454, vllm#54914, vllm#52170: it was evicted, and an assertion ended the engine."""
     engine = ToyEngine(num_slots=8, num_blocks=64, eviction_policy=policy)
     answer(engine, "first", 4)
@@ -32,7 +32,7 @@ def test_a_hit_found_at_lookup_survives_until_allocation(policy: str) -> None:
     engine.check_idle()
 
 
-def test_a_hit_that_cannot_be_honored_any_more_becomes_a_shorter_one() -> None:
+def test_hit_whose_block_was_dropped_becomes_shorter() -> None:
     """vllm#39702: what was dropped by hand between look-up and allocation is computed, and nothing fails."""
     engine = ToyEngine(num_slots=8, num_blocks=64)
     first = answer(engine, "first", 4)
@@ -48,7 +48,7 @@ def test_a_hit_that_cannot_be_honored_any_more_becomes_a_shorter_one() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_preempted_request_is_admitted_again_or_ends_while_its_jobs_are_in_flight(ends: bool) -> None:
+def test_preempted_request_is_resumed_or_ends_with_jobs_in_flight(ends: bool) -> None:
     """vllm#46014: its store was still in flight, and an assertion ended the engine."""
     engine = ToyEngine(num_slots=4, num_blocks=64)
     engine.add(request("r", 6, max_tokens=20))
@@ -72,7 +72,7 @@ def test_a_preempted_request_is_admitted_again_or_ends_while_its_jobs_are_in_fli
         assert not engine.step().stores, "what it held before it was preempted is gone"
 
 
-def test_preempted_while_loading_it_is_admitted_again_while_that_load_is_in_flight() -> None:
+def test_request_preempted_while_loading_is_resumed_before_it_ends() -> None:
     """vllm#46014: the same with a load under way, whose blocks are others by then."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
     answer(engine, "first", 5)
@@ -87,7 +87,7 @@ def test_preempted_while_loading_it_is_admitted_again_while_that_load_is_in_flig
     assert engine.offload.requests.find("second", engine.now_s).prompt_tokens.total == 21
 
 
-def test_a_block_is_offered_only_when_its_key_its_block_id_and_its_tokens_are_there() -> None:
+def test_block_is_offered_with_key_block_id_and_computed_tokens() -> None:
     """vllm#52807: token progress ran ahead of the block ids known so far."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
     one = request("r", 6)

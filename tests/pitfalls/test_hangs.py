@@ -7,7 +7,7 @@ from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.harness.toy_requests import answer, request
 
 
-def test_requests_that_are_looked_up_and_never_loaded_leave_no_pin_and_no_hit_is_lost() -> None:
+def test_requests_looked_up_and_never_loaded_leave_no_pin() -> None:
     """LMCache#2951, LMCache#1034, LMCache#987, LMCache#2017: pinned for ever; the hit rate fell to 0 over hours."""
     engine = ToyEngine(num_slots=12, num_blocks=64)
     answer(engine, "first", 5)
@@ -24,7 +24,7 @@ def test_requests_that_are_looked_up_and_never_loaded_leave_no_pin_and_no_hit_is
     engine.check_idle()
 
 
-def test_room_is_made_while_anything_can_be_evicted_and_refused_at_once_when_nothing_can() -> None:
+def test_store_evicts_or_is_refused_in_the_same_step() -> None:
     """sglang#26357: 768 tokens free, 432,960 evictable, and the engine waited."""
     engine = ToyEngine(num_slots=40, num_blocks=100)
     answer(engine, "old", 20)
@@ -40,7 +40,7 @@ def test_room_is_made_while_anything_can_be_evicted_and_refused_at_once_when_not
     engine.check_idle()
 
 
-def test_a_request_whose_load_cannot_begin_is_told_so_in_the_next_step() -> None:
+def test_load_that_cannot_begin_fails_in_the_next_step() -> None:
     """LMCache#2942, vllm#57959: unbounded waits for what would never come."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
     answer(engine, "first", 5)

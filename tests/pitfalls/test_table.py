@@ -31,7 +31,7 @@ def test_the_page_is_not_empty() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1])
-def test_its_tests_exist_and_name_it(row: list[str]) -> None:
+def test_row_names_existing_tests_with_its_sources(row: list[str]) -> None:
     _, where, rule, tests = row
     assert rule
     said = ""

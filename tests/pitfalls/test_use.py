@@ -9,7 +9,7 @@ from tests.harness.toy_engine import BLOCK_SIZE, ToyEngine
 from tests.harness.toy_requests import answer, findable, request
 
 
-def test_what_was_full_when_a_request_ended_is_stored_and_can_be_found() -> None:
+def test_blocks_full_at_request_end_are_stored_and_found() -> None:
     """vllm#53498: keys never registered, and 44% of a finished request's blocks never stored."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
     # The device has it all, so no step of the second request fills a block.
@@ -74,7 +74,7 @@ def test_a_burst_is_stored_without_one_refusal(policy: str) -> None:
     assert engine.offload.snapshot().evictions.total == 1000 - 60
 
 
-def test_stats_say_where_prompt_tokens_came_from_and_why_nothing_came_from_the_host() -> None:
+def test_stats_contain_prompt_token_sources_and_declined_loads() -> None:
     """vllm-ascend#9261: "only stores, never a load", because the GPU still had it all."""
     engine = ToyEngine(num_slots=64, num_blocks=64)
     answer(engine, "first", 5)
@@ -90,7 +90,7 @@ def test_stats_say_where_prompt_tokens_came_from_and_why_nothing_came_from_the_h
     assert (prompt.device_hit, prompt.host_hit, prompt.recomputed) == (20, 0, 1), "the request before has computed it"
 
 
-def test_what_traffic_without_reuse_costs_shows_and_admission_holds_it_back() -> None:
+def test_admission_holds_back_traffic_without_reuse() -> None:
     """vllm#35343, LMCache#970, LMCache#1109: traffic without reuse paid for stores that nobody read."""
     engine = ToyEngine(num_slots=40, num_blocks=64)
     engine.manager.admission.set_threshold(2)
