@@ -102,7 +102,7 @@ def test_no_world_breaks_a_promise(reports: list[Report]) -> None:
 
 
 @pytest.mark.long
-def test_the_worlds_come_by_everything_that_is_dangerous(reports: list[Report]) -> None:
+def test_worlds_together_reach_every_dangerous_event(reports: list[Report]) -> None:
     events: Counter[str] = Counter()
     for report in reports:
         events.update(report.events)
@@ -120,7 +120,7 @@ def test_the_same_seed_is_the_same_world_in_any_process() -> None:
     assert "200 steps, all well" in said[0]
 
 
-def test_a_failure_is_told_with_the_command_that_shows_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_report_contains_the_command_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def lies(world: World) -> None:
         if world.num_arrived == 3:
             raise AssertionError("planted")
