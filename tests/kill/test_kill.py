@@ -45,7 +45,7 @@ def drive() -> Iterator[Callable[[Path], Driver]]:
 
 
 @pytest.mark.long
-def test_lives_know_no_settings_but_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_process_ignores_settings_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = tmp_path / "theirs.db"
     monkeypatch.setenv("KVFERRY_DATABASE_URL", f"sqlite:///{theirs}")
     monkeypatch.setenv("KVFERRY_TIERS", "[]")
@@ -63,7 +63,7 @@ def test_blocks_when_killed_a_few_times_are_right_or_missed(drive: Drive, tmp_pa
 
 
 @pytest.mark.long
-def test_a_hundred_kills() -> None:
+def test_blocks_when_killed_a_hundred_times_are_right_or_missed() -> None:
     report = json.loads(run("tests.kill", str(ROUNDS), str(SEED)))
     assert report["wrong"] == 0
     # How far sealing is behind depends on the machine; what is sealed comes back, but for what left in the last step.
@@ -119,7 +119,7 @@ def mapped(folder: Path) -> tuple[BinaryIO, np.ndarray]:
 @pytest.mark.parametrize(
     ("damage", "dropped"), [(flip_payload, False), (flip_headers, True), (swap_headers, False), (truncate, True)]
 )
-def test_what_is_damaged_is_counted_and_the_rest_still_hits(
+def test_damaged_slots_are_counted_and_the_rest_is_hit(
     drive: Drive, tmp_path: Path, damage: Damage, dropped: bool
 ) -> None:
     driver = drive(tmp_path)
@@ -139,7 +139,7 @@ def test_what_is_damaged_is_counted_and_the_rest_still_hits(
 
 
 @pytest.mark.long
-def test_an_old_database_a_lost_one_and_another_models_cost_no_block(drive: Drive, tmp_path: Path) -> None:
+def test_foreign_or_missing_database_loses_no_block(drive: Drive, tmp_path: Path) -> None:
     """Headers alone decide; rows that do not fit are replaced."""
     driver, other = drive(tmp_path / "one"), drive(tmp_path / "other")
     other.live(1, 1.0, calm=True)
