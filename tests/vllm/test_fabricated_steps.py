@@ -323,7 +323,7 @@ def world_with_a_stored_prefix() -> tuple[World, LiveRequest]:
     return world, again
 
 
-def test_load_when_vllm_commits_it_some_steps_later_begins_then() -> None:
+def test_load_when_committed_some_steps_later_begins_then() -> None:
     """Since 0.33 vLLM may wait for steps in flight before it says where a load goes."""
     world, again = world_with_a_stored_prefix()
     assert world.scheduler.match(again, 0) == (2 * BLOCK, True)

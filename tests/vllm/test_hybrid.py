@@ -111,7 +111,7 @@ def test_shared_prefix_when_off_the_device_is_hit_from_third_request(tmp_path: P
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_load_of_several_groups_when_it_fails_fails_its_request(
+def test_load_of_several_groups_when_failed_fails_its_request(
     gemma: Path,
     truth: list[Answer],
     copying: Any,  # noqa: F811

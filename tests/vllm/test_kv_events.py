@@ -214,7 +214,7 @@ def test_stored_event_when_blocks_form_a_prefix_is_one_event(llama: Path) -> Non
         assert last.token_ids == longer[9 * BLOCK : 11 * BLOCK]
 
 
-def test_hit_when_request_asks_for_full_reports_is_reported(llama: Path) -> None:
+def test_hit_with_full_reports_requested_is_reported(llama: Path) -> None:
     rng = random.Random(93)
     with routed(llama) as engine:
         prompt = random_tokens(rng, 5 * BLOCK + 5)

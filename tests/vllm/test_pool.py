@@ -210,7 +210,7 @@ def where_a_bound_rank_copies(config: Any, cpus: set[int], tell: Any) -> None:
     connector.shutdown()
 
 
-def test_rank_copies_on_cpus_that_it_does_not_compute_on(base: VllmConfig, tmp_path: Path) -> None:
+def test_rank_copies_on_cpus_without_compute(base: VllmConfig, tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
     (first, *others) = sorted(allowed)
     context = multiprocessing.get_context("spawn")

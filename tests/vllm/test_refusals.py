@@ -155,13 +155,13 @@ def test_failed_loads_with_an_untested_vllm_need_the_policy_set(monkeypatch: pyt
     read_options(transfer(kv_load_failure_policy="recompute"))
 
 
-def test_prefix_caching_when_the_user_switched_it_off_is_refused(llama: Path) -> None:
+def test_prefix_caching_when_disabled_by_the_user_is_refused(llama: Path) -> None:
     config = EngineArgs(**engine_options(llama), enable_prefix_caching=False).create_engine_config()
     with pytest.raises(StartError, match=r"enable_prefix_caching=False: .*remove --no-enable-prefix-caching"):
         check_prefix_caching(config)
 
 
-def test_prefix_caching_when_vllm_switched_it_off_says_so(tmp_path: Path) -> None:
+def test_prefix_caching_when_disabled_by_vllm_is_refused(tmp_path: Path) -> None:
     """vLLM's CPU backend has none for MLA."""
     DeepseekV2Config(
         architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2, max_position_embeddings=4096

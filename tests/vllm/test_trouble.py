@@ -63,7 +63,7 @@ def refill(engine: InProcess, prompts: Sequence[Prompt] = PROMPTS) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_load_when_it_fails_is_recomputed_and_its_blocks_dropped(
+def test_failed_load_is_recomputed_and_its_blocks_dropped(
     engine: InProcess, truth: list[Answer], copying: Any, every: int
 ) -> None:
     refill(engine)
