@@ -24,7 +24,7 @@ def latest(client: httpx.Client) -> dict[str, Any]:
     return item
 
 
-def test_a_caller_cannot_say_where_it_calls_from(api: httpx.Client) -> None:
+def test_audit_client_address_when_forwarded_headers_are_sent_is_real(api: httpx.Client) -> None:
     said = {"X-Forwarded-For": "203.0.113.7", "X-Forwarded-Proto": "https", "Forwarded": "for=203.0.113.7"}
     assert api.post("/admin/v1/reset", json={}, headers=said).status_code == 200
     assert latest(api)["client"] == "127.0.0.1"
@@ -197,7 +197,7 @@ def test_known_secrets_when_sent_anywhere_are_masked(tmp_path: Path) -> None:
     assert rule["what"] == {"note": [{"about ***": "***"}], "match": {"lora": "***"}}
 
 
-def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_of_refused_strangers_is_limited_per_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.app.api.audit.MAX_UNKNOWN_PER_MINUTE", 5)
     with start_service(tmp_path, admin_token=ADMIN) as running, running.client() as stranger:
         for _ in range(30):
@@ -234,5 +234,5 @@ def test_strangers_cannot_fill_the_table(tmp_path: Path, monkeypatch: pytest.Mon
         (b'{"a": "' + b"x" * 5000 + b'"}', {"too_large_bytes": 5009}),
     ],
 )
-def test_what_is_kept_of_a_body_fits_any_database(body: bytes, what: Any) -> None:
+def test_audited_body_is_masked_and_fits_any_database(body: bytes, what: Any) -> None:
     assert describe_body(body) == what

@@ -208,7 +208,7 @@ def test_with_tokens_host_and_origin_do_not_matter(guarded: Service) -> None:
         assert client.get("/admin/v1/stats", headers=foreign).status_code == 200
 
 
-def test_only_a_read_token_set_leaves_nobody_who_may_change_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_writes_when_only_a_read_token_is_set_are_403(tmp_path_factory: pytest.TempPathFactory) -> None:
     with (
         start_service(tmp_path_factory.mktemp("read-only"), read_token=READ) as running,
         running.client(READ) as client,

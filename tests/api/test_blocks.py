@@ -59,7 +59,7 @@ def test_a_block_shows_the_class_in_which_it_is_evicted(fresh: Service, client: 
     assert {listed[block] for block in other} == {"low"}
 
 
-def test_a_block_says_what_it_is_under(fresh: Service, client: httpx.Client) -> None:
+def test_block_state_follows_pins_and_loads(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
 
     def states(client: httpx.Client) -> list[str]:
@@ -117,7 +117,7 @@ def test_a_block_is_dropped(fresh: Service, client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "name", ["00", "zz", "abc", "00ff", "ff" * 33, "f" * 2000, "-", "0x00ff", "%00%00", "caf\u00e9", " "]
 )
-def test_what_is_no_block_is_404_or_422_and_never_worse(api: httpx.Client, name: str) -> None:
+def test_block_hash_when_invalid_is_404_or_422(api: httpx.Client, name: str) -> None:
     for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/pin")):
         answer = api.request(method, f"{BLOCKS}/{name}{path}")
         assert answer.status_code in (404, 422)
@@ -139,7 +139,7 @@ def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service, clie
     assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
 
 
-def test_a_block_in_a_part_of_the_pool_that_goes_is_not_pinned(fresh: Service, client: httpx.Client) -> None:
+def test_pin_of_a_block_in_a_leaving_extent_is_409(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("one", 96, seed=1))
     resize = PoolResize(fresh.engine.manager, extent_slots=2)
     resize.request(4)
@@ -175,13 +175,13 @@ def test_a_pin_needs_no_body_moves_and_ends_by_itself(fresh: Service, client: ht
 
 
 @pytest.mark.parametrize("body", [{"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": "60"}, {"ttl_s": True}, {"ttl": 5}, [], "x"])
-def test_what_is_no_pin_is_refused(fresh: Service, client: httpx.Client, body: Any) -> None:
+def test_pin_when_its_body_is_invalid_is_refused(fresh: Service, client: httpx.Client, body: Any) -> None:
     hashes = fill(fresh, LoopRequest("one", 64, seed=1))
     assert client.put(f"{BLOCKS}/{hashes[0]}/pin", json=body).status_code == 422
     assert client.get("/admin/v1/stats").json()["pool"]["pinned"] == 0
 
 
-def test_operators_cannot_pin_the_pool_shut(fresh: Service, client: httpx.Client) -> None:
+def test_pins_beyond_their_share_of_the_pool_are_409(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, *(LoopRequest(f"r{number}", 320, seed=number) for number in range(4)))
     statuses = [client.put(f"{BLOCKS}/{block}/pin").status_code for block in hashes[:70]]
     assert statuses == [200] * 64 + [409] * 6
@@ -193,7 +193,7 @@ def test_operators_cannot_pin_the_pool_shut(fresh: Service, client: httpx.Client
     assert client.put(f"{BLOCKS}/{hashes[70]}/pin").status_code == 200
 
 
-def test_a_small_share_of_pins_is_named_as_it_is(fresh: Service, client: httpx.Client) -> None:
+def test_pin_limit_when_below_one_percent_is_shown_exactly(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("r", 320, seed=1))
     client.patch("/admin/v1/config", json={"max_pinned_fraction": 0.001})
     details = [client.put(f"{BLOCKS}/{block}/pin").json().get("detail", "") for block in hashes[:2]]

@@ -42,7 +42,7 @@ def test_secrets_are_masked_everywhere(guarded: Service) -> None:
     assert config["admin_token"]["value"] == "***"
 
 
-def test_what_may_change_changes_at_once(fresh: Service, client: httpx.Client) -> None:
+def test_mutable_settings_when_patched_apply_at_once(fresh: Service, client: httpx.Client) -> None:
     answer = client.patch(CONFIG, json={"max_pinned_fraction": 0.0, "log_level": "debug"})
     assert answer.status_code == 200
     assert answer.json() == client.get(CONFIG).json()
@@ -99,7 +99,7 @@ def test_changes_do_not_survive_a_restart(tmp_path: Path) -> None:
         assert client.get(CONFIG).json()["eviction_history_days"]["value"] == 30
 
 
-def test_what_needs_a_restart_is_named_and_nothing_changes(api: httpx.Client) -> None:
+def test_patch_of_immutable_settings_is_409_and_changes_nothing(api: httpx.Client) -> None:
     before = api.get(CONFIG).json()
     answer = api.patch(CONFIG, json={"pool_kind": "shm", "port": 1, "eviction_history_days": 5})
     assert answer.status_code == 409
@@ -124,7 +124,7 @@ def test_what_needs_a_restart_is_named_and_nothing_changes(api: httpx.Client) ->
         (None, ["body"]),
     ],
 )
-def test_what_is_no_setting_is_refused(api: httpx.Client, body: Any, fields: list[str]) -> None:
+def test_patch_of_invalid_settings_is_refused(api: httpx.Client, body: Any, fields: list[str]) -> None:
     before = api.get(CONFIG).json()
     answer = api.patch(CONFIG, json=body)
     assert answer.status_code == 422, answer.text
@@ -189,12 +189,12 @@ def test_a_change_that_fails_midway_is_taken_back(
     assert manager.operator_pins.max_fraction == 0.125
 
 
-def test_a_misspelled_setting_is_told_the_right_name(api: httpx.Client) -> None:
+def test_patch_of_a_misspelled_setting_suggests_the_name(api: httpx.Client) -> None:
     (error,) = api.patch(CONFIG, json={"log_levle": "debug"}).json()["errors"]
     assert "log_level" in error["message"]
 
 
-def test_what_could_not_be_had_is_told_beside_the_value_in_force() -> None:
+def test_shortfall_is_kept_until_the_setting_changes() -> None:
     live = LiveSettings(Settings(_env_file=None, pool_bytes=4 << 20), lambda _: None)
     live.change({"pool_bytes": 8 << 20})
     live.fall_short("pool_bytes", 8 << 20, 4 << 20, "somebody else has the memory")
@@ -210,7 +210,7 @@ def test_what_could_not_be_had_is_told_beside_the_value_in_force() -> None:
 
 
 @pytest.mark.parametrize(("name", "field"), [("url", "url"), ("config", "config"), ("", "body")])
-def test_what_is_a_setting_elsewhere_is_none_here(api: httpx.Client, name: str, field: str) -> None:
+def test_patch_of_client_settings_is_refused(api: httpx.Client, name: str, field: str) -> None:
     (error,) = api.patch(CONFIG, json={name: "x"}).json()["errors"]
     assert error["field"] == field
     assert "did you mean" not in error["message"]

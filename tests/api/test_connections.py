@@ -89,7 +89,7 @@ def test_a_head_beyond_its_limits_is_refused(rest: bytes) -> None:
         assert is_well(running)
 
 
-def test_a_head_of_60_kib_and_100_lines_is_answered() -> None:
+def test_head_of_60_kib_and_100_lines_is_answered() -> None:
     with limited() as running, connect(running) as raw:
         lines = b"".join(b"X-%d: %s\r\n" % (number, b"y" * 600) for number in range(99))
         raw.sendall(GET + lines + b"Connection: close\r\n\r\n")
@@ -245,7 +245,7 @@ def test_pipelined_requests_take_turns_with_other_connections() -> None:
         assert read_all(many).count(b"HTTP/1.1 200") == 31
 
 
-def test_queued_requests_whose_clients_have_gone_do_not_start() -> None:
+def test_queued_requests_when_their_clients_disconnect_do_not_start() -> None:
     served = BlockingApp()
     with limited(served, max_connections=200) as running:
         with ExitStack() as gone:

@@ -148,7 +148,7 @@ def test_a_declared_size_beyond_the_bound_is_refused_unread(service: Service) ->
         b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_with_a_problem_too(service: Service, call: bytes) -> None:
+def test_malformed_http_is_answered_with_a_problem(service: Service, call: bytes) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
         raw.sendall(call)
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
@@ -161,7 +161,9 @@ def test_what_is_no_http_is_answered_with_a_problem_too(service: Service, call: 
     assert document["status"] == 400
 
 
-def test_a_client_that_goes_while_sending_does_no_harm(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_disconnects_while_sending_logs_no_error(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR), socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
         raw.sendall(
             b"POST /admin/v1/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -185,7 +187,7 @@ def test_request_ids_are_taken_over_or_made_up(api: httpx.Client) -> None:
     assert twice.headers["X-Request-ID"] not in ("one", "two")
 
 
-def test_the_engine_behind_us_sees_the_id_that_is_answered(api: httpx.Client) -> None:
+def test_engine_routes_receive_the_request_id_of_the_response(api: httpx.Client) -> None:
     for headers in ({}, {"X-Request-ID": "mine"}, {"X-Request-ID": "not\tusable"}):
         answer = api.get("/v1/id", headers=headers)
         assert answer.json() == {"id": answer.headers["X-Request-ID"]}

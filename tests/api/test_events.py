@@ -59,7 +59,7 @@ def watching(service: Service, last_id: str | None = None, **params: Any) -> Ite
         yield watcher
 
 
-def test_what_the_cache_did_is_told_as_it_happens(fresh: Service, client: httpx.Client) -> None:
+def test_events_of_the_pool_are_sent_in_order(fresh: Service, client: httpx.Client) -> None:
     request = LoopRequest("one", 64, seed=1, num_output_tokens=8, tenant="a1b2", lora="sql")
     hashes = [key.hex() for key in make_keys(request.block_hashes[:4], 0)]
     with watching(fresh) as watcher:
@@ -83,7 +83,7 @@ def test_what_the_cache_did_is_told_as_it_happens(fresh: Service, client: httpx.
         assert watcher.until("reset") == {"type": "reset", "blocks": 5}
 
 
-def test_what_pushed_a_block_out_is_told(fresh: Service) -> None:
+def test_evicted_event_names_the_request_that_needed_space(fresh: Service) -> None:
     fresh.engine.run(LoopRequest("victim", 320, seed=1))
     fresh.settle()
     with watching(fresh, type="evicted") as watcher:
@@ -94,7 +94,7 @@ def test_what_pushed_a_block_out_is_told(fresh: Service) -> None:
     assert evicted["blocks"] == len(evicted["hashes"]) == 4
 
 
-def test_what_operators_change_is_told(fresh: Service, client: httpx.Client) -> None:
+def test_events_of_operator_changes_are_sent(fresh: Service, client: httpx.Client) -> None:
     rule = {"name": "batch", "order": 1, "match": {"cache_salt": "secret-salt"}, "policy": {"max_offload_tokens": 5}}
     with watching(fresh) as watcher:
         client.patch("/admin/v1/policy", json={"store": True, "load": None, "max_offload_tokens": "unlimited"})
@@ -116,7 +116,7 @@ def test_what_operators_change_is_told(fresh: Service, client: httpx.Client) -> 
         assert watcher.next() == {"type": "config", "settings": ["log_level", "max_pinned_fraction"]}
 
 
-def test_only_what_was_asked_for(fresh: Service, client: httpx.Client) -> None:
+def test_events_when_filtered_by_type_are_those_only(fresh: Service, client: httpx.Client) -> None:
     with watching(fresh, type=["rule", "reset"]) as watcher:
         fresh.engine.run(LoopRequest("one", 64, seed=1))
         fresh.settle()
@@ -126,11 +126,11 @@ def test_only_what_was_asked_for(fresh: Service, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("type_", ["", "nothing", "gap", "STORED"])
-def test_a_type_that_there_is_not_is_refused(api: httpx.Client, type_: str) -> None:
+def test_events_of_an_unknown_type_are_refused(api: httpx.Client, type_: str) -> None:
     assert errors_of(api.get(EVENTS, params={"type": ["stored", type_]})) == ["type.1"]
 
 
-def test_nothing_is_kept_while_nobody_watches(fresh: Service) -> None:
+def test_events_without_watchers_are_not_kept(fresh: Service) -> None:
     fresh.engine.run(LoopRequest("one", 64, seed=1))
     fresh.settle()
     assert fresh.context.feed.read(0, 100) == (2, [])
@@ -139,7 +139,7 @@ def test_nothing_is_kept_while_nobody_watches(fresh: Service) -> None:
         assert watcher.next()["request"] == "two"
 
 
-def test_one_who_comes_back_soon_misses_nothing(fresh: Service, client: httpx.Client) -> None:
+def test_events_after_a_short_disconnect_resume_without_gap(fresh: Service, client: httpx.Client) -> None:
     with watching(fresh, type="rule") as watcher:
         client.put("/admin/v1/rules/seen", json={})
         assert watcher.next()["rule"]["name"] == "seen"
@@ -150,7 +150,7 @@ def test_one_who_comes_back_soon_misses_nothing(fresh: Service, client: httpx.Cl
         assert [watcher.next()["change"], watcher.next()["change"]] == ["set", "removed"]
 
 
-def test_one_who_comes_back_late_is_told_how_much_was_missed(
+def test_events_after_a_long_disconnect_begin_with_the_gap(
     fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_feed, "RESUME_S", 0.0)
@@ -171,7 +171,7 @@ def test_an_id_of_another_process_is_a_gap_of_unknown_size(service: Service, las
         assert watcher.next() == {"type": "gap", "missed": None}
 
 
-def test_a_slow_client_loses_events_and_is_told_how_many(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_to_a_slow_client_count_the_gaps_exactly(fresh: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "MAX_EVENTS", 8)
     feed = fresh.context.feed
     with watching(fresh) as watcher:

@@ -24,7 +24,7 @@ def overflow(service: Service) -> None:
     service.settle_history()
 
 
-def test_an_eviction_is_shown_with_why_and_for_whom(fresh: Service, client: httpx.Client) -> None:
+def test_eviction_shows_its_reason_and_the_request_that_needed_space(fresh: Service, client: httpx.Client) -> None:
     """vllm#53893, dynamo#10066: no eviction counter, no view of what is held."""
     overflow(fresh)
     stats = client.get("/admin/v1/stats").json()["evictions"]
@@ -84,7 +84,7 @@ def test_filters_hold_together(fresh: Service, client: httpx.Client) -> None:
         ({"tenant": "x" * 513}, ["tenant"]),
     ],
 )
-def test_a_filter_that_is_none_is_refused(api: httpx.Client, params: dict[str, str], fields: list[str]) -> None:
+def test_evictions_filter_when_invalid_is_refused(api: httpx.Client, params: dict[str, str], fields: list[str]) -> None:
     answer = api.get(EVICTIONS, params=params)
     assert answer.status_code == 422, answer.text
     assert [error["field"] for error in answer.json()["errors"]] == fields

@@ -26,7 +26,7 @@ def test_healthz_answers(api: httpx.Client) -> None:
     assert api.get("/healthz").json() == {"status": "ok"}
 
 
-def test_readyz_says_why_not(fresh: Service, client: httpx.Client) -> None:
+def test_readyz_when_not_ready_is_503_with_reasons(fresh: Service, client: httpx.Client) -> None:
     """LMCache on CPU: a connector failed to start, and the engine ran on without a word."""
     assert (client.get("/readyz").status_code, client.get("/readyz").json()) == (
         200,
@@ -42,9 +42,7 @@ def test_readyz_says_why_not(fresh: Service, client: httpx.Client) -> None:
     assert client.get("/readyz").status_code == 200
 
 
-def test_readyz_names_what_is_out_of_order_and_lets_traffic_come_all_the_same(
-    fresh: Service, client: httpx.Client
-) -> None:
+def test_readyz_when_degraded_is_200_with_reasons(fresh: Service, client: httpx.Client) -> None:
     """A tier is optional: without it requests are served, and a fleet that lost one shared disk must not go dark."""
     fresh.degraded.append("tier disk: the disk is full")
     answer = client.get("/readyz")
@@ -53,7 +51,7 @@ def test_readyz_names_what_is_out_of_order_and_lets_traffic_come_all_the_same(
     assert client.get("/readyz").json() == READY
 
 
-def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
+def test_readyz_when_its_check_hangs_is_503_with_that_reason(
     fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "READINESS_TIMEOUT_S", 0.05)
@@ -78,7 +76,7 @@ def test_a_readiness_check_that_hangs_is_a_reason_and_not_a_hang(
     assert client.get("/readyz").json() == READY
 
 
-def test_metrics_say_what_stats_say(fresh: Service, client: httpx.Client) -> None:
+def test_metrics_equal_stats(fresh: Service, client: httpx.Client) -> None:
     for number in range(4):
         fresh.engine.run(LoopRequest(f"r{number}", 160, seed=number % 2, num_output_tokens=32))
         fresh.settle()
@@ -120,7 +118,7 @@ def test_metrics_say_what_stats_say(fresh: Service, client: httpx.Client) -> Non
     assert dropped == stats["evictions"]["by_reason"]["reset"] > 0
 
 
-def test_every_metric_is_ours_and_traffic_makes_up_no_label(fresh: Service, client: httpx.Client) -> None:
+def test_metric_names_and_labels_do_not_depend_on_traffic(fresh: Service, client: httpx.Client) -> None:
     before = set(samples(client.get("/metrics").text))
     for number in range(20):
         fresh.engine.run(LoopRequest(f"made-up-{number}", 64, seed=number, tenant=f"t{number}", lora=f"l{number}"))
@@ -132,7 +130,7 @@ def test_every_metric_is_ours_and_traffic_makes_up_no_label(fresh: Service, clie
         assert re.fullmatch(r"kvferry_[a-z0-9_]+", name), name
 
 
-def test_openmetrics_is_spoken_to_those_who_ask(api: httpx.Client) -> None:
+def test_metrics_when_openmetrics_is_accepted_are_openmetrics(api: httpx.Client) -> None:
     answer = api.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")

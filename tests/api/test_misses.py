@@ -53,7 +53,7 @@ def flat(shown: dict[str, Any]) -> dict[str, int]:
     return causes
 
 
-def test_what_nobody_stored_is_new(fresh: Service, client: httpx.Client) -> None:
+def test_miss_of_blocks_never_stored_is_new(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first")
     assert missed(client, "first") == {"new": BLOCKS}
     ask(fresh, "second")
@@ -61,7 +61,7 @@ def test_what_nobody_stored_is_new(fresh: Service, client: httpx.Client) -> None
 
 
 @pytest.mark.parametrize(("sent", "cause"), [({"store": False}, "disabled"), ({"max_offload_tokens": 0}, "token_cap")])
-def test_what_a_policy_kept_out_says_which(
+def test_miss_of_blocks_excluded_by_policy_names_its_field(
     fresh: Service, client: httpx.Client, sent: dict[str, Any], cause: str
 ) -> None:
     ask(fresh, "first", kv_transfer_params=sent)
@@ -69,13 +69,13 @@ def test_what_a_policy_kept_out_says_which(
     assert missed(client, "second") == {f"not_stored:{cause}": BLOCKS}
 
 
-def test_an_answer_that_is_asked_again_was_not_stored_for_prompt_only(fresh: Service, client: httpx.Client) -> None:
+def test_miss_of_an_earlier_answer_is_not_stored_prompt_only(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first", 4 * BLOCK_TOKENS, num_output_tokens=6 * BLOCK_TOKENS)
     ask(fresh, "second")
     assert missed(client, "second") == {"not_stored:prompt_only": 6}
 
 
-def test_what_was_not_offered_often_enough_or_failed_says_so(fresh: Service, client: httpx.Client) -> None:
+def test_miss_when_admission_or_a_store_failed_names_it(fresh: Service, client: httpx.Client) -> None:
     client.patch("/admin/v1/config", json={"store_threshold": 3}).raise_for_status()
     ask(fresh, "first")
     ask(fresh, "second")
@@ -88,7 +88,7 @@ def test_what_was_not_offered_often_enough_or_failed_says_so(fresh: Service, cli
     assert missed(client, "other-again") == {"not_stored:failed": BLOCKS}
 
 
-def test_what_found_no_room_or_is_held_by_those_who_wait_says_so(tmp_path: Path) -> None:
+def test_miss_when_the_pool_is_full_or_pinned_names_it(tmp_path: Path) -> None:
     with start_service(tmp_path, num_slots=8) as small, small.client() as client:
         ask(small, "first")
         assert missed(client, "first") == {"new": BLOCKS}
@@ -96,9 +96,7 @@ def test_what_found_no_room_or_is_held_by_those_who_wait_says_so(tmp_path: Path)
         assert missed(client, "second") == {"pin_limit": 4, "not_stored:no_space": BLOCKS - 8}
 
 
-def test_what_was_evicted_says_why_and_when_and_what_is_behind_it_is_a_gap(
-    fresh: Service, client: httpx.Client
-) -> None:
+def test_miss_of_evicted_blocks_has_reason_and_time_and_a_gap_behind(fresh: Service, client: httpx.Client) -> None:
     first = ask(fresh, "first")
     hashes = [key.hex() for key in make_keys(first.block_hashes, 0)]
     client.delete(f"/admin/v1/blocks/{hashes[7]}").raise_for_status()
@@ -123,7 +121,7 @@ def test_what_was_evicted_says_why_and_when_and_what_is_behind_it_is_a_gap(
     assert len(found) == BLOCKS
 
 
-def test_a_load_that_failed_was_declined_or_not_allowed_says_so(fresh: Service, client: httpx.Client) -> None:
+def test_miss_when_a_load_failed_or_was_not_tried_names_it(fresh: Service, client: httpx.Client) -> None:
     ask(fresh, "first")
     ask(fresh, "not-allowed", kv_transfer_params={"load": False, "store": False})
     assert missed(client, "not-allowed") == {"load_disabled": BLOCKS}

@@ -101,7 +101,7 @@ def test_runtime_defaults_are_laid_over_settings_and_taken_away_again(client: ht
 
 
 @pytest.mark.parametrize(("body", "fields"), BAD_FIELDS)
-def test_what_is_no_policy_is_refused_and_changes_nothing(api: httpx.Client, body: Any, fields: list[str]) -> None:
+def test_policy_when_invalid_is_refused_and_unchanged(api: httpx.Client, body: Any, fields: list[str]) -> None:
     before = api.get("/admin/v1/policy").json()
     assert sorted(errors_of(api.patch("/admin/v1/policy", json=body))) == sorted(fields)
     assert api.get("/admin/v1/policy").json() == before
@@ -230,7 +230,7 @@ def test_overrides_survive_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("body", "fields"), BAD_FIELDS)
-def test_what_is_no_override_is_refused(api: httpx.Client, body: Any, fields: list[str]) -> None:
+def test_override_when_invalid_is_refused(api: httpx.Client, body: Any, fields: list[str]) -> None:
     assert sorted(errors_of(put(api, "refused", body))) == sorted(fields)
     assert get(api, "refused").status_code == 404
 
@@ -275,7 +275,7 @@ def test_a_slash_may_stay_as_it_is(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("raw", ["%00", "%0A", "%ff", "x" * 513, "", "%e2%80%a8"])
-def test_ids_that_nobody_can_have_are_refused(api: httpx.Client, raw: str) -> None:
+def test_request_id_when_not_printable_is_refused(api: httpx.Client, raw: str) -> None:
     assert errors_of(api.put(f"/admin/v1/requests/{raw}/policy", json={})) == ["id"]
 
 
@@ -300,7 +300,7 @@ def test_ids_that_nobody_can_have_are_refused(api: httpx.Client, raw: str) -> No
         },
     )
 )
-def test_what_is_put_is_what_is_read(service: Service, body: dict[str, Any]) -> None:
+def test_put_then_get_returns_the_same(service: Service, body: dict[str, Any]) -> None:
     client = service.shared_client
     for answer in (put(client, "any", body), get(client, "any")):
         assert answer.status_code == 200

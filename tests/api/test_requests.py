@@ -44,7 +44,7 @@ def test_a_request_is_shown_with_everything_the_contract_names(fresh: Service, c
     assert shown["policy"].keys() == client_policy(fresh).keys()
 
 
-def test_a_finished_request_shows_what_became_of_its_last_blocks(fresh: Service, client: httpx.Client) -> None:
+def test_finished_request_shows_stores_that_end_later(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("last", 160, seed=1))
     assert client.get(f"{LIST}/last").json()["store"]["in_flight"] == 10
@@ -60,7 +60,7 @@ def client_policy(service: Service) -> dict[str, Any]:
         return policy
 
 
-def test_a_request_that_nobody_knows_is_404(api: httpx.Client) -> None:
+def test_unknown_request_is_404(api: httpx.Client) -> None:
     answer = api.get(f"{LIST}/nobody")
     assert answer.status_code == 404
     assert "nobody" in answer.json()["detail"]
@@ -92,7 +92,7 @@ def test_a_state_that_no_listed_request_has_is_refused(api: httpx.Client, state:
 
 
 @pytest.mark.parametrize("url", [LIST, "/admin/v1/evictions"])
-def test_a_filter_that_there_is_not_is_refused(api: httpx.Client, url: str) -> None:
+def test_list_when_a_filter_is_unknown_is_refused(api: httpx.Client, url: str) -> None:
     answer = api.get(url, params={"State": "running"})
     assert answer.status_code == 422
     assert [error["field"] for error in answer.json()["errors"]] == ["State"]
@@ -117,7 +117,7 @@ def test_the_size_of_a_page_is_bounded(api: httpx.Client, url: str, limit: str) 
 
 @pytest.mark.parametrize("url", LISTS)
 @pytest.mark.parametrize("limit", [1, 1000])
-def test_the_bounds_themselves_are_fine(api: httpx.Client, url: str, limit: int) -> None:
+def test_page_size_at_its_bounds_is_accepted(api: httpx.Client, url: str, limit: int) -> None:
     assert api.get(url, params={"limit": limit}).status_code == 200
 
 
@@ -125,7 +125,7 @@ def test_the_bounds_themselves_are_fine(api: httpx.Client, url: str, limit: int)
 @pytest.mark.parametrize(
     "cursor", ["", "nonsense", "-1", "1.5", str(2**63), "x" * 8193, "WyJhIl0", "\u0663", "\x00", "1 "]
 )
-def test_a_cursor_that_is_none_is_refused(api: httpx.Client, url: str, cursor: str) -> None:
+def test_list_when_its_cursor_is_invalid_is_refused(api: httpx.Client, url: str, cursor: str) -> None:
     answer = api.get(url, params={"cursor": cursor})
     assert answer.status_code == 422, answer.text
     assert [error["field"] for error in answer.json()["errors"]] == ["cursor"]

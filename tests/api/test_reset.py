@@ -30,7 +30,7 @@ def fill(service: Service, *requests: LoopRequest) -> None:
     service.settle()
 
 
-def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service, client: httpx.Client) -> None:
+def test_reset_returns_counts_and_drops_all_blocks(fresh: Service, client: httpx.Client) -> None:
     """LMCache#1660, LMCache#1692, LMCache#1693: clear said success and freed nothing."""
     fill(fresh, LoopRequest("one", 160, seed=1))
     answer = client.post(RESET)
@@ -53,7 +53,7 @@ def test_a_reset_says_what_it_dropped_and_it_is_gone(fresh: Service, client: htt
     assert stats["epoch"] == 2
 
 
-def test_a_reset_in_flight_outlasts_its_timeout_and_holds_all_the_same(fresh: Service, client: httpx.Client) -> None:
+def test_reset_when_its_drain_times_out_still_drops_the_blocks(fresh: Service, client: httpx.Client) -> None:
     """LMCache#2942, vllm#57959: unbounded waits for a buffer or for a pending store."""
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
@@ -102,7 +102,7 @@ def test_a_request_whose_load_is_disowned_still_ends(fresh: Service, client: htt
     assert fresh.engine.num_held == 0
 
 
-def test_a_client_that_goes_does_not_undo_its_reset(fresh: Service, client: httpx.Client) -> None:
+def test_reset_when_its_client_disconnects_still_holds(fresh: Service, client: httpx.Client) -> None:
     fresh.engine.copies.shut()
     fresh.engine.run(LoopRequest("one", 160, seed=1))
     wait_until(lambda: fresh.engine.copies.num_held > 0, "a store is in flight")
@@ -192,7 +192,7 @@ def test_a_reset_by_match_drops_what_matching_requests_stored(
         (5, ["body"]),
     ],
 )
-def test_what_is_no_reset_is_refused_and_resets_nothing(api: httpx.Client, body: Any, fields: list[str]) -> None:
+def test_reset_when_its_body_is_invalid_changes_nothing(api: httpx.Client, body: Any, fields: list[str]) -> None:
     before = stats_of(api)["epoch"]
     answer = api.post(RESET, json=body)
     assert answer.status_code == 422, answer.text
@@ -203,7 +203,7 @@ def test_what_is_no_reset_is_refused_and_resets_nothing(api: httpx.Client, body:
 @pytest.mark.parametrize(
     "body", ['{"drain_timeout_s": NaN}', '{"drain_timeout_s": Infinity}', '{"drain_timeout_s": 1e400}']
 )
-def test_numbers_that_are_none_are_refused(api: httpx.Client, body: str) -> None:
+def test_reset_when_a_number_is_not_finite_is_refused(api: httpx.Client, body: str) -> None:
     answer = api.post(RESET, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
 
@@ -240,7 +240,7 @@ def test_resets_at_once_each_have_their_epoch(fresh: Service) -> None:
     assert fresh.engine.failure is None
 
 
-def test_a_search_that_outlasts_its_timeout_goes_on(
+def test_reset_by_match_when_its_timeout_ends_continues(
     fresh: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvferry.app.api.routes.reset.SEARCH_GRACE_S", 0.0)
@@ -255,7 +255,7 @@ def test_a_search_that_outlasts_its_timeout_goes_on(
     wait_until(is_done, "the search has dropped what matches")
 
 
-def test_searches_that_wait_leave_the_engine_its_threads(fresh: Service, client: httpx.Client) -> None:
+def test_resets_by_match_when_many_wait_leave_threads_to_the_engine(fresh: Service, client: httpx.Client) -> None:
     num_resets = 2 * (os.cpu_count() or 1) + 8
     with ThreadPoolExecutor(num_resets) as pool:
         with fresh.engine.manager.lock:

@@ -120,7 +120,7 @@ def test_a_cursor_that_was_never_given_out_is_refused(api: httpx.Client, cursor:
     assert errors_of(api.get(RULES, params={"cursor": cursor})) == ["cursor"]
 
 
-def test_there_is_a_bound(client: httpx.Client) -> None:
+def test_rules_beyond_their_limit_are_409(client: httpx.Client) -> None:
     for number in range(MAX_RULES):
         assert put(client, f"r{number}").status_code == 201
     for refused in (put(client, "more"), client.post(RULES, json={"name": "more"})):
@@ -178,7 +178,7 @@ BAD_RULES: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("body", "fields"), BAD_RULES)
-def test_what_is_no_rule_is_refused_with_its_fields_named(api: httpx.Client, body: Any, fields: list[str]) -> None:
+def test_rule_when_invalid_is_refused_with_its_fields(api: httpx.Client, body: Any, fields: list[str]) -> None:
     assert sorted(errors_of(send(api, "PUT", f"{RULES}/refused", body))) == sorted(fields)
     named = {**body, "name": "refused"} if isinstance(body, dict) else body
     assert sorted(errors_of(send(api, "POST", RULES, named))) == sorted(fields)
@@ -186,7 +186,7 @@ def test_what_is_no_rule_is_refused_with_its_fields_named(api: httpx.Client, bod
 
 
 @pytest.mark.parametrize("name", ["", "-", "a b", ".hidden", "x" * 65, "caf\u00e9", "a/b", "a\n", None, 5, "\ud800"])
-def test_a_name_has_no_room_for_surprises(api: httpx.Client, name: Any) -> None:
+def test_rule_name_when_invalid_is_refused(api: httpx.Client, name: Any) -> None:
     assert errors_of(send(api, "POST", RULES, {"name": name})) == ["name"]
 
 
@@ -195,7 +195,7 @@ def test_a_name_is_required(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("raw", ["a%20b", "%00", "x" * 65, "%ff", "caf%C3%A9"])
-def test_names_in_paths_are_judged_alike(api: httpx.Client, raw: str) -> None:
+def test_rule_name_in_a_path_when_invalid_is_refused(api: httpx.Client, raw: str) -> None:
     for method, body in (("GET", None), ("PUT", {}), ("DELETE", None)):
         assert errors_of(api.request(method, f"{RULES}/{raw}", json=body)) == ["name"]
     for raw in ("a%2Fb", "a/b", ""):
@@ -229,7 +229,7 @@ SPANS = st.one_of(
     ),
     policy=st.fixed_dictionaries({}, optional={"store": st.booleans(), "max_offload_tokens": st.integers(0, 9)}),
 )
-def test_what_is_put_is_what_is_read(service: Service, order: int, match: Any, policy: Any) -> None:
+def test_put_then_get_returns_the_same(service: Service, order: int, match: Any, policy: Any) -> None:
     def shown(span: Any) -> Any:
         if isinstance(span, int):
             return {"min": span, "max": span}
@@ -299,9 +299,7 @@ def test_conditions_hold_together(
     assert found == matching
 
 
-def test_a_rule_applies_to_the_blocks_not_yet_offered_of_a_running_request(
-    fresh: Service, client: httpx.Client
-) -> None:
+def test_rule_applies_to_later_blocks_of_a_running_request(fresh: Service, client: httpx.Client) -> None:
     hold = threading.Event()
     fresh.engine.submit(LoopRequest("running", 160, seed=1, hold=hold))
     wait_until(lambda: client.get("/admin/v1/requests/running").status_code == 200, "it is announced")
@@ -317,7 +315,7 @@ def test_a_rule_applies_to_the_blocks_not_yet_offered_of_a_running_request(
     assert client.get("/admin/v1/requests/running").json()["store"]["stored"] == 3
 
 
-def test_what_the_id_alone_settles_is_shown_before_the_request_comes(client: httpx.Client) -> None:
+def test_policy_of_an_expected_request_applies_rules_by_id(client: httpx.Client) -> None:
     put(client, "long", match={"request": "soon", "prompt_tokens": {"min": 1}}, policy={"load": False})
     put(client, "soon", order=1, match={"request": "so*"}, policy={"store": False, "load": True})
     client.put("/admin/v1/requests/soon/policy", json={"max_offload_tokens": 5})
@@ -368,7 +366,7 @@ def test_rules_survive_a_restart(tmp_path: Path) -> None:
         assert policy_of(client, "r")["store"] == {"value": False, "source": "rule:first"}
 
 
-def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stored_rules_when_invalid_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with start_service(tmp_path) as running, running.client() as client:
         for name in ("good", "bad-match", "bad-policy"):
             put(client, name, match={"lora": "x"}, policy={"store": False})
@@ -396,7 +394,7 @@ def test_what_does_not_validate_any_more_is_left_out_and_told(tmp_path: Path, ca
     assert len(told) == 3
 
 
-def test_rows_when_they_are_not_json_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stored_rows_when_not_json_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     requests = ("fine", "torn", "listed", "timeless", "bytes")
     with start_service(tmp_path) as running, running.client() as client:
         for name in ("good", "torn", "listed", "unordered"):

@@ -37,7 +37,7 @@ def check_identities(stats: dict[str, Any]) -> None:
     assert pool["pinned"] <= pool["ready"]
 
 
-def test_stats_have_exactly_the_shape_of_the_contract(fresh: Service) -> None:
+def test_stats_have_exactly_the_described_fields(fresh: Service) -> None:
     with fresh.client() as client:
         answer = client.get("/admin/v1/stats")
     assert answer.headers["Content-Type"] == "application/json"
@@ -119,7 +119,7 @@ def test_the_identities_hold_at_any_moment_under_load(fresh: Service) -> None:
     assert fresh.engine.failure is None
 
 
-def test_the_stream_sends_what_stats_says(fresh: Service) -> None:
+def test_stats_stream_sends_the_fields_of_stats(fresh: Service) -> None:
     with fresh.client() as client, connect_sse(client, "GET", "/admin/v1/stats/stream?interval_s=0.1") as source:
         assert source.response.headers["Content-Type"].startswith("text/event-stream")
         events = source.iter_sse()

@@ -99,7 +99,7 @@ def test_intent_is_refused_and_not_applied(fresh: Service, client: httpx.Client,
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_an_emergency_works_and_is_logged(
+def test_drops_and_resets_when_the_database_fails_work_and_are_logged(
     fresh: Service, client: httpx.Client, trouble: Trouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, *_ = fill(fresh, LoopRequest("one", 160, seed=1))
@@ -120,7 +120,7 @@ def test_an_emergency_works_and_is_logged(
 
 
 @pytest.mark.parametrize("trouble", [locked, moved_away, only_read])
-def test_what_needs_no_database_goes_on(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
+def test_reads_when_the_database_fails_are_answered(fresh: Service, client: httpx.Client, trouble: Trouble) -> None:
     with trouble(fresh):
         fresh.engine.run(LoopRequest("one", 160, seed=1))
         for path in NEEDS_NO_DATABASE:

@@ -45,7 +45,7 @@ def test_streams_end_with_the_server(tmp_path: Path, url: str) -> None:
     ("module", "limit", "url"),
     [(stats_module, "MAX_STREAMS", f"{STATS}?interval_s=0.1"), (events_module, "MAX_WATCHERS", EVENTS)],
 )
-def test_streams_are_bounded_and_a_client_that_goes_makes_room(
+def test_streams_when_at_their_limit_are_503_until_one_ends(
     module: ModuleType, limit: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, limit, 2)
@@ -67,16 +67,14 @@ def test_streams_are_bounded_and_a_client_that_goes_makes_room(
 
 
 @pytest.mark.parametrize("url", [f"{STATS}?interval_s=60", EVENTS])
-def test_a_stream_without_news_still_shows_that_it_is_alive(
-    service: Service, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_when_idle_sends_heartbeats(service: Service, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.1)
     with service.client() as client, client.stream("GET", url) as answer:
         beats = (line for line in answer.iter_lines() if line.startswith(":"))
         assert [next(beats)[:6], next(beats)[:6]] == [": ping"] * 2
 
 
-def test_a_client_that_does_not_read_is_let_go_and_that_is_no_error(
+def test_stream_when_its_client_does_not_read_is_closed(
     fresh: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A browser on a laptop that sleeps."""
@@ -94,7 +92,7 @@ def test_a_client_that_does_not_read_is_let_go_and_that_is_no_error(
 
 
 @pytest.mark.parametrize("url", [f"{STATS}?interval_s=0.1&max_events=3", f"{EVENTS}?max_events=1"])
-def test_a_stream_ends_after_as_many_events_as_were_asked_for(service: Service, url: str) -> None:
+def test_stream_with_max_events_ends_after_them(service: Service, url: str) -> None:
     with service.client() as client, connect_sse(client, "GET", url) as source:
         assert len(list(source.iter_sse())) == int(url[-1])
 
