@@ -86,12 +86,12 @@ def test_tokens_from_the_environment(service: Service, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8787", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://a b", "http://u:pw@h"]
 )
-def test_what_is_no_url(url: str) -> None:
+def test_client_url_when_invalid_is_refused(url: str) -> None:
     with pytest.raises(BadSettings, match="must be a URL such as"):
         KVFerryClient(url, "token")
 
 
-def test_nobody_there() -> None:
+def test_command_without_a_service_exits_3() -> None:
     with KVFerryClient("http://127.0.0.1:1", "token") as client:
         with pytest.raises(Unreachable, match=r"cannot reach http://127.0.0.1:1: "):
             client.get("stats")

@@ -21,7 +21,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def test_the_one_service_that_runs_is_found_until_it_withdraws(state: Path) -> None:
+def test_discovery_finds_the_service_until_it_withdraws(state: Path) -> None:
     assert find_connection().url == LOCAL_URL
     announced = announce_service(state, "one", "http://127.0.0.1:1234")
     assert find_connection().url == "http://127.0.0.1:1234"
@@ -29,7 +29,7 @@ def test_the_one_service_that_runs_is_found_until_it_withdraws(state: Path) -> N
     assert find_connection().url == LOCAL_URL
 
 
-def test_who_withdraws_leaves_the_word_of_a_newer_service_of_its_name(state: Path) -> None:
+def test_withdraw_keeps_a_newer_announcement_of_the_same_name(state: Path) -> None:
     first = announce_service(state, "one", "http://127.0.0.1:1")
     second = announce_service(state, "one", "http://127.0.0.1:2")
     first.withdraw()
@@ -39,7 +39,7 @@ def test_who_withdraws_leaves_the_word_of_a_newer_service_of_its_name(state: Pat
     assert find_connection().url == LOCAL_URL
 
 
-def test_a_state_folder_that_cannot_be_written_is_told_and_costs_nothing_else(
+def test_announcement_when_the_state_folder_is_unwritable_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "services").write_text("in the way")
@@ -112,7 +112,7 @@ def test_ranks_of_one_engine_are_found_together_and_in_order(state: Path, monkey
     assert len(find_ranks()) == 3
 
 
-def test_what_a_killed_process_left_behind_does_not_count(state: Path) -> None:
+def test_discovery_ignores_announcements_of_killed_processes(state: Path) -> None:
     code = (
         f"from pathlib import Path; from kvferry.app.discovery import announce_service; "
         f"announce_service(Path({str(state)!r}), 'gone', 'http://127.0.0.1:1')"

@@ -45,7 +45,7 @@ def test_bodies_are_taken(service: Service) -> None:
         assert client.delete(call.split()[1]).status_code == 204
 
 
-def test_it_names_every_field_condition_and_event(service: Service) -> None:
+def test_steering_page_names_every_field_condition_and_event(service: Service) -> None:
     with service.client(ADMIN) as client:
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
     names = [*POLICY_FIELDS, *schemas["RuleMatchBody"]["properties"], *EventType, "gap", "missed"]
@@ -53,7 +53,7 @@ def test_it_names_every_field_condition_and_event(service: Service) -> None:
     assert f"At most {MAX_RULES} rules" in " ".join(STEERING.split())
 
 
-def test_its_links_lead_somewhere() -> None:
+def test_links_of_the_documentation_exist() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)

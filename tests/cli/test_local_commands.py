@@ -38,7 +38,7 @@ def test_asking_for_help_is_no_error(words: tuple[str, ...], run: Run) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("policy",), ("config",), ("db",)])
-def test_no_command_shows_what_there_is(words: tuple[str, ...], run: Run) -> None:
+def test_group_without_a_command_shows_its_usage(words: tuple[str, ...], run: Run) -> None:
     done = run(*words)
     assert done.code == 2
     assert (done.out + done.err).count("Usage:") == 1

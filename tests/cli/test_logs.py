@@ -76,7 +76,7 @@ def test_level_may_change_while_running() -> None:
 
 
 @pytest.mark.parametrize("guest", [False, True])
-def test_what_streams_carry_is_logged_at_no_level(guest: bool) -> None:
+def test_events_of_streams_are_not_logged_at_any_level(guest: bool) -> None:
     """It is users' text, and the library would log each event that it sends."""
     stream = io.StringIO()
     with start_logging(Settings(log_level="debug"), stream=stream, guest=guest) as pipe:
@@ -87,7 +87,7 @@ def test_what_streams_carry_is_logged_at_no_level(guest: bool) -> None:
     assert "private text" not in stream.getvalue()
 
 
-def test_secrets_are_masked_wherever_they_come_from() -> None:
+def test_secrets_in_log_messages_and_tracebacks_are_masked() -> None:
     stream = io.StringIO()
     settings = Settings(
         admin_token="adm1n-t0ken", read_token="adm1n-t0ken-read", database_url="postgresql://kv:p%40ss-word@h/d"
@@ -134,7 +134,7 @@ class StuckStream(io.StringIO):
         return super().write(text)
 
 
-def test_a_stuck_stream_stalls_nobody_and_losses_are_told() -> None:
+def test_log_when_its_stream_blocks_drops_and_counts_records() -> None:
     stream = StuckStream()
     pipe = start_logging(Settings(log_format="json"), stream=stream)
     log = logging.getLogger("kvferry.app")

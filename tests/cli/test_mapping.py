@@ -50,7 +50,7 @@ def test_prompt_and_output_fit_the_context(ids: list[int], output: int, most: in
     assert whole.prompt[: len(mapped.prompt)] == mapped.prompt
 
 
-def test_runs_do_not_depend_on_the_order_in_which_they_are_asked_for() -> None:
+def test_hash_runs_do_not_depend_on_call_order() -> None:
     ids = list(range(200))
     first = {hash_id: hash_run(hash_id, 7, 16) for hash_id in ids}
     hash_run.cache_clear()
@@ -60,7 +60,7 @@ def test_runs_do_not_depend_on_the_order_in_which_they_are_asked_for() -> None:
     assert hash_run(3, 7, 8) == first[3][:8]
 
 
-def test_these_tokens_stay_what_they_are() -> None:
+def test_hash_run_tokens_are_stable() -> None:
     """Two versions of kvferry replay the same tokens, so that their numbers can be compared."""
     assert hash_run(0, 0, 8) == (85, 48, 228, 78, 157, 121, 33, 224)
     assert hash_run(12345, 42, 4) == (160, 99, 110, 55)

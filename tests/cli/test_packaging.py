@@ -104,7 +104,7 @@ def test_every_dependency_is_pinned_within_its_range(project: dict[str, Any], pi
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_what_vllm_accepts(pins: dict[str, Version]) -> None:
+def test_pins_match_the_versions_that_vllm_accepts(pins: dict[str, Version]) -> None:
     assert pins["torch"] == Version("2.13.0")
     assert pins["fastapi"].release[:2] == (0, 136)
     assert pins["transformers"].release[:2] == (5, 19)
@@ -117,7 +117,7 @@ def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+def test_make_without_a_suitable_python_names_the_versions(tmp_path: Path) -> None:
     for python in ("false", "no-such-python"):
         done = make("test", f"PYTHON={python}", f"VENV={tmp_path}/venv")
         assert done.returncode != 0

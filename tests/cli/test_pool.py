@@ -25,7 +25,7 @@ def pool(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sound_pool_is_shown_and_left_as_it_is(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_inspect_of_a_sound_pool_changes_nothing(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = pool.read_bytes()
     assert main(["pool", "inspect", str(pool), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -37,7 +37,7 @@ def test_a_sound_pool_is_shown_and_left_as_it_is(pool: Path, capsys: pytest.Capt
     assert pool.read_bytes() == before
 
 
-def test_bad_bytes_are_found_and_said_by_the_exit_code(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_inspect_of_bad_bytes_exits_1(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = bytearray(pool.read_bytes())
     raw[SHAPE.payload_offset + int(SHAPE.row_offsets(np.array([7]))[0]) + 999] ^= 1
     pool.write_bytes(raw)
@@ -47,9 +47,7 @@ def test_bad_bytes_are_found_and_said_by_the_exit_code(pool: Path, capsys: pytes
     assert "5 verified, 1 bad (slots 7)" in capsys.readouterr().out
 
 
-def test_damaged_headers_and_a_file_that_ends_early_are_told_by_the_exit_code(
-    pool: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pool_inspect_of_damaged_or_cut_pools_exits_1(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = pool.read_bytes()
     raw = bytearray(good)
     raw[POOL_HEADER_BYTES + 2 * SLOT_HEADER.itemsize + 33] ^= 1
@@ -61,7 +59,7 @@ def test_damaged_headers_and_a_file_that_ends_early_are_told_by_the_exit_code(
     assert "4 slots recoverable; dropped: 1 left, 2 truncated, 1 unsealed" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_who_uses_a_pool_is_named_and_not_disturbed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_inspect_of_a_pool_in_use_names_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "engine.pool"
     with attached(path) as kept:
         kept.store([1], [1], 1)
@@ -73,7 +71,7 @@ def test_who_uses_a_pool_is_named_and_not_disturbed(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["used_by"] == []
 
 
-def test_a_pool_that_a_service_shrinks_meanwhile_ends_nobody_who_looks_at_it(tmp_path: Path) -> None:
+def test_pool_inspect_while_the_pool_shrinks_does_not_crash(tmp_path: Path) -> None:
     """To read a mapping behind the end of its file is death without a word."""
     path = tmp_path / "engine.pool"
     with attached(path) as kept:
@@ -84,13 +82,13 @@ def test_a_pool_that_a_service_shrinks_meanwhile_ends_nobody_who_looks_at_it(tmp
         assert inspect_pool(path).kept.slots.tolist() == list(range(4))
 
 
-def test_the_folder_of_a_pool_is_told_from_its_file(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_inspect_of_a_folder_names_its_pools(pool: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """POOL_PATH is the folder."""
     assert main(["pool", "inspect", str(pool.parent)]) == 1
     assert "is a folder: name a pool in it, such as engine.pool" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_what_is_no_pool_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pool_inspect_of_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 100_000)
     assert main(["pool", "inspect", str(other)]) == 1

@@ -182,7 +182,7 @@ def test_events_as_lines(as_json: bool, service: Service, ask: Run, clean_world:
         assert "change=removed" in lines[2]
 
 
-def test_what_the_server_refuses_is_one_line_with_the_field(ask: Run) -> None:
+def test_refusal_by_the_server_is_one_line_with_the_field(ask: Run) -> None:
     refused = ask("policy", "set", "max_offload_tokens=-1", "colour=red")
     assert refused.code == 1
     assert refused.out == ""
@@ -245,7 +245,7 @@ def test_reset_by_match_then_all(ask: Run, clean_world: Path) -> None:
     assert ask("reset", "--tier", "moon").code == 1
 
 
-def test_a_reader_may_look_and_not_touch(run: Run, service: Service) -> None:
+def test_command_with_a_read_token_may_not_reset(run: Run, service: Service) -> None:
     reader = {"URL": service.url, "READ_TOKEN": READ}
     assert run("stats", "--json", **reader).code == 0
     refused = run("reset", **reader)
@@ -253,7 +253,7 @@ def test_a_reader_may_look_and_not_touch(run: Run, service: Service) -> None:
     assert "403" in refused.err
 
 
-def test_without_a_token_the_server_says_no(run: Run, service: Service) -> None:
+def test_command_without_a_token_shows_401(run: Run, service: Service) -> None:
     refused = run("stats", URL=service.url)
     assert refused.code == 1
     assert "401" in refused.err
@@ -273,7 +273,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("words", [("stats",), ("stats", "--watch"), ("policy", "request", "clear", "x")], ids=" ".join)
-def test_nobody_there(words: tuple[str, ...], run: Run) -> None:
+def test_command_without_a_service_exits_3(words: tuple[str, ...], run: Run) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     gone = run(*words, "--url", url)
     assert (gone.code, gone.out) == (3, "")

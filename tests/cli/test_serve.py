@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def test_the_service_is_found_by_who_was_told_no_url(served: Served, run: Run) -> None:
+def test_command_without_a_url_finds_the_service(served: Served, run: Run) -> None:
     folder = served.log_path.parent
     done = run("stats", "--json", STATE_DIR=str(folder), ADMIN_TOKEN=TOKEN)
     assert done.code == 0, done.err
@@ -52,7 +52,7 @@ def test_a_completion_through_the_client(served: Served) -> None:
     assert len(whole["choices"][0]["token_ids"]) == 4
 
 
-def test_what_is_for_operators_is_in_the_log(served: Served) -> None:
+def test_serve_log_has_notices_and_no_token(served: Served) -> None:
     log = served.log()
     assert log.count("enableServiceLinks: false") == 1
     assert TOKEN not in log
@@ -66,7 +66,9 @@ def test_what_is_for_operators_is_in_the_log(served: Served) -> None:
         pytest.param(signal.SIGTERM, True, "embedded", marks=pytest.mark.long),
     ],
 )
-def test_it_stops_when_told_to(number: signal.Signals, own_interpreter: bool, engine: str, tmp_path: Path) -> None:
+def test_serve_on_a_signal_stops_cleanly(
+    number: signal.Signals, own_interpreter: bool, engine: str, tmp_path: Path
+) -> None:
     with serve(tmp_path, own_interpreter, engine) as served:
         served.process.send_signal(number)
         assert served.process.wait(START_S) == 0, served.log()
