@@ -53,7 +53,7 @@ def files_limited(served: Served, database: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("trouble", "words"), [(locked, "locked"), (disk_full, "is full"), (files_limited, "cannot grow")]
 )
-def test_serving_goes_on_readyz_says_why_and_history_catches_up(tmp_path: Path, trouble: Trouble, words: str) -> None:
+def test_service_when_the_database_fails_serves_and_recovers(tmp_path: Path, trouble: Trouble, words: str) -> None:
     with (
         tmpfs(tmp_path / "disk", DISK_BYTES) as disk,
         serving(

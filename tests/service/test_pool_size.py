@@ -71,7 +71,7 @@ def rig() -> Iterator[Rig]:
     size.close()
 
 
-def test_the_pool_comes_to_each_size_and_says_so(rig: Rig) -> None:
+def test_resize_reaches_each_size_and_reports_its_end(rig: Rig) -> None:
     for num_slots in (640, 8, 128):
         rig.to(num_slots * SLOT_BYTES + 100)
         wait_until(lambda: rig.has(num_slots), "the size")  # noqa: B023
@@ -145,7 +145,7 @@ def test_growth_when_a_smaller_size_is_requested_returns_its_memory(rig: Rig, mo
     assert taken == [8]
 
 
-def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
+def test_resize_when_its_check_fails_does_not_begin(rig: Rig) -> None:
     with pytest.raises(BadSettings, match="holds no extent of this pool, which takes 32,768 bytes"):
         rig.size.check(SLOT_BYTES)
     with pytest.raises(BadSettings, match="more than this process can have, which is 16,777,216 bytes"):
@@ -154,7 +154,7 @@ def test_what_was_not_checked_is_not_begun(rig: Rig) -> None:
     assert rig.manager.counts().wanted_slots == 64
 
 
-def test_a_size_whose_memory_is_being_taken_may_be_asked_for_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resize_to_the_size_under_way_is_accepted_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """By then there may be no room for it a second time."""
     taking, go_on = threading.Event(), threading.Event()
 

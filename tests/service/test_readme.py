@@ -48,7 +48,7 @@ def test_a_command_of_the_first_look_works(served: Served, tmp_path: Path, comma
     assert ended.stdout.strip()
 
 
-def test_what_the_readme_says_it_prints_is_printed(served: Served) -> None:
+def test_log_lines_of_the_readme_are_in_the_log(served: Served) -> None:
     """LMCache#2901, LMCache#1399, sglang#14282: a size was per rank here and in total there."""
     log = served.log()
     for line in re.findall(r"^    \.\.\. INFO  (.*)$", README, re.MULTILINE):
@@ -62,5 +62,5 @@ def test_a_link_leads_somewhere(target: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/docs", "/metrics"])
-def test_a_page_that_it_names_is_there(served: Served, path: str) -> None:
+def test_pages_of_the_readme_are_served(served: Served, path: str) -> None:
     assert served.http.get(path).status_code == 200

@@ -183,7 +183,7 @@ def hashes(served: Served, request: str) -> set[str]:
     return {block["hash"] for block in blocks if block["request"].startswith(request)}
 
 
-def test_what_a_reset_dropped_does_not_come_back_and_the_rest_does(tmp_path: Path) -> None:
+def test_restart_after_a_reset_by_match_recovers_the_rest_only(tmp_path: Path) -> None:
     with kept(tmp_path) as served:
         for number, prompt in enumerate(PROMPTS):
             served.tokens(prompt, max_tokens=2, request_id=f"{'dropped' if number % 2 else 'other'}-{number}")

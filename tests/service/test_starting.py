@@ -49,7 +49,7 @@ class Noted(StartProgress):
         super().note(stage)
 
 
-def test_a_service_is_up_from_before_its_model_was_loaded(tmp_path: Path) -> None:
+def test_started_time_precedes_all_stages_of_the_start(tmp_path: Path) -> None:
     settings = Settings(_env_file=None, state_dir=tmp_path, engine="none", pool_bytes=1 << 20)
     noted = Noted()
     with start_logging(settings) as logs:
@@ -148,7 +148,7 @@ def test_requests_during_a_start_get_503_with_its_stage(tmp_path: Path) -> None:
     assert any(reason.startswith("starting: loading the model tiny") for reason in heard)
 
 
-def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_with_a_large_pool_reports_its_progress(caplog: pytest.LogCaptureFixture) -> None:
     """vllm#42632, vllm#54792: pinning took a minute, and nothing said so."""
     now_s, reasons = 100.0, list[str]()
     progress = StartProgress(clock=lambda: now_s)
@@ -166,7 +166,7 @@ def test_a_large_pool_says_how_far_it_is_and_logs_it_now_and_then(caplog: pytest
     assert [record.getMessage() for record in caplog.records] == [shown[2], shown[5]]
 
 
-def test_a_start_that_is_stopped_while_it_still_imports_ends_cleanly(tmp_path: Path) -> None:
+def test_start_when_stopped_while_importing_ends_cleanly(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "kvferry.app.cli", "serve"],
         env=environment(tmp_path, {"engine": "none"}),

@@ -85,7 +85,7 @@ def ask_until_from_tier(served: Served, prompt: list[int], answer: list[int], na
     raise AssertionError(f"never served from the tier: {served.stats()}")
 
 
-def test_a_block_says_which_tiers_hold_it(served: Served) -> None:
+def test_block_lists_the_tiers_that_hold_it(served: Served) -> None:
     store_in_tier(served, prompt_of(900))
     before = disk(served)["looked_up"]
     items = served.get("/admin/v1/blocks?limit=1000")["items"]
@@ -96,7 +96,7 @@ def test_a_block_says_which_tiers_hold_it(served: Served) -> None:
     assert disk(served)["looked_up"] == before, "a listing is not counted as a lookup"
 
 
-def test_what_left_the_pool_comes_back_from_the_tier(served: Served) -> None:
+def test_blocks_evicted_from_the_pool_are_promoted_from_the_tier(served: Served) -> None:
     prompt = prompt_of(0)
     answer = store_in_tier(served, prompt)
     turn_over_pool(served, 100)
@@ -190,7 +190,7 @@ def test_restart_when_a_tier_brought_blocks_recovers_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("level", ["block", "request"])
-def test_the_level_of_the_settings_says_what_a_tier_gets(tmp_path: Path, level: str) -> None:
+def test_tier_stores_by_the_offload_level_of_the_settings(tmp_path: Path, level: str) -> None:
     prompt = prompt_of(5)
     with serving(tmp_path, **settings(tmp_path / "files", offload_level=level)) as running:
         running.http.put("/admin/v1/requests/first/policy", json={"tiers": []})
