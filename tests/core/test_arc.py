@@ -210,9 +210,8 @@ def test_arc_with_single_keys_equals_the_paper(size: int, requests: list[int]) -
         assert ours.state(names) == ([], t1, [], [], t2, [], b1, b2, p) == batch.state()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_arc_over_many_steps_equals_the_paper(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_arc_over_many_steps_equals_the_paper() -> None:
+    rng = np.random.default_rng(0)
     size = 60
     paper, ours, names = PaperArc(size), Ours(size), names_up_to(400)
     for step in range(6000):

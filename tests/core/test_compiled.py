@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,25 +25,32 @@ def kept(folder: Path, ending: str) -> list[Path]:
     return sorted(folder.rglob(f"*{ending}"))
 
 
-def test_a_second_process_finds_what_the_first_one_compiled(tmp_path: Path) -> None:
-    first = run(tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")}
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with what a first process compiled, and the output of that process."""
+    folder = tmp_path_factory.mktemp("compiled")
+    return folder, run(folder)
+
+
+def test_second_process_uses_what_the_first_one_compiled(first: tuple[Path, str]) -> None:
+    folder, output = first
+    before = {path: path.stat().st_mtime_ns for path in kept(folder, ".nbc")}
     assert len(before) == 1
-    assert run(tmp_path) == first
-    assert {path: path.stat().st_mtime_ns for path in kept(tmp_path, ".nbc")} == before
+    assert run(folder) == output
+    assert {path: path.stat().st_mtime_ns for path in kept(folder, ".nbc")} == before
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
-def test_damaged_compilation_cache_is_compiled_again(tmp_path: Path, ending: str) -> None:
-    first = run(tmp_path)
-    for path in kept(tmp_path, ending):
+def test_damaged_compilation_cache_is_compiled_again(first: tuple[Path, str], tmp_path: Path, ending: str) -> None:
+    folder = Path(shutil.copytree(first[0], tmp_path / "copy"))
+    for path in kept(folder, ending):
         path.write_bytes(path.read_bytes()[:20])
-    assert run(tmp_path) == first
+    assert run(folder) == first[1]
 
 
-def test_nowhere_to_keep_it(tmp_path: Path) -> None:
+def test_compilation_without_a_cache_folder_works(first: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert run(tmp_path / "file") == run(tmp_path / "folder")
+    assert run(tmp_path / "file") == first[1]
 
 
 FROM_THE_FIRST_CALL_ON = """

@@ -67,7 +67,7 @@ def test_of_several_requests_the_most_permissive_decides() -> None:
     assert engine.offload.requests.find("again", engine.now_s).prompt_tokens.host_hit == 5 * BLOCK_SIZE
 
 
-def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> None:
+def test_block_when_reused_in_part_is_not_stored() -> None:
     engine = lazy_engine(64, 8, watermark=2)
     answer(engine, "first", 3)
     for number in range(12):
@@ -78,7 +78,7 @@ def test_a_block_that_was_reused_in_part_is_not_stored_under_its_old_key() -> No
         engine.check()
 
 
-def test_a_block_that_went_to_another_group_is_not_stored_under_its_old_key() -> None:
+def test_block_when_given_to_another_group_is_not_stored() -> None:
     specs = (GroupSpec(BLOCK_SIZE, 64), GroupSpec(BLOCK_SIZE, 64, GroupKind.SLIDING, 9))
     engine = lazy_engine(64, 16, specs=specs)
     answer(engine, "first", 3)

@@ -356,6 +356,25 @@ def test_keys_are_found_while_they_move_to_an_index_for_a_larger_pool(num_betwee
     assert pool.has(range(70)) == expected
 
 
+def test_index_when_grown_keeps_keys_of_slots_that_leave() -> None:
+    pool = Pool(2000, 200_000, extent_slots=100)
+    pool.store(range(2000))
+    pinned = pool.manager.pin(pool.manager.lookup_each([key(number) for number in range(2000)]))
+    pool.to(1000)
+    assert pool.manager.table.is_shrinking
+    assert pool.manager.counts().ready == 2000, "all are in use"
+    pool.resize.request(200_000)
+    for _ in range(50):
+        todo = pool.resize.step(1.0)
+        if todo is Todo.MEMORY:
+            pool.resize.acknowledge(pool.resize.memory_slots)
+    assert not pool.manager.index.is_growing
+    assert pool.manager.index.size >= 200_000
+    assert len(pool.manager.index) == 2000
+    assert pool.has(range(2000)) == list(range(2000))
+    pool.manager.unpin(pinned)
+
+
 def test_keys_when_growth_is_undone_move_to_the_larger_index() -> None:
     pool = Pool(2000, 200_000, extent_slots=100)
     pool.store(range(2000))

@@ -483,6 +483,31 @@ def test_a_plan_names_a_device_block_once_though_a_table_repeats_it(engine: ToyE
     assert blocks_of(store) == [5, 7]
 
 
+def reset_before_commit(engine: ToyEngine) -> None:
+    """Have the next hit voided between `match` and `commit`."""
+
+    def reset_once(num_tokens: int) -> int:
+        engine.take_hit = lambda num_tokens: num_tokens
+        engine.reset()
+        return num_tokens
+
+    engine.take_hit = reset_once
+
+
+def test_lost_load_is_not_reported_to_a_later_request_of_its_id(engine: ToyEngine) -> None:
+    store_and_turn_over(engine)
+    second = request("second", 5)
+    engine.add(second)
+    reset_before_commit(engine)
+    assert engine.admit(second)
+    engine.finish(second)
+    engine.add(request("second", 5))
+    engine.deliver([])
+    assert engine.offload.snapshot().requests.waiting_for_load == 0
+    engine.run()
+    engine.check_idle()
+
+
 def test_reset_by_match_drops_pending_stores_of_finished_requests() -> None:
     engine = ToyEngine(num_slots=2, num_blocks=64)
     engine.add(request("first", 4, tenant="t"))

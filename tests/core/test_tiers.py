@@ -173,7 +173,7 @@ def test_request_end_is_sent_after_the_last_tier_store() -> None:
 
 
 @pytest.mark.parametrize("match", [None, RequestFilter(request="r")])
-def test_the_end_is_told_though_a_reset_disowned_the_stores(match: RequestFilter | None) -> None:
+def test_request_end_is_sent_when_a_reset_dropped_its_stores(match: RequestFilter | None) -> None:
     engine = engine_with()
     tier = engine.tiers["disk"]
     start(engine, request("r", 3))

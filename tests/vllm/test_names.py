@@ -36,6 +36,6 @@ def test_aliases_when_vllm_decorates_an_id_contain_the_clients_id(vllms: str) ->
 
 
 @pytest.mark.parametrize("sent", ["a-1", "a-1a2b3c4d", "2_a", "cmpl-a", "a_3", "job-0123456789abcdef0123456789abcdef"])
-def test_aliases_when_a_clients_id_looks_decorated_contain_it_whole(sent: str) -> None:
+def test_aliases_when_an_id_looks_decorated_contain_it_whole(sent: str) -> None:
     for vllms in (f"cmpl-{sent}-0", f"chatcmpl-{sent}", sent, f"1_chatcmpl-{sent}"):
         assert sent in aliases_of(vllms + RANDOM)
