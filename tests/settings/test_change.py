@@ -44,7 +44,7 @@ def test_a_change_is_a_new_value_with_its_source(monkeypatch: pytest.MonkeyPatch
     assert (again.log_level, again.max_pinned_fraction) == (LogLevel.ERROR, 0.5)
 
 
-def test_others_need_a_restart_and_are_named() -> None:
+def test_change_of_immutable_settings_names_them() -> None:
     with pytest.raises(NeedsRestart, match="pool_kind, port can only change with a restart") as caught:
         Settings().change({"pool_kind": "shm", "log_level": "debug", "port": 1})
     assert caught.value.names == ("pool_kind", "port")
