@@ -36,7 +36,7 @@ def told(store: MetadataStore, *words: str) -> bool:
     return any(all(word in reason for word in words) for reason in store.degraded())
 
 
-def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) -> None:
+def test_locked_database_is_reported_and_does_not_block_the_pool(path: Path) -> None:
     with running(path, 200, max_queued_rows=500) as (store, manager):
         fill(manager, range(100))
         assert store.journal.flush(DEADLINE_S)
@@ -73,7 +73,7 @@ def test_a_locked_database_is_told_and_costs_no_waiting_and_no_slot(path: Path) 
         assert store.reader.load_overrides(START_S) == [], "what was answered with 503 was not done"
 
 
-def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_while_locked_is_bounded_and_logs_the_loss(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, manager = open_store(path)
     store.start(Inventory(manager))
     assert store.journal.flush(DEADLINE_S)
@@ -85,7 +85,7 @@ def test_closing_while_locked_is_bounded_and_says_what_is_lost(path: Path, caplo
     assert store.journal_stats().queued == 1
 
 
-def test_a_database_that_turns_read_only_is_told_still_read_and_recovers(path: Path) -> None:
+def test_database_when_read_only_is_reported_and_recovers(path: Path) -> None:
     with running(path, 50, max_queued_rows=1000) as (store, manager):
         fill(manager, range(50))
         fill(manager, range(100, 150), START_S + 1)
@@ -119,7 +119,7 @@ def test_a_database_that_turns_read_only_is_told_still_read_and_recovers(path: P
         store.intents.save_override("r", {"store": False}, START_S, START_S + 60)
 
 
-def test_rows_that_could_not_be_written_before_a_reset_are_not_written_after_it(path: Path) -> None:
+def test_rows_delayed_by_a_lock_are_not_written_after_a_reset(path: Path) -> None:
     with running(path, 40) as (store, manager):
         assert store.journal.flush(DEADLINE_S)
         with held_exclusively(path):

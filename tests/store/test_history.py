@@ -76,7 +76,7 @@ def test_a_regret_marks_the_last_eviction_of_its_key_only(where: Where) -> None:
         assert (summary.total, summary.regretted, summary.regret_rate) == (4, 2, 0.5)
 
 
-def test_what_users_put_into_ids_is_kept_and_found(where: Where) -> None:
+def test_odd_request_ids_are_stored_and_found(where: Where) -> None:
     hostile = ["nul\0inside", "lone\ud800surrogate", "x" * 5000, "'; DROP TABLE evictions; --", "日本語", ""]
     with running(where) as (store, _):
         for number, request in enumerate(hostile):
@@ -166,7 +166,7 @@ def test_expired_overrides_and_old_audit_records_go(where: Where) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_summary_is_what_counting_the_rows_of_its_window_gives(where: Where, seed: int) -> None:
+def test_summary_of_a_window_equals_its_counted_rows(where: Where, seed: int) -> None:
     """Also where the window cuts spans, after trimming, and after a migration that counted what was there."""
     rng = random.Random(seed)
     hour_s = START_S - START_S % 3600 - 7200

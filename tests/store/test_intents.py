@@ -87,7 +87,7 @@ def test_a_call_is_recorded_before_and_after(where: Where) -> None:
         assert shell(where, "SELECT what IS NULL FROM audit ORDER BY id") == [(0,), (1,)]
 
 
-def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(where: Where) -> None:
+def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
     """History comes faster than it is written, and calls come without a pause; both get on."""
     with running(where, max_queued_rows=10_000_000) as (store, _):
         stop = threading.Event()
@@ -120,7 +120,7 @@ def test_neither_a_busy_journal_nor_busy_people_keep_the_other_out(where: Where)
         assert len(store.reader.load_overrides(START_S)) == saved
 
 
-def test_people_who_keep_coming_delay_the_journal_and_do_not_stop_it() -> None:
+def test_journal_when_callers_never_pause_gets_its_turn() -> None:
     turns = WriteTurns()
     done = threading.Event()
 
@@ -144,7 +144,7 @@ def test_people_who_keep_coming_delay_the_journal_and_do_not_stop_it() -> None:
     assert not turns._taken
 
 
-def test_people_go_first_and_wait_no_longer_than_they_were_told() -> None:
+def test_callers_precede_the_journal_and_wait_within_their_timeout() -> None:
     turns = WriteTurns()
     order: list[str] = []
     journal_waits = threading.Event()

@@ -183,7 +183,7 @@ def test_a_source_that_raises_does_not_end_the_journal(where: Where) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_is_told_and_can_be_started_again(where: Where) -> None:
+def test_journal_thread_when_dead_is_reported_and_restarts(where: Where) -> None:
     """LMCache#4817: a background thread died, and nobody noticed."""
 
     class Deadly:

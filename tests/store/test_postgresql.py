@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def test_a_server_that_dies_is_told_and_caught_up_with_when_it_is_back(server: Server) -> None:
+def test_server_when_down_is_reported_and_its_rows_follow(server: Server) -> None:
     with new_database(server.url) as url, running(url, 64, max_queued_rows=100) as (store, manager):
         fill(manager, range(32))
         assert store.journal.flush(DEADLINE_S)
@@ -55,7 +55,7 @@ def test_a_server_that_dies_is_told_and_caught_up_with_when_it_is_back(server: S
         assert count(url, "overrides") == 1
 
 
-def test_a_table_that_others_lock_is_waited_for_no_longer_than_told(server: Server) -> None:
+def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
     with new_database(server.url) as url, running(url, 8) as (store, _), psycopg.connect(url) as other:
         other.execute("LOCK TABLE overrides, evictions IN ACCESS EXCLUSIVE MODE")
         store.journal.evicted(eviction([1]))

@@ -112,7 +112,7 @@ def test_two_processes_may_upgrade_at_once(where: Where) -> None:
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 shell")
-def test_operators_can_read_it_in_a_shell(path: Path) -> None:
+def test_readable_views_work_in_the_sqlite_shell(path: Path) -> None:
     with running(path) as (store, manager):
         store.journal.evicted(eviction([1], START_S + 0.25, request="chat-1"))
         fill(manager, range(1))
@@ -172,7 +172,7 @@ def test_every_list_is_read_in_the_order_of_an_index(filled: Path, statement: ob
     assert index in plan
 
 
-def test_what_the_journal_looks_for_is_found_by_index(filled: Path) -> None:
+def test_queries_of_the_journal_use_an_index(filled: Path) -> None:
     latest = "SELECT max(id) FROM evictions WHERE engine = 'e' AND key = 'k'"
     assert "ix_evictions_engine_key_id" in shell(filled, f"EXPLAIN QUERY PLAN {latest}")[0][3]
     slot = "SELECT * FROM slots WHERE engine = 'e' AND key = 'k'"

@@ -83,7 +83,7 @@ class Engine:
         self.file.close()
 
 
-def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path: Path) -> None:
+def test_recovered_slots_without_rows_are_evicted_first(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3, 4], "early", 10.0)
     first.put([5, 6, 7, 8], "late", 20.0)
@@ -114,7 +114,7 @@ def test_recency_and_origin_come_from_rows_and_what_has_none_goes_first(tmp_path
     second.die()
 
 
-def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp_path: Path) -> None:
+def test_warm_start_makes_rows_match_headers(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3], "r", 10.0)
     assert first.store.journal.flush(DEADLINE_S)
@@ -130,7 +130,7 @@ def test_rows_without_a_header_are_deleted_and_headers_without_a_row_get_one(tmp
     second.die()
 
 
-def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) -> None:
+def test_recovered_slots_without_rows_are_as_old_as_the_restart(tmp_path: Path) -> None:
     """In history it would be as old as Unix time, and with it the mean of all ages."""
     first = Engine(tmp_path, journal=False)
     first.put([1, 2, 3], "r", time.time())
@@ -148,7 +148,7 @@ def test_what_nobody_knows_the_age_of_counts_from_the_restart(tmp_path: Path) ->
     second.die()
 
 
-def test_what_is_being_recovered_is_told_while_it_is(tmp_path: Path) -> None:
+def test_warm_start_reports_its_progress(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3], "r", 10.0)
     first.die()
@@ -163,7 +163,7 @@ def test_what_is_being_recovered_is_told_while_it_is(tmp_path: Path) -> None:
     second.die()
 
 
-def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_path: Path) -> None:
+def test_reset_by_match_finds_recovered_blocks_by_every_alias(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     first.put([1, 2], "cmpl-a-0-12345678", 10.0, aliases=("a", 'ask "b"\ud800'))
     first.put([3], "c", 20.0)
@@ -176,7 +176,7 @@ def test_a_reset_means_what_came_back_by_every_id_that_its_request_went_by(tmp_p
     second.die()
 
 
-def test_what_is_worth_more_or_less_to_keep_still_is_after_a_restart(tmp_path: Path) -> None:
+def test_priorities_survive_a_restart(tmp_path: Path) -> None:
     first = Engine(tmp_path)
     first.put([1, 2], "kept", 10.0, priority=Priority.HIGH)
     first.put([3, 4], "raised", 20.0)
@@ -213,7 +213,7 @@ def test_a_broken_database_costs_the_rows_only(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     "spoil", ["key = 'a,b'", "slot = 'x'", "hits = 'x,y'", "aliases = '[\"a'", "aliases = '5'", "priority = 'x'"]
 )
-def test_rows_that_make_no_sense_cost_the_rows_only(
+def test_recovery_with_invalid_rows_ignores_them_only(
     tmp_path: Path, spoil: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Engine(tmp_path)
@@ -229,9 +229,7 @@ def test_rows_that_make_no_sense_cost_the_rows_only(
     second.die()
 
 
-def test_after_another_boot_every_slot_is_looked_at_and_readiness_says_how_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_after_a_reboot_are_all_verified_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Engine(tmp_path)
     first.put([1, 2, 3, 4], "r", 10.0)
     first.pool.slot(2)[5] ^= 1
