@@ -44,7 +44,7 @@ def test_protocol_and_list_of_methods_agree(rig: Rig) -> None:
     assert rig.tier.timeout_s > 0
 
 
-def test_what_was_stored_is_found_and_comes_back_byte_for_byte(rig: Rig) -> None:
+def test_stored_blocks_are_found_and_loaded_byte_for_byte(rig: Rig) -> None:
     keys = keys_of(range(8))
     assert rig.find(keys) == [False] * 8
     assert rig.store(keys) == [True] * 8
@@ -52,7 +52,7 @@ def test_what_was_stored_is_found_and_comes_back_byte_for_byte(rig: Rig) -> None
     assert rig.load(keys) == [True] * 8
 
 
-def test_what_was_stored_twice_is_one_block(rig: Rig) -> None:
+def test_blocks_stored_twice_are_kept_once(rig: Rig) -> None:
     keys = keys_of(range(4))
     rig.store(keys)
     assert rig.store(keys) == [True] * 4
@@ -68,7 +68,7 @@ def test_groups_of_one_hash_are_different_blocks(rig: Rig) -> None:
     assert rig.load([window, full]) == [True, True]
 
 
-def test_loaded_blocks_say_whom_they_came_from(rig: Rig) -> None:
+def test_load_returns_the_origins_of_its_blocks(rig: Rig) -> None:
     rig.store(keys_of([0]), ORIGIN)
     rig.store(keys_of([1]), OTHER)
     result = rig.wait(rig.submit_load(keys_of([0, 1, 2])))
@@ -88,7 +88,7 @@ def test_results_say_how_much_was_moved(rig: Rig) -> None:
     assert total <= counts.bytes <= counts.max_bytes
 
 
-def test_nothing_is_asked_for_nothing(rig: Rig) -> None:
+def test_jobs_without_keys_return_no_results(rig: Rig) -> None:
     assert rig.find([]) == []
     assert rig.store([]) == []
     assert rig.load([]) == []
@@ -107,7 +107,7 @@ def test_a_canceled_load_leaves_its_slots_alone(rig: Rig) -> None:
         assert all(rig.slots.is_wiped(slot) for slot in range(8))
 
 
-def test_what_a_canceled_store_keeps_is_what_the_slot_held_before(rig: Rig) -> None:
+def test_canceled_store_keeps_only_earlier_bytes_of_its_slots(rig: Rig) -> None:
     for start in range(0, 80, 8):
         keys = keys_of(range(start, start + 8))
         number = rig.submit_store(keys)
@@ -135,7 +135,7 @@ def test_a_reset_forgets_everything_and_says_how_much(rig: Rig) -> None:
     assert rig.load(keys) == [True] * 4
 
 
-def test_from_the_reset_on_nothing_is_found_though_its_result_is_not_there_yet(rig: Rig) -> None:
+def test_lookups_during_a_reset_find_nothing(rig: Rig) -> None:
     keys = keys_of(range(4))
     rig.store(keys)
     before = rig.submit_load(keys)
@@ -173,7 +173,7 @@ def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match:
     assert rig.load(keys_of(range(2))) == [True, True]
 
 
-def test_a_request_goes_by_its_aliases_too(rig: Rig) -> None:
+def test_reset_by_match_finds_aliases(rig: Rig) -> None:
     rig.store(keys_of([0]), ORIGIN)
     assert rig.reset(RequestFilter(request="alias-?")).dropped_blocks == 1
 
@@ -256,7 +256,7 @@ def test_any_order_of_calls_gives_what_the_obvious_tier_gives(
         rig.close()
 
 
-def test_slots_of_the_bench_tell_right_from_wrong() -> None:
+def test_slots_of_the_rig_detect_a_wrong_byte() -> None:
     rig = reference_rig()
     rig.slots.fill(0, key_of(1))
     assert rig.slots.holds(0, key_of(1))

@@ -61,7 +61,7 @@ def test_another_fingerprint_finds_nothing_and_spoils_nothing(rig: Rig, path: Pa
     again.close()
 
 
-def test_what_another_model_left_counts_and_goes_first(rig: Rig, path: Path) -> None:
+def test_blocks_of_another_model_count_and_are_evicted_first(rig: Rig, path: Path) -> None:
     numbers = [number for number in range(200) if length_of(key_of(number)) > 400_000][:4]
     rig.store(keys_of(numbers))
     limit = rig.tier.counts().bytes
@@ -125,7 +125,7 @@ SPOILERS = [overwrite, cut, empty, lengthen, zero_tail, flip_checksum, flip_orig
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
-def test_bytes_that_left_our_memory_are_checked_before_they_are_served(path: Path, spoil, rig: Rig) -> None:
+def test_changed_files_are_detected_before_they_are_served(path: Path, spoil, rig: Rig) -> None:
     """LMCache 0.5.6: overwritten bytes in a disk block came back as a hit."""
     numbers = [number for number in range(200) if length_of(key_of(number)) > 8192][:3]
     rig.store(keys_of(numbers))
@@ -141,7 +141,7 @@ def test_bytes_that_left_our_memory_are_checked_before_they_are_served(path: Pat
     assert not rig.tier.health()
 
 
-def test_what_lies_in_the_place_of_a_file_is_not_followed(path: Path, rig: Rig) -> None:
+def test_link_in_place_of_a_file_is_not_followed(path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
     file = file_of(path, 1)
     elsewhere = file.rename(file.parent.parent / "elsewhere")
@@ -179,7 +179,7 @@ def test_a_file_of_another_models_folder_is_not_its_block(path: Path, rig: Rig) 
     again.close()
 
 
-def test_a_file_that_somebody_deleted_is_a_miss(path: Path, rig: Rig) -> None:
+def test_deleted_file_is_a_miss(path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
     file_of(path, 1).unlink()
     assert rig.load(keys_of(range(3))) == [True, False, True]
@@ -276,7 +276,7 @@ def test_a_reset_is_durable_and_frees_the_disk(path: Path, rig: Rig) -> None:
     again.close()
 
 
-def test_what_an_earlier_process_left_to_be_deleted_is_deleted(path: Path, rig: Rig) -> None:
+def test_trash_of_an_earlier_process_is_deleted(path: Path, rig: Rig) -> None:
     rig.store(keys_of(range(3)))
     rig.close()
     (path / "blocks").rename(path / "trash" / "old")
@@ -286,7 +286,7 @@ def test_what_an_earlier_process_left_to_be_deleted_is_deleted(path: Path, rig: 
     again.close()
 
 
-def test_a_reset_by_match_is_durable_and_reaches_what_an_earlier_process_stored(path: Path, rig: Rig) -> None:
+def test_reset_by_match_after_a_restart_is_durable(path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3]), OTHER)
     again = restarted(rig, path)
@@ -296,7 +296,7 @@ def test_a_reset_by_match_is_durable_and_reaches_what_an_earlier_process_stored(
     third.close()
 
 
-def test_a_reset_by_match_takes_what_does_not_say_whose_it_is(path: Path, rig: Rig) -> None:
+def test_reset_by_match_drops_blocks_without_an_origin(path: Path, rig: Rig) -> None:
     rig.store(keys_of([0, 1, 2]), ORIGIN)
     rig.store(keys_of([3]), RequestIdentity("x" * 100_000))
     empty(file_of(path, 1))

@@ -145,7 +145,7 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
-def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(
+def test_index_grows_with_its_names_and_finds_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index = FileIndex(10**12, 4096)
@@ -175,7 +175,7 @@ def test_an_index_for_millions_takes_memory_as_names_come_and_finds_all_of_them(
     assert 0 < most < 10_000, "look-ups wait meanwhile"
 
 
-def test_an_index_grows_while_most_of_its_names_have_left_and_others_came() -> None:
+def test_index_when_most_names_are_replaced_still_grows() -> None:
     index = FileIndex(10**12, 4096)
     first = [number.to_bytes(40, "big") for number in range(50_000)]
     index.fill(first, np.full(len(first), 4096), np.zeros(len(first)))

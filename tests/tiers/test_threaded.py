@@ -117,7 +117,7 @@ def test_no_call_waits_for_a_store_that_hangs(rig: Rig, store: DictionaryStore) 
     assert not store.timed_out, "somebody waited until the hanging calls gave up"
 
 
-def test_threads_that_hang_show_and_nothing_is_taken_on_until_they_are_back(store: DictionaryStore) -> None:
+def test_threads_when_hanging_are_reported_and_jobs_refused(store: DictionaryStore) -> None:
     rig = threaded_rig(store, timeout_s=0.01)
     settled(rig, store)
     hang(rig, store)
@@ -216,7 +216,7 @@ def test_a_block_longer_than_a_slot_fails_alone(rig: Rig, store: DictionaryStore
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_background_threads_are_supervised_a_dead_one_shows_and_is_restarted(
+def test_thread_when_dead_is_reported_and_restarted(
     rig: Rig, store: DictionaryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LMCache#4817: a background thread died, and nobody noticed."""
@@ -303,7 +303,7 @@ def test_the_level_is_what_the_settings_say(store: DictionaryStore) -> None:
     rig.close()
 
 
-def test_whoever_waits_is_told_of_loads_and_look_ups_and_not_of_stores(rig: Rig, store: DictionaryStore) -> None:
+def test_on_finished_is_called_for_loads_and_lookups_only(rig: Rig, store: DictionaryStore) -> None:
     rig.store(keys_of(range(3)))
     assert rig.told == 0
     rig.find(keys_of([1]))
@@ -311,7 +311,7 @@ def test_whoever_waits_is_told_of_loads_and_look_ups_and_not_of_stores(rig: Rig,
     wait_until(lambda: rig.told == 2, "told twice", WAIT_S)
 
 
-def test_a_store_looks_after_itself_while_nothing_else_happens(rig: Rig, store: DictionaryStore) -> None:
+def test_housekeeping_runs_while_idle(rig: Rig, store: DictionaryStore) -> None:
     assert store.tended.wait(WAIT_S)
     store.tended.clear()
     assert store.tended.wait(WAIT_S)

@@ -43,7 +43,7 @@ def test_an_entry_becomes_one_object_with_its_defaults() -> None:
         entry.max_bytes = 1
 
 
-def test_text_is_read_as_json_with_values_as_people_write_them() -> None:
+def test_tiers_as_text_are_read_as_json() -> None:
     text = json.dumps([GOOD | {"name": "disk", "timeout_s": "2.5", "threads": "8", "level": "Request"}])
     (entry,) = read_tiers(text)
     assert (entry.name, entry.timeout_s, entry.threads, entry.level) == ("disk", 2.5, 8, Level.REQUEST)
@@ -51,7 +51,7 @@ def test_text_is_read_as_json_with_values_as_people_write_them() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "{}", "[1]", "[", "fs", 5, None, {"type": "fs"}, [[]], "null"])
-def test_what_is_no_list_of_objects_is_told_an_example(value: object) -> None:
+def test_tiers_when_not_a_list_of_objects_show_an_example(value: object) -> None:
     with pytest.raises(ValueError, match=r'must be a JSON list of objects such as \[\{"type": "fs"'):
         read_tiers(value)
 
@@ -79,7 +79,7 @@ def test_what_is_no_list_of_objects_is_told_an_example(value: object) -> None:
         ({"type": "redis"}, "there is no type of tier called redis; installed are fs"),
     ],
 )
-def test_a_bad_field_is_named_with_its_value_and_what_would_be_right(change: dict[str, Any], words: str) -> None:
+def test_tier_field_when_invalid_is_named_with_its_value(change: dict[str, Any], words: str) -> None:
     assert words in refused(GOOD | change)
 
 
@@ -98,7 +98,7 @@ def test_the_value_of_an_unknown_field_is_not_repeated() -> None:
     assert "hunter2" not in refused(GOOD | {"password": "hunter2"})
 
 
-def test_our_types_are_entry_points_too() -> None:
+def test_built_in_tier_types_are_entry_points() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][GROUP] == {point.name: point.value for point in BUILT_IN}
 
@@ -159,7 +159,7 @@ def entry_of(**fields: Any) -> dict[str, Any]:
     return {"type": "acme", "max_bytes": 1000, "token": "hunter2"} | fields
 
 
-def test_types_of_others_come_from_entry_points(acme: Any) -> None:
+def test_tier_types_of_other_packages_come_from_entry_points(acme: Any) -> None:
     (entry,) = read_tiers([entry_of(name="far")])
     assert isinstance(entry, acme.Good.Settings)
     tiers = open_tiers([entry], FINGERPRINT, SLOT_BYTES, SlotArray(1), lambda: None, engine="e")
@@ -177,7 +177,7 @@ def test_secrets_of_a_tier_never_show(acme: Any) -> None:
     assert "hunter2 and more" not in refused(entry_of(token="hunter2 and more"))
 
 
-def test_ours_cannot_be_replaced(acme: Any) -> None:
+def test_built_in_tier_types_cannot_be_replaced(acme: Any) -> None:
     assert load_type("fs") is FileTier
 
 
@@ -194,7 +194,7 @@ def test_ours_cannot_be_replaced(acme: Any) -> None:
         ("noname", "the type noname (acme_tiers:Absent) cannot be loaded: AttributeError"),
     ],
 )
-def test_a_type_that_lacks_something_is_refused_with_its_name_and_what_to_do(acme: Any, kind: str, words: str) -> None:
+def test_tier_type_when_incomplete_is_refused_by_name(acme: Any, kind: str, words: str) -> None:
     assert words in refused(entry_of(type=kind))
 
 

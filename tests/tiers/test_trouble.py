@@ -54,7 +54,7 @@ def serves(rig: Rig, number: int) -> bool:
     return rig.store(keys) == [True] and rig.load(keys) == [True]
 
 
-def test_a_disk_that_others_filled_costs_the_oldest_blocks_first(tmp_path: Path) -> None:
+def test_disk_when_filled_by_others_evicts_the_oldest_blocks(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
         assert rig.store(keys_of(LARGE[:6])) == [True] * 6
         fill(mount)
@@ -64,9 +64,7 @@ def test_a_disk_that_others_filled_costs_the_oldest_blocks_first(tmp_path: Path)
         assert not rig.tier.health()
 
 
-def test_a_full_disk_is_said_once_and_is_over_when_there_is_space(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_is_logged_once_and_recovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with tmpfs(tmp_path / "disk", 8 << 20) as mount, closing(file_rig(mount / "tier", "1GiB")) as rig:
         rig.store(keys_of([1]))
@@ -132,9 +130,7 @@ def test_a_folder_that_cannot_be_written_refuses_to_start(tmp_path: Path) -> Non
         file_rig(path)
 
 
-def test_a_folder_that_was_deleted_is_not_made_again_but_used_once_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_when_deleted_is_used_again_once_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tier"
     with closing(file_rig(path)) as rig:
         keys = keys_of(range(6))
@@ -237,7 +233,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     assert done.stdout == "good\n", done.stderr
 
 
-def test_a_hanging_disk_costs_its_jobs_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_disk_when_hanging_fails_its_jobs_and_blocks_no_call(tmp_path: Path) -> None:
     """dynamo#5012: storage hung on an overlay file system."""
     with disk(tmp_path / "disk") as mount, closing(file_rig(mount / "tier", "32MiB", timeout_s=0.2)) as rig:
         keys = keys_of(range(4))
