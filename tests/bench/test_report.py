@@ -20,7 +20,7 @@ def test_fewer_than_six_figures_have_no_interval_and_no_verdict(count: int) -> N
 
 
 @pytest.mark.parametrize("count", range(6, 14))
-def test_an_interval_encloses_the_median_as_often_as_it_says_and_is_the_narrowest_that_does(count: int) -> None:
+def test_interval_is_the_narrowest_of_its_confidence(count: int) -> None:
     """Over all ways in which figures can fall below (0) and above (1) the true median, which are equally likely."""
     figures = list(range(count))
     low, high = median_interval(figures)
