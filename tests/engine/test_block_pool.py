@@ -128,7 +128,7 @@ PoolMachine.TestCase.settings = settings(
 TestPool = PoolMachine.TestCase
 
 
-def test_the_least_recently_used_block_goes_first_and_a_prefix_dies_from_its_end() -> None:
+def test_eviction_is_lru_and_from_the_end_of_a_prefix() -> None:
     pool = BlockPool(4)
     table = pool.allocate((), 4)
     assert table == [0, 1, 2, 3]
@@ -139,7 +139,7 @@ def test_the_least_recently_used_block_goes_first_and_a_prefix_dies_from_its_end
     assert pool.find_prefix([b"\0", b"\1", b"\2"]) == [0, 1]
 
 
-def test_a_release_without_a_hold_is_ignored_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_release_without_a_hold_is_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     pool = BlockPool(2)
     assert pool.allocate((), 1) == [0]
     pool.release([0, 0])

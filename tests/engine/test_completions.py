@@ -149,7 +149,7 @@ def test_several_prompts_have_a_choice_each(stream: bool, client: openai.OpenAI,
     assert [request.request_id for request in mine] == [f"{name}-{i}" for i in range(3)]
 
 
-def test_the_request_is_what_the_client_said(service: Service) -> None:
+def test_engine_receives_the_fields_of_the_body(service: Service) -> None:
     answer = httpx.post(
         f"{service.url}/completions",
         json={
@@ -178,7 +178,7 @@ def test_seeds(service: Service) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"prompt": [5], "seed": ' + b"9" * 5000 + b"}"])
-def test_a_body_that_cannot_be_read_is_told_in_the_same_shape(service: Service, body: bytes) -> None:
+def test_body_when_unreadable_is_an_openai_error(service: Service, body: bytes) -> None:
     answer = httpx.post(
         f"{service.url}/completions", content=body, headers={"Content-Type": "application/json"}, trust_env=False
     )
@@ -285,7 +285,7 @@ def test_the_bounds_of_token_ids_are_described(service: Service) -> None:
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
-def test_what_is_no_json_and_another_model(service: Service, client: openai.OpenAI) -> None:
+def test_completion_for_another_model_is_404(service: Service, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-5"):
         client.completions.create(model="gpt-5", prompt="a")
     assert len(service.post(model="m" * 1_000_000, prompt="a").text) < 300
@@ -456,7 +456,7 @@ def hang_up(port: int, body: dict[str, object], after: Callable[[], bool]) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[5] * 8, [[5] * 8, [6] * 8]], ids=["one", "two"])
-def test_who_hangs_up_is_canceled(stream: bool, prompt: list[int], service: Service) -> None:
+def test_request_when_its_client_disconnects_is_canceled(stream: bool, prompt: list[int], service: Service) -> None:
     name = f"gone-{stream}-{len(prompt)}"
     started_s = time.monotonic()
     hang_up(
@@ -469,7 +469,7 @@ def test_who_hangs_up_is_canceled(stream: bool, prompt: list[int], service: Serv
     assert all(request.num_tokens < 8000 for request in mine.values()), time.monotonic() - started_s
 
 
-def test_an_engine_that_stops_says_so(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_completion_when_the_engine_stops_is_503(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine = make_engine(dtype="float32")
     engine.start()
     with serve(engine) as port:

@@ -68,7 +68,7 @@ def test_answers_are_the_same_after_the_device_refuses_to_copy(
     assert offloaded.stats.load.failed > 0
 
 
-def test_the_pool_is_pinned_for_the_device_and_let_go_before_it(tmp_path: Path) -> None:
+def test_pool_is_pinned_and_unregistered_before_the_device_closes(tmp_path: Path) -> None:
     cuda = FakeCuda()
     side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     pool = HostPool(4, 4096, preparation=side.preparation())

@@ -72,7 +72,7 @@ def test_bytes_in_pieces_make_the_text_of_the_whole(ids: list[int]) -> None:
 
 @settings(deadline=None)
 @given(text=st.text(max_size=20))
-def test_text_survives_the_way_there_and_back(text: str) -> None:
+def test_text_encoded_and_decoded_is_unchanged(text: str) -> None:
     for tokenizer in (ByteTokenizer(), CheckpointTokenizer(byte_tokenizer())):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text

@@ -118,14 +118,14 @@ def test_canceled_in_every_state(recorded: Callable) -> None:
     assert engine.last_error is None
 
 
-def test_a_request_is_finished_before_its_blocks_are_free_and_its_client_told(recorded: Callable) -> None:
+def test_request_is_finished_before_its_blocks_are_freed(recorded: Callable) -> None:
     engine, recorder = recorded()
     for count in range(1, 4):
         ask_all(engine, [[count + 4] * 33], greedy(1))
         assert recorder.in_use_at_finish == [3] * count
 
 
-def test_the_last_to_come_makes_room_and_its_own_blocks_are_no_cache_hit(recorded: Callable) -> None:
+def test_preemption_takes_the_latest_request(recorded: Callable) -> None:
     engine, recorder = recorded(device_blocks=12, block_size=4, max_batched_tokens=4)
 
     async def scenario() -> None:
@@ -139,7 +139,7 @@ def test_the_last_to_come_makes_room_and_its_own_blocks_are_no_cache_hit(recorde
     assert set(recorder.preempted) == {"second"}
 
 
-def test_cancel_by_id_and_of_nobody(recorded: Callable) -> None:
+def test_cancel_by_id_when_unknown_is_ignored(recorded: Callable) -> None:
     engine, _ = recorded()
 
     async def scenario() -> None:
@@ -302,7 +302,7 @@ def test_a_pool_that_just_fits_is_enough(make_engine: Make) -> None:
         ([5] * 320, {}, "prompt", "DEVICE_BLOCKS=20"),
     ],
 )
-def test_what_can_never_be_served_is_refused(
+def test_submit_of_an_impossible_request_is_refused(
     prompt: list[int], sampling: dict[str, int], param: str, message: str, make_engine: Make
 ) -> None:
     engine = make_engine(device_blocks=20 if len(prompt) == 320 else 600, dtype="float32")
@@ -316,7 +316,7 @@ def test_what_can_never_be_served_is_refused(
     assert refused.value.param == param
 
 
-def test_an_engine_that_does_not_run_says_so(make_engine: Make) -> None:
+def test_submit_when_the_engine_is_stopped_is_refused(make_engine: Make) -> None:
     engine = make_engine(dtype="float32")
 
     async def submit() -> None:

@@ -86,7 +86,7 @@ def test_answers_are_the_same_under_eviction_and_preemption(
     assert stats.load.failed == stats.store.failed == 0
 
 
-def test_what_the_device_lost_comes_from_the_host(
+def test_blocks_evicted_on_the_device_are_loaded_from_the_host(
     prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
 ) -> None:
     offloaded = make_offloaded(**SMALL)
@@ -151,7 +151,7 @@ def test_a_failed_forward_ends_its_requests_and_stores_nothing(
     assert offloaded.engine.is_alive()
 
 
-def test_a_failed_forward_spares_those_who_wait(
+def test_failed_forward_does_not_end_waiting_requests(
     prompts: list[list[int]], answers: list[list[int]], make_offloaded: MakeOffloaded
 ) -> None:
     offloaded = make_offloaded(device_blocks=200, block_size=4, max_running=1)

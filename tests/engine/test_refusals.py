@@ -105,7 +105,7 @@ def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -
     assert str(tmp_path) in str(refused.value)
 
 
-def test_tiny_says_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> None:
+def test_tiny_logs_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=8))
     assert "UNTRAINED" in caplog.text

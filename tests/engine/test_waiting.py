@@ -130,7 +130,7 @@ def test_a_caller_behind_many_calls_of_another_starts_among_the_first(
     assert ended.index("9.9.9.9 salt") < 7
 
 
-def test_callers_that_have_gone_are_forgotten() -> None:
+def test_idle_callers_are_dropped_beyond_their_limit() -> None:
     queue = WaitingQueue()
     for number in range(2000):
         request = Waiting(number, 0, f"caller {number}")
