@@ -95,7 +95,7 @@ def test_journal_and_callers_when_both_busy_make_progress(where: Where) -> None:
         def flood() -> None:
             number = 0
             while not stop.wait(0.001):
-                if store.journal_stats().queued < 4_000:
+                if store.journal_stats().queued < 20_000:
                     store.journal.evicted(eviction(range(number, number + 500), START_S))
                     number += 500
 

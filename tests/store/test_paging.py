@@ -201,6 +201,14 @@ def test_a_cursor_that_was_never_given_out_is_a_value_error(where: Where, cursor
     store.database.close()
 
 
+def test_limit_when_out_of_range_is_a_value_error(path: Path) -> None:
+    store, _ = open_store(path)
+    for limit in (0, -1, 1001):
+        with pytest.raises(ValueError, match="limit"):
+            store.reader.evictions(limit=limit)
+    store.database.close()
+
+
 @given(
     st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**63), 2**63 - 1)), max_size=3)
 )
