@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.app.guard.wrappers import ErrorLog
+from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
@@ -130,8 +131,8 @@ class OffloadGuard:
         self._clock = clock
         self._switch_lock = threading.Lock()
         self._recent_s: deque[float] = deque(maxlen=MAX_ERRORS)
-        self._off_reason: str | None = None
-        self._is_shut = False
+        self._off: Shortfall | None = None
+        """Why offloading is off; with `Cause.GONE`, for the rest of the process."""
         self._waits = LoadWaits(num_workers)
         self._planned: list[int] = []
         self._last_sent = 0
@@ -302,21 +303,20 @@ class OffloadGuard:
     @property
     def status(self) -> OffloadStatus:
         """Whether offloading is on, and the errors so far."""
-        reason = self._off_reason
-        return OffloadStatus(reason is None, reason, self._errors.count, self._errors.last)
+        off = self._off
+        return OffloadStatus(off is None, None if off is None else off.text, self._errors.count, self._errors.last)
 
     def degraded(self) -> list[str]:
         """Return why offloading is off; empty while it is on, or shut, which is reported by its cause."""
-        reason = self._off_reason
-        if reason is None or self._is_shut:
+        off = self._off
+        if off is None or off.cause is Cause.GONE:
             return []
-        return [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
+        return [f"offloading is off: {off.text}; see the log, then POST /admin/v1/reset"]
 
     def shut(self, reason: str) -> None:
         """Switch offloading off for the rest of the process."""
         self._must_discard = True
-        self._is_shut = True
-        self._off_reason = reason
+        self._off = Shortfall(Cause.GONE, reason)
 
     def resume(self) -> None:
         """Switch offloading on again, unless it was shut."""
@@ -325,9 +325,9 @@ class OffloadGuard:
             self._must_discard = True
         with self._switch_lock:
             self._recent_s.clear()
-            if self._off_reason is not None and not self._is_shut:
+            if self._off is not None and self._off.cause is not Cause.GONE:
                 _log.warning("offloading is switched on again")
-                self._off_reason = None
+                self._off = None
 
     # --- discarding ---------------------------------------------------------------------------------------------
 
@@ -343,21 +343,22 @@ class OffloadGuard:
         """Return whether the scheduler may be called. Discards its state first if that is due."""
         if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
             self._discard(now_s)
-        return self._off_reason is None
+        return self._off is None
 
     def _count(self, text: str, now_s: float) -> None:
         """Count an unexpected error, and switch offloading off if errors repeat."""
         with self._switch_lock:
             self._recent_s.append(now_s)
             repeats = len(self._recent_s) == MAX_ERRORS and now_s - self._recent_s[0] <= ERROR_WINDOW_S
-        if repeats and self._off_reason is None:
+        if repeats and self._off is None:
             self._switch_off(f"{MAX_ERRORS} unexpected errors within {ERROR_WINDOW_S:g} s, the last one {text}")
             # Requests go on without calls, and what is known of their blocks becomes stale.
             self._must_discard = True
 
     def _switch_off(self, reason: str) -> None:
-        """Switch offloading off until `resume`."""
-        self._off_reason = reason
+        """Switch offloading off until `resume`, unless it is shut."""
+        if self._off is None or self._off.cause is not Cause.GONE:
+            self._off = Shortfall(Cause.INTERNAL, reason)
         _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:
