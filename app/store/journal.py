@@ -16,7 +16,7 @@ from kvferry.app.logs import RateLimitedLogger
 from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.app.store.database import Database
 from kvferry.app.store.errors import diagnose
-from kvferry.app.store.history import HistoryItem, HistoryQueue, HistoryWriter, Regrets
+from kvferry.app.store.history import HistoryQueue, HistoryWriter, Regrets
 from kvferry.app.store.name_claim import NameClaim
 from kvferry.app.store.retention import HistoryLimits, HistoryTrimmer
 from kvferry.app.store.schema import ENGINES, upsert
@@ -91,19 +91,16 @@ class Journal(NullSink):
 
     def evicted(self, batch: EvictionBatch) -> None:
         """Queue evictions, or drop and count them."""
-        self._append(batch, len(batch.rows.slots))
+        self._queue.append(batch, len(batch.rows.slots))
 
     def was_reset(self, event: ResetEvent) -> None:
         """Queue a whole reset. The rows of older epochs are deleted even if the queue is full."""
         self._projection.drop_before(event.epoch)
-        self._append(event, 1)
+        self._queue.append(event, 1)
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """Queue that evicted keys were requested again."""
-        self._append(Regrets(keys, time_s), len(keys))
-
-    def _append(self, item: HistoryItem, rows: int) -> None:
-        self._queue.append(item, rows)
+        self._queue.append(Regrets(keys, time_s), len(keys))
 
     def set_limits(self, limits: HistoryLimits) -> None:
         """Apply other limits of history soon. Thread: any."""
@@ -203,8 +200,8 @@ class Journal(NullSink):
     def _round(self, source: Inventory) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
         self._beat_s = time.monotonic()
-        steps: tuple[tuple[str, Callable[[], bool]], ...] = (
-            ("connection", self._check_file),
+        steps: tuple[tuple[str, Callable[[], bool | None]], ...] = (
+            ("connection", self._database.check),
             ("engine name", self._keep_name),
             ("registration", self._register),
             ("history", lambda: self._history.step(self._database)),
@@ -215,7 +212,7 @@ class Journal(NullSink):
         more = failed = False
         for name, step in steps:
             try:
-                more |= step()
+                more |= bool(step())
             except Exception as error:  # noqa: BLE001  the journal must outlive every error
                 failed = True
                 shortfall = diagnose(error, self._database.name)
@@ -232,14 +229,10 @@ class Journal(NullSink):
                     _log.info("journal: step works again: %s", name)
         return more, failed
 
-    def _check_file(self) -> bool:
-        self._database.check()
-        return False
-
-    def _register(self) -> bool:
+    def _register(self) -> None:
         now_s = self._clock()
         if time.monotonic() - self._seen_s < SEEN_INTERVAL_S:
-            return False
+            return
         row = {
             "name": self._engine,
             "pool_kind": self._pool_kind,
@@ -252,12 +245,11 @@ class Journal(NullSink):
         with self._database.write() as connection:
             upsert(connection, ENGINES, [row])
         self._seen_s = time.monotonic()
-        return False
 
-    def _keep_name(self) -> bool:
+    def _keep_name(self) -> None:
         """Keep the claim of the engine's name, which may be lost with the database and taken by another process."""
         if self._claim is None or time.monotonic() - self._claimed_s < PROBE_INTERVAL_S:
-            return False
+            return
         rival: str | None = None
         if not self._claim.keep():
             rival = (
@@ -268,17 +260,15 @@ class Journal(NullSink):
                 _log.warning("journal: %s", rival)
         self._rival = rival
         self._claimed_s = time.monotonic()
-        return False
 
     def _trim(self) -> bool:
         return self._trimmer.step(self._database, self._clock(), self._history.written_rows)
 
-    def _probe(self) -> bool:
+    def _probe(self) -> None:
         """Take the write lock when there was nothing to write, to notice a database that cannot be written."""
         if time.monotonic() - self._database.written_s > PROBE_INTERVAL_S:
             with self._database.write():
                 pass
-        return False
 
     def _record_failure(self, name: str, shortfall: Shortfall, error: Exception) -> None:
         self.failures += 1
