@@ -93,7 +93,7 @@ def fill(folder: Path, num_slots: int) -> None:
         for slot in range(num_slots)
     ]
     with store.database.write() as connection:
-        connection.execute(SLOTS.__table__.insert(), rows)
+        connection.execute(SLOTS.insert(), rows)
     store.database.close()
 
 
