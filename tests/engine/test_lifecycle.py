@@ -228,7 +228,7 @@ def test_a_bug_in_a_step_ends_its_requests_and_not_the_engine(
         assert failed.reason is FinishReason.ERROR
     assert recorder.failed == [(request.request_id, False) for request in recorder.announced]
     assert "a bug, says the test" in str(engine.last_error)
-    assert sum("step failed" in record.message for record in caplog.records) == 1
+    assert sum("the engine step" in record.message for record in caplog.records) == 1
     assert len(ask_all(engine, [[5, 6]], greedy(2))[0].token_ids) == 2
     assert len(recorder.finished) == 3
 

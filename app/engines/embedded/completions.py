@@ -49,45 +49,50 @@ class _ReadRequest(Request):
         return self._call
 
 
-class OpenAIRoute(APIRoute):
-    """A route with errors in OpenAI's shape, whose bodies `intake` reads; an invalid body is a 400."""
+def _route_class(intake: Intake) -> type[APIRoute]:
+    """Return the class of routes whose bodies `intake` reads. An invalid body is a 400, errors have OpenAI's shape."""
 
-    intake: Intake
+    class OpenAIRoute(APIRoute):
+        """A route of the OpenAI API."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler."""
-        handler = super().get_route_handler()
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            """Wrap FastAPI's handler."""
+            handler = super().get_route_handler()
 
-        async def handle(request: Request) -> Response:
-            try:
-                return await self._handle(request, handler)
-            except InvalidRequestError as invalid:
-                error = ApiError(400, str(invalid), invalid.param)
-            except EngineStoppedError as stopped:
-                error = ApiError(503, str(stopped))
-            except EngineBusyError as busy:
-                error = too_busy(str(busy))
-            except ApiError as raised:
-                error = raised
-            return JSONResponse(error.body, error.status, error.headers)
+            async def handle(request: Request) -> Response:
+                try:
+                    return await _admit(request, handler, intake)
+                except InvalidRequestError as invalid:
+                    error = ApiError(400, str(invalid), invalid.param)
+                except EngineStoppedError as stopped:
+                    error = ApiError(503, str(stopped))
+                except EngineBusyError as busy:
+                    error = too_busy(str(busy))
+                except ApiError as raised:
+                    error = raised
+                return JSONResponse(error.body, error.status, error.headers)
 
-        return handle
+            return handle
 
-    async def _handle(self, request: Request, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Response:
-        if request.method != "POST":
-            return await handler(request)
-        request.state.call = call = self.intake.admit("" if request.client is None else request.client.host)
-        try:
-            return await handler(await self._read(request))
-        finally:
-            if not call.num_open:
-                self.intake.dismiss(call)
+    return OpenAIRoute
 
-    async def _read(self, request: Request) -> Request:
-        """Read a body without keeping its bytes while the response is produced."""
+
+async def _admit(
+    request: Request, handler: Callable[[Request], Coroutine[Any, Any, Response]], intake: Intake
+) -> Response:
+    """Admit a call and read its body, without keeping the bytes while the response is produced."""
+    if request.method != "POST":
+        return await handler(request)
+    request.state.call = call = intake.admit("" if request.client is None else request.client.host)
+    try:
         body = b"".join([chunk async for chunk in request.stream()])
         num_bytes = len(body)
-        return _ReadRequest(request, await self.intake.read(body), num_bytes)
+        model = await intake.read(body)
+        del body
+        return await handler(_ReadRequest(request, model, num_bytes))
+    finally:
+        if not call.num_open:
+            intake.dismiss(call)
 
 
 _ERROR = {
@@ -149,14 +154,8 @@ def _token_bounds(engine: EmbeddedEngine) -> dict[str, Any]:
 
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
     """Return the router of `POST /v1/completions` and `GET /v1/models` for this engine."""
-    intake_of_engine = Intake(engine)
-
-    class EngineRoute(OpenAIRoute):
-        """A route bound to this engine."""
-
-        intake = intake_of_engine
-
-    router = APIRouter(prefix="/v1", tags=["engine"], route_class=EngineRoute)
+    intake = Intake(engine)
+    router = APIRouter(prefix="/v1", tags=["engine"], route_class=_route_class(intake))
     card = {
         "id": engine.config.model,
         "object": "model",
@@ -187,7 +186,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
         _check_model(engine, body.model)
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         num_bytes = request.num_bytes if isinstance(request, _ReadRequest) else 0
-        requests = await intake_of_engine.prepare(body, num_bytes, request_id)
+        requests = await intake.prepare(body, num_bytes, request_id)
         streams = engine.submit_all(requests, request.state.call)
         answer = Answer(engine.config.model, request_id, streams, body.return_token_ids)
         headers = {"X-Request-ID": request_id}
@@ -204,7 +203,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
                 background=BackgroundTask(answer.cancel),
                 shutdown_grace_period=SHUTDOWN_GRACE_S,
             )
-        whole = await _unless_gone(request, answer.whole(intake_of_engine))
+        whole = await _unless_gone(request, answer.whole(intake))
         if whole is None:
             return Response(status_code=499)
         return Response(whole, headers=headers, media_type="application/json")

@@ -143,7 +143,7 @@ class EmbeddedEngine:
     @property
     def last_error(self) -> str | None:
         """Return the latest error that the engine survived."""
-        return self._loop.last_error
+        return self._loop.errors.last
 
     @property
     def thread_cpu_s(self) -> float:
@@ -152,36 +152,9 @@ class EmbeddedEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        request_id: str | None = None,
-        aliases: Sequence[str] = (),
-        cache_salt: str | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-        priority: int = 0,
-    ) -> RequestStream:
-        """Queue a request and return the stream of its answer. Must be called in the event loop that reads the stream.
-
-        An id that is in use gets a suffix and stays an alias.
-
-        Raises:
-            InvalidRequestError: the request can never be served.
-            EngineBusyError: too many requests wait.
-            EngineStoppedError: the engine does not run.
-        """
-        request = self.prepare(
-            prompt_token_ids,
-            sampling,
-            request_id=request_id,
-            aliases=aliases,
-            cache_salt=cache_salt,
-            kv_transfer_params=kv_transfer_params,
-            priority=priority,
-        )
-        return self.submit_all([request])[0]
+    def submit(self, prompt_token_ids: Sequence[int], sampling: Sampling, **options: Any) -> RequestStream:
+        """Queue a request, with the options of `prepare`, and return the stream of its answer; see `submit_all`."""
+        return self.submit_all([self.prepare(prompt_token_ids, sampling, **options)])[0]
 
     def prepare(
         self,
@@ -195,6 +168,8 @@ class EmbeddedEngine:
         priority: int = 0,
     ) -> Request:
         """Create a request for `submit_all`, in time proportional to the prompt. Any thread.
+
+        An id that is in use when the request is submitted gets a suffix and stays an alias.
 
         Raises:
             InvalidRequestError: the request can never be served.

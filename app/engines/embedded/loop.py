@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,6 +17,7 @@ from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import Chunk, StepScheduler
+from kvferry.app.guard import ErrorLog
 from kvferry.core.transfers import StepPlan, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -47,7 +47,7 @@ class EngineLoop:
         on_ended: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self.last_error: str | None = None
+        self.errors = ErrorLog()
         self.thread_cpu_s = 0.0
         self.step_started_s: float | None = None
         """When the running step began, by the clock; None between steps. Any thread may read it."""
@@ -65,7 +65,6 @@ class EngineLoop:
         self._closing = False
         self._close_deadline_s = 0.0
         self._thread: threading.Thread | None = None
-        self._logged_errors: set[str] = set()
         self._planned: dict[int, TransferJob] = {}
 
     # ---- from other threads -----------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class EngineLoop:
                 try:
                     idle_s = self._step()
                 except Exception as error:  # # noqa: BLE001 - the engine must continue to serve, whatever failed
-                    self._complain("step failed, its requests end with an error", error)
+                    self.errors.record("the engine step, whose requests end with an error", error)
                     self._fail(self._scheduler.requests(), error)
                     self._fail_planned(error)
                     idle_s = ERROR_BACKOFF_S
@@ -158,7 +157,7 @@ class EngineLoop:
         try:
             tokens = self._runner.run(chunks)
         except Exception as error:  # noqa: BLE001 - a failed forward pass ends its requests, not the engine
-            self._complain("forward pass failed, its requests end with an error", error)
+            self.errors.record("the forward pass, whose requests end with an error", error)
             self._fail([chunk.request for chunk in chunks], error)
             self._fail_planned(error)
             return
@@ -167,7 +166,7 @@ class EngineLoop:
             try:
                 self._advance(chunk, token, now_s)
             except Exception as error:  # noqa: BLE001 - this request alone ends with an error
-                self._complain("request failed, it ends with an error", error)
+                self.errors.record("a request, which ends with an error", error)
                 self._fail([chunk.request], error)
 
     def _advance(self, chunk: Chunk, token: int | None, now_s: float) -> None:
@@ -209,7 +208,7 @@ class EngineLoop:
         try:
             self._offload.on_new_request(request, now_s)  # offload: before anything else about this request
         except Exception as error:  # # noqa: BLE001 - only this request is affected
-            self._complain("announcing a request failed", error)
+            self.errors.record("announcing a request", error)
             self._on_ended(request.request_id)
             request.tell(request.end(FinishReason.ERROR, _public(error)))
             return
@@ -227,12 +226,12 @@ class EngineLoop:
         try:
             self._offload.on_step_failed([request.request_id for request in requests], self._clock())
         except Exception as another:  # # noqa: BLE001 - the requests must end
-            self._complain("reporting a failed step failed", another)
+            self.errors.record("reporting a failed step", another)
         for request in requests:
             try:
                 self._finish(request, self._clock())
             except Exception as another:  # # noqa: BLE001 - the other requests must end
-                self._complain("finishing a failed request failed", another)
+                self.errors.record("finishing a failed request", another)
             request.tell(request.end(FinishReason.ERROR, _public(error)))
 
     def _fail_planned(self, error: Exception) -> None:
@@ -241,7 +240,7 @@ class EngineLoop:
         try:
             self._end_transfers([_failed(job, f"never submitted: {error}") for job in planned.values()], self._clock())
         except Exception as another:  # # noqa: BLE001 - the engine must continue to serve
-            self._complain("ending planned jobs failed", another)
+            self.errors.record("ending planned jobs", another)
 
     def _drain(self) -> None:
         """Abort all requests and wait, within `close`'s time, until no transfer accesses a block."""
@@ -266,16 +265,7 @@ class EngineLoop:
                     self._condition.wait_for(lambda: self._woken, RECHECK_S)
                     self._woken = False
         except Exception as error:  # # noqa: BLE001 - closing must complete
-            self._complain("engine did not close cleanly", error)
-
-    def _complain(self, what: str, error: Exception) -> None:
-        """Store an error, and log it with its traceback the first time that it comes from this place."""
-        self.last_error = f"{what}: {type(error).__name__}: {error}"
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{type(error).__name__}@{frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
-        if place not in self._logged_errors:
-            self._logged_errors.add(place)
-            log.error("%s (logged once)", what, exc_info=error)
+            self.errors.record("closing the engine", error)
 
 
 def _failed(job: TransferJob, error: str) -> TransferResult:

@@ -7,7 +7,6 @@ has decoded for a while yields its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -156,12 +155,9 @@ class StepScheduler:
         finally:
             self._give_back(request)
 
-    def _running_in_order(self) -> Iterator[Request]:
-        """Yield decodes, then prefills, each by arrival."""
-        by_arrival = sorted(self.running.values(), key=lambda r: r.arrival)
-        decoding = [r.num_tokens - r.num_computed_tokens == 1 for r in by_arrival]
-        yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if decodes)
-        yield from (request for request, decodes in zip(by_arrival, decoding, strict=True) if not decodes)
+    def _running_in_order(self) -> list[Request]:
+        """Return decodes, then prefills, each by arrival."""
+        return sorted(self.running.values(), key=lambda r: (r.num_tokens - r.num_computed_tokens > 1, r.arrival))
 
     def _start_waiting(self, step: Step, now_s: float) -> None:
         """Start waiting requests in order until one does not fit; pass over those whose prefix is being loaded."""

@@ -6,7 +6,7 @@ import codecs
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -17,29 +17,6 @@ BYTE_OFFSET = 3
 BYTE_VOCAB_SIZE = 256 + BYTE_OFFSET
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_TOKENS_A_CHARACTER = 4
-
-
-class TextStream(Protocol):
-    """Incremental detokenizer: the pieces put together are the text of the whole answer."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that this token completes, often empty."""
-
-    def flush(self) -> str:
-        """Return the held text, once no token follows."""
-
-
-class Tokenizer(Protocol):
-    """Conversion between text and ids. `encode` raises `ValueError` for text that it cannot convert.
-
-    `max_token_chars` is the most characters of one token.
-    """
-
-    max_token_chars: int
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-    def stream(self) -> TextStream: ...
 
 
 class ByteTokenizer:
@@ -55,19 +32,23 @@ class ByteTokenizer:
         """Return the text of the bytes; invalid UTF-8 becomes U+FFFD, special tokens are dropped."""
         return bytes(i - BYTE_OFFSET for i in token_ids if i >= BYTE_OFFSET).decode(errors="replace")
 
-    def stream(self) -> TextStream:
+    def stream(self) -> ByteStream:
         """Return a detokenizer that holds incomplete characters back."""
-        return _ByteStream()
+        return ByteStream()
 
 
-class _ByteStream:
+class ByteStream:
+    """Detokenizer of bytes: the pieces put together are the text of the whole answer."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
+        """Return the text that this token completes, often empty."""
         return self._decoder.decode(bytes([token_id - BYTE_OFFSET])) if token_id >= BYTE_OFFSET else ""
 
     def flush(self) -> str:
+        """Return the held text, once no token follows."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -90,7 +71,7 @@ class CheckpointTokenizer:
         """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def stream(self) -> TextStream:
+    def stream(self) -> ContextStream:
         """Return a detokenizer that decodes with the preceding piece as context."""
         return ContextStream(self)
 
@@ -144,9 +125,17 @@ class NoTokenizer:
         """Return an empty text."""
         return ""
 
-    def stream(self) -> TextStream:
+    def stream(self) -> ContextStream:
         """Return a detokenizer that yields no text."""
         return ContextStream(self)
+
+
+TextStream = ByteStream | ContextStream
+Tokenizer = ByteTokenizer | CheckpointTokenizer | NoTokenizer
+"""Conversion between text and ids. `encode` raises `ValueError` for text that it cannot convert.
+
+`max_token_chars` is the most characters of one token.
+"""
 
 
 def load_tokenizer(model: str) -> Tokenizer:
