@@ -320,7 +320,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded()
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """Return the statistics since the last call, in the scheduler process only."""
-        return None if self._core is None else self._core.stats.take()
+        return None if self._core is None else self._core.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats | None:

@@ -28,10 +28,6 @@ _RECHECK_S = 1.0
 _FIRST_RANK = (0,)
 
 
-class EngineStops(RuntimeError):
-    """The engine is stopping, so ranks no longer carry out commands."""
-
-
 class EngineExtents:
     """A `PoolMemory` that resizes the pool of all ranks.
 
@@ -90,7 +86,7 @@ class EngineExtents:
 
         Raises:
             NotEnoughMemory: A rank could not map them.
-            EngineStops: The engine is stopping.
+            RuntimeError: The engine is stopping.
         """
         target = self.num_slots + num_slots
         errors = self._run(target, _FIRST_RANK)
@@ -113,8 +109,8 @@ class EngineExtents:
         """Unmap the last `count` extents on every rank and free their memory.
 
         Raises:
-            RuntimeError: A rank could not unmap them; no memory was freed, and the call may be repeated.
-            EngineStops: The engine is stopping.
+            RuntimeError: A rank could not unmap them, or the engine is stopping. No memory was freed, and the call may
+                be repeated.
         """
         target = self.num_slots - count * self._extent_slots
         errors = self._shrink(target)
@@ -174,7 +170,7 @@ class EngineExtents:
         with self._changed:
             while not self._changed.wait_for(lambda: not self._waiting_for, _RECHECK_S):
                 if self._stopping.is_set():
-                    raise EngineStops("the engine is stopping")
+                    raise RuntimeError("the engine is stopping")
                 waited_s += _RECHECK_S
                 if waited_s == LONG_WAIT_S:
                     _log.warning(

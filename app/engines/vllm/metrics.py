@@ -8,9 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.app.engines.vllm.scheduler import ConnectorScheduler
 from kvferry.app.engines.vllm.versions import cache_source
-from kvferry.core.scheduler.scheduler import OffloadScheduler
 from kvferry.core.stats import Snapshot
 
 PREFIX = "vllm:kvferry_"
@@ -108,24 +106,3 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
                 metric.set(value)
             else:
                 metric.inc(value)
-
-
-class StatsSource:
-    """Core's counters as differences between two calls of `take`."""
-
-    def __init__(self, core: OffloadScheduler, scheduler: ConnectorScheduler) -> None:
-        self._core = core
-        self._scheduler = scheduler
-        self._last_num_changes = -1
-        self._last = dict.fromkeys(COUNTERS, 0.0)
-
-    def take(self) -> KVFerryStats | None:
-        """Return the statistics since the last call, or None if no transfer has started or ended."""
-        if self._scheduler.num_changes == self._last_num_changes:
-            return None
-        self._last_num_changes = self._scheduler.num_changes
-        snapshot = self._core.snapshot()
-        counters = {name: read(snapshot) for name, (_, read) in COUNTERS.items()}
-        changed = {name: value - self._last[name] for name, value in counters.items() if value != self._last[name]}
-        self._last = counters
-        return KVFerryStats(data=changed | {name: read(snapshot) for name, (_, read) in GAUGES.items()})

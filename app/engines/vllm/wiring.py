@@ -20,7 +20,7 @@ from kvferry.app.engines.vllm.fingerprint import has_random_hashes, hash_bytes, 
 from kvferry.app.engines.vllm.kv_events import KVEventSink
 from kvferry.app.engines.vllm.layout import NULL_BLOCK, VllmLayout
 from kvferry.app.engines.vllm.metadata import RankHandshake
-from kvferry.app.engines.vllm.metrics import StatsSource
+from kvferry.app.engines.vllm.metrics import COUNTERS, GAUGES, KVFerryStats
 from kvferry.app.engines.vllm.pool import (
     EngineConfig,
     MappedPool,
@@ -206,7 +206,8 @@ class EngineCore:
                 self._signals,
                 self._extents,
             )
-            self.stats = StatsSource(self.service.scheduler, self.scheduler)
+            self._num_changes_taken = -1
+            self._counters = dict.fromkeys(COUNTERS, 0.0)
             data_parallel_rank = int(vllm_config.parallel_config.data_parallel_index)
             self.admin = AdminServer(settings, self, self.service.name, self._engine_name, data_parallel_rank)
             undo.callback(self.admin.close)
@@ -238,6 +239,16 @@ class EngineCore:
         for rank in ranks:
             self._record_dropped(rank)
         self.admin.start()
+
+    def take_stats(self) -> KVFerryStats | None:
+        """Return the statistics since the last call, or None if no transfer has started or ended."""
+        if self.scheduler.num_changes == self._num_changes_taken:
+            return None
+        self._num_changes_taken = self.scheduler.num_changes
+        snapshot, previous = self.service.scheduler.snapshot(), self._counters
+        self._counters = {name: read(snapshot) for name, (_, read) in COUNTERS.items()}
+        changed = {name: value - previous[name] for name, value in self._counters.items() if value != previous[name]}
+        return KVFerryStats(data=changed | {name: read(snapshot) for name, (_, read) in GAUGES.items()})
 
     def close(self) -> None:
         """Close all parts in reverse order; may be called again."""
