@@ -39,13 +39,6 @@ from tests.harness.checkpoints import SMALL
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "int8"}, "DTYPE='int8': must be one of auto"),
-        ({"device_blocks": 0}, "DEVICE_BLOCKS=0"),
-        ({"block_size": 0}, "BLOCK_SIZE=0"),
-        ({"block_size": 100_000}, "BLOCK_SIZE=100000"),
-        ({"max_batched_tokens": -1}, "MAX_BATCHED_TOKENS=-1"),
-        ({"max_running": 0}, "MAX_RUNNING=0"),
-        ({"model": ""}, "MODEL is empty"),
         ({"model": "/no/such/folder"}, "MODEL=/no/such/folder does not load: no such folder. Name"),
         ({"model": "~/no/such/folder"}, "MODEL=~/no/such/folder does not load: no such folder. Name"),
         ({"device": "tpu"}, "DEVICE='tpu'"),

@@ -25,8 +25,6 @@ from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
 from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
-from kvferry.app.settings.fields import MAX_BLOCK_SIZE_TOKENS
-from kvferry.core.errors import StartError
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -35,7 +33,6 @@ log = logging.getLogger(__name__)
 
 HUNG_STEP_S = 10.0
 """A longer step makes the engine not ready."""
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 class EngineBusyError(RuntimeError):
@@ -52,7 +49,7 @@ class InvalidRequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of the embedded engine, validated when created. Fields are named like the environment variables.
+    """Settings of the embedded engine, which `Settings` has validated. Fields are named like the environment variables.
 
     `block_size` and `max_batched_tokens` are in tokens, `device_blocks` is the device's KV cache in blocks.
     `max_running` requests run at once, `max_waiting` more are accepted, `max_wait_s` bounds the expected wait of calls.
@@ -70,21 +67,6 @@ class EngineConfig:
     max_waiting: int = 2048
     max_wait_s: int = 2
     state_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise StartError(f"KVFERRY_DTYPE={self.dtype!r}: must be one of {', '.join(DTYPES)}")
-        if not self.model:
-            raise StartError("KVFERRY_MODEL is empty; set `tiny`, a local folder or a hub id")
-        for name in ("device_blocks", "block_size", "max_batched_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise StartError(f"KVFERRY_{name.upper()}={getattr(self, name)}: must be at least 1")
-        if self.max_waiting < 0:
-            raise StartError(f"KVFERRY_MAX_WAITING={self.max_waiting}: must be at least 0")
-        if self.max_wait_s < 1:
-            raise StartError(f"KVFERRY_MAX_WAIT_S={self.max_wait_s}: must be at least 1")
-        if self.block_size > MAX_BLOCK_SIZE_TOKENS:
-            raise StartError(f"KVFERRY_BLOCK_SIZE={self.block_size}: must be at most {MAX_BLOCK_SIZE_TOKENS} tokens")
 
 
 class EmbeddedEngine:

@@ -237,8 +237,9 @@ class EngineLoop:
     def _fail_planned(self, error: Exception) -> None:
         """offload: end every planned job, also those that the failed step did not submit."""
         planned, self._planned = self._planned, {}
+        failed = [TransferResult(job_id, error=f"never submitted: {error}") for job_id in planned]
         try:
-            self._end_transfers([_failed(job, f"never submitted: {error}") for job in planned.values()], self._clock())
+            self._end_transfers(failed, self._clock())
         except Exception as another:  # # noqa: BLE001 - the engine must continue to serve
             self.errors.record("ending planned jobs", another)
 
@@ -266,10 +267,6 @@ class EngineLoop:
                     self._woken = False
         except Exception as error:  # # noqa: BLE001 - closing must complete
             self.errors.record("closing the engine", error)
-
-
-def _failed(job: TransferJob, error: str) -> TransferResult:
-    return TransferResult(job.job_id, error=error)
 
 
 def _public(error: Exception) -> str:

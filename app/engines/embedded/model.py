@@ -28,6 +28,7 @@ from kvferry.app.engines.embedded.tokenizer import (
     PAD_ID,
     ByteTokenizer,
     Tokenizer,
+    first_line,
     load_tokenizer,
 )
 from kvferry.app.engines.identity import ContentDigest, DigestCache, is_missing_folder, revision_of
@@ -159,7 +160,7 @@ def _pretrained(name: str, dtype: str) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         if ATTENTION_NAME in str(error):
             raise refusal(name, "its attention cannot be replaced by paged attention") from error
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise StartError(
             f"KVFERRY_MODEL={name} does not load: {reason}. Name `{TINY}`, a local folder of a causal LM, or a hub id"
         ) from error

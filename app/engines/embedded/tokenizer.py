@@ -143,9 +143,10 @@ def load_tokenizer(model: str) -> Tokenizer:
     try:
         return CheckpointTokenizer(AutoTokenizer.from_pretrained(model))
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        log.warning("KVFERRY_MODEL=%s: no usable tokenizer (%s); prompts must be token ids", model, _first_line(error))
+        log.warning("KVFERRY_MODEL=%s: no usable tokenizer (%s); prompts must be token ids", model, first_line(error))
         return NoTokenizer()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
     return (str(error) or type(error).__name__).strip().splitlines()[0]
