@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import DeepseekV2Config
 
 import kvferry.app.engines.vllm as entry
 import vllm
@@ -159,16 +158,6 @@ def test_prefix_caching_when_disabled_by_the_user_is_refused(llama: Path) -> Non
     config = EngineArgs(**engine_options(llama), enable_prefix_caching=False).create_engine_config()
     with pytest.raises(StartError, match=r"enable_prefix_caching=False: .*remove --no-enable-prefix-caching"):
         check_prefix_caching(config)
-
-
-def test_prefix_caching_when_disabled_by_vllm_is_refused(tmp_path: Path) -> None:
-    """vLLM's CPU backend has none for MLA."""
-    DeepseekV2Config(
-        architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2, max_position_embeddings=4096
-    ).save_pretrained(tmp_path)
-    options = EngineArgs(**engine_options(tmp_path), kv_transfer_config=transfer_config())
-    with pytest.raises(StartError, match=r"vLLM has disabled prefix caching.*the CPU backend"):
-        check_prefix_caching(options.create_engine_config())
 
 
 def test_pool_size_when_set_by_vllms_flag_is_used(llama: Path) -> None:

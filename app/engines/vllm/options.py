@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm.platforms import current_platform
-
 from kvferry.app.engines.vllm.versions import installed_version, is_tested
 from kvferry.app.settings import BadSettings, Settings, Source
 from kvferry.app.settings.fields import NAMES
@@ -115,28 +113,9 @@ def check_parallel(parallel: Any) -> None:
 
 
 def check_prefix_caching(config: Any) -> None:
-    """Refuse a `VllmConfig` without prefix caching; the message says if vLLM has disabled it."""
-    if config.cache_config.enable_prefix_caching:
-        return
-    reason = _no_caching_reason(config)
-    if reason is not None:
+    """Refuse a `VllmConfig` without prefix caching."""
+    if not config.cache_config.enable_prefix_caching:
         raise StartError(
-            f"enable_prefix_caching=False: vLLM has disabled prefix caching, which kvferry needs: {reason}; remove the "
-            "connector"
+            "enable_prefix_caching=False: kvferry needs prefix caching; remove --no-enable-prefix-caching, or remove "
+            "the connector if vLLM's log says that vLLM has disabled prefix caching for this model or platform"
         )
-    raise StartError(
-        "enable_prefix_caching=False: kvferry needs prefix caching; remove --no-enable-prefix-caching, or remove the "
-        "connector if vLLM's log says that vLLM has disabled prefix caching"
-    )
-
-
-def _no_caching_reason(config: Any) -> str | None:
-    """Return why vLLM disables prefix caching for this model and platform, or None if it does not."""
-    model = config.model_config
-    if not model.is_prefix_caching_supported:
-        return f"not supported for {model.runner_type} models of attention type {model.attn_type}"
-    if getattr(config, "is_mm_encoder_only", False):
-        return "this instance runs the multimodal encoder only"
-    if current_platform.is_cpu() and model.use_mla:
-        return "the CPU backend does not support it for MLA models on this processor"
-    return None
