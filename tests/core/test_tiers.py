@@ -6,6 +6,7 @@ Every block that the toy engine reads is compared with what it has to hold, so a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -856,3 +857,16 @@ def test_recovered_blocks_cascade_after_verification_only() -> None:
     serve(engine, request("second", 3))
     assert prompt_tokens(engine, "second").host_hit == 12
     assert tier.blocks.keys() == set(keys(3)), "loaded, and so verified"
+
+
+def test_promoted_blocks_when_a_tier_names_no_origin_get_the_requests() -> None:
+    class NamelessTier(ToyTier):
+        def poll(self):
+            return [replace(each, origins=()) if hasattr(each, "origins") else each for each in super().poll()]
+
+    engine = engine_with(open_tier=NamelessTier)
+    serve(engine, request("r", 4))
+    forget(engine)
+    serve(engine, request("s", 4))
+    assert prompt_tokens(engine, "s").tier_hit == {"disk": 16}
+    assert engine.reset(RequestFilter(request="s"), [HOST]).dropped_blocks == 4
