@@ -101,7 +101,7 @@ def test_blocks_dropped_by_a_prefix_cache_reset_are_not_stored(llama: Path, trut
 def test_answers_while_the_pool_is_resized_are_the_same(engine: InProcess, truth: list[Answer]) -> None:
     mib, answers, num_steps = 1 << 20, dict[str, Answer](), 0
     sizes = itertools.cycle(size * mib for size in (16, 256, 32, 64, 512, 16, 128))
-    with httpx.Client(base_url=engine.connector._the_core().admin.url, timeout=30.0) as admin:
+    with httpx.Client(base_url=engine.connector._the_core().admin_url, timeout=30.0) as admin:
 
         def resize(num_bytes: int) -> None:
             admin.patch("/admin/v1/config", json={"pool_bytes": num_bytes}).raise_for_status()

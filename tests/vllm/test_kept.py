@@ -174,7 +174,7 @@ def test_pool_when_weights_differ_is_dropped_and_field_named(
         after = engine.settle()
         assert after.prompt_tokens.host_hit == 0
         assert after.missed_tokens.causes[MissCause.OTHER_FINGERPRINT] == len(FEW[0]) // BLOCK * BLOCK
-        shown = httpx.get(f"{engine.connector._the_core().admin.url}/admin/v1/stats").json()["recovery"]
+        shown = httpx.get(f"{engine.connector._the_core().admin_url}/admin/v1/stats").json()["recovery"]
         assert shown["dropped"] == {"foreign": stored}
         assert shown["foreign"].startswith("revision was 'files-")
     said = capfd.readouterr().err

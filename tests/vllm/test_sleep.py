@@ -74,7 +74,7 @@ def nap(engine: InProcess, how: str) -> None:
 
 
 def test_engine_after_sleep_gives_the_same_answers(engine: InProcess) -> None:
-    prompts, admin = shared_prefixes(24), engine.connector._the_core().admin
+    prompts, admin_url = shared_prefixes(24), engine.connector._the_core().admin_url
     truth = engine.generate(prompts)
     pool = engine.settle().pool
     # To pause alone leaves all as it is.
@@ -99,7 +99,7 @@ def test_engine_after_sleep_gives_the_same_answers(engine: InProcess) -> None:
         assert counts.load.blocks > before
         assert (counts.load.failed, counts.store.failed) == (0, 0)
     # The hand-shake that vLLM repeats after each wake-up leaves the admin API as it was.
-    assert httpx.get(f"{admin.url}/readyz").status_code == 200
+    assert httpx.get(f"{admin_url}/readyz").status_code == 200
 
 
 def test_moving_memory_when_allocated_again_has_other_addresses() -> None:

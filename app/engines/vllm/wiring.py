@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvferry.app.api.context import AdminContext, EngineInfo
-from kvferry.app.discovery import Announcement, announce_service
+from kvferry.app.discovery import announce_service
 from kvferry.app.engines.identity import DigestCache
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.device import VllmDevice
@@ -34,7 +34,7 @@ from kvferry.app.engines.vllm.requests import Adapters
 from kvferry.app.engines.vllm.scheduler import ConnectorScheduler, StepSignals
 from kvferry.app.engines.vllm.worker import ConnectorWorker
 from kvferry.app.logs import LogPipe, start_logging
-from kvferry.app.service.server import PortTaken, Served, Server, listen, make_server, url_of
+from kvferry.app.service.server import PortTaken, Server, listen, make_server, url_of
 from kvferry.app.service.service import EngineBinding, EngineHooks, OffloadService, PoolBinding
 from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import LogLevel
@@ -83,69 +83,6 @@ class SharedLogs:
             if not SharedLogs._num_open and SharedLogs._pipe is not None:
                 SharedLogs._pipe.close()
                 SharedLogs._pipe = None
-
-
-class AdminServer:
-    """Serves the admin API on a thread, and writes the discovery file by which clients on this host find it."""
-
-    def __init__(
-        self, settings: Settings, engine: Served, name: str, engine_name: str, data_parallel_rank: int
-    ) -> None:
-        """Listen on the port plus the data-parallel rank, or on a free port if that is taken.
-
-        Raises:
-            StartError: The address cannot be listened on.
-        """
-        self._listener = _listen(settings, data_parallel_rank)
-        self.url = url_of(self._listener)
-        self._engine = engine
-        self._state_dir = settings.state_dir
-        self._name = name
-        self._engine_name = engine_name
-        self._server: Server | None = None
-        self._thread = threading.Thread(target=self._serve, name="kvferry-admin", daemon=True)
-        self._announcement: Announcement | None = None
-
-    def start(self) -> None:
-        """Start to serve and write the discovery file."""
-        self._server = make_server(self._engine)
-        self._thread.start()
-        self._announcement = announce_service(self._state_dir, self._name, self.url, self._engine_name)
-        _log.info("admin API on %s: dashboard /ui/, API /docs", self.url)
-
-    def close(self) -> None:
-        """Stop the server; may be called again."""
-        if self._announcement is not None:
-            self._announcement.withdraw()
-        if self._server is not None:
-            self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        if self._server is None:
-            return
-        try:
-            self._server.run(sockets=[self._listener])
-        except Exception:  # noqa: BLE001 - the engine continues without the admin API
-            _log.exception("the admin API has stopped; the engine continues")
-
-
-def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
-    port = settings.port + data_parallel_rank if settings.port else 0
-    if port <= MAX_PORT:
-        try:
-            return listen(settings.host, port)
-        except PortTaken:
-            pass
-    listener = listen(settings.host, 0)
-    _log.warning(
-        "admin port %d is taken: listening on %s, where clients on this host find it; set port=0 to use a free port",
-        port,
-        url_of(listener),
-    )
-    return listener
 
 
 def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping[str, Any]) -> RankHandshake:
@@ -208,9 +145,9 @@ class EngineCore:
             )
             self._num_changes_taken = -1
             self._counters = dict.fromkeys(COUNTERS, 0.0)
-            data_parallel_rank = int(vllm_config.parallel_config.data_parallel_index)
-            self.admin = AdminServer(settings, self, self.service.name, self._engine_name, data_parallel_rank)
-            undo.callback(self.admin.close)
+            self._listener = _listen(settings, int(vllm_config.parallel_config.data_parallel_index))
+            undo.callback(self._listener.close)
+            self.admin_url = url_of(self._listener)
             self._undo = undo.pop_all()
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
@@ -232,13 +169,24 @@ class EngineCore:
                 )
 
     def serve(self, ranks: Sequence[RankHandshake]) -> None:
-        """Record what the ranks dropped and start the admin server; has no effect when called again."""
+        """Record what the ranks dropped and serve the admin API on a thread; has no effect when called again.
+
+        The discovery file lets clients on this host find the API.
+        """
         if self._is_serving:
             return
         self._is_serving = True
         for rank in ranks:
             self._record_dropped(rank)
-        self.admin.start()
+        server = make_server(self)
+        thread = threading.Thread(target=_serve, args=(server, self._listener), name="kvferry-admin", daemon=True)
+        thread.start()
+        self._undo.callback(thread.join, CLOSE_S)
+        self._undo.callback(setattr, server, "should_exit", True)
+        state_dir = self._config.settings.state_dir
+        announcement = announce_service(state_dir, self.service.name, self.admin_url, self._engine_name)
+        self._undo.callback(announcement.withdraw)
+        _log.info("admin API on %s: dashboard /ui/, API /docs", self.admin_url)
 
     def take_stats(self) -> KVFerryStats | None:
         """Return the statistics since the last call, or None if no transfer has started or ended."""
@@ -324,6 +272,30 @@ class EngineCore:
             recovery = replace(recovery, foreign=rank.drop_reason)
         dropped = {reason.value: count for reason, count in counts.items() if count or reason is DropReason.FOREIGN}
         self.service.warm_start = replace(recovery, dropped={**recovery.dropped, **dropped})
+
+
+def _listen(settings: Settings, data_parallel_rank: int) -> socket.socket:
+    """Listen on the port plus the data-parallel rank, or on a free port if that is taken. Raises `StartError`."""
+    port = settings.port + data_parallel_rank if settings.port else 0
+    if port <= MAX_PORT:
+        try:
+            return listen(settings.host, port)
+        except PortTaken:
+            pass
+    listener = listen(settings.host, 0)
+    _log.warning(
+        "admin port %d is taken: listening on %s, where clients on this host find it; set port=0 to use a free port",
+        port,
+        url_of(listener),
+    )
+    return listener
+
+
+def _serve(server: Server, listener: socket.socket) -> None:
+    try:
+        server.run(sockets=[listener])
+    except Exception:  # noqa: BLE001 - the engine continues without the admin API
+        _log.exception("the admin API has stopped; the engine continues")
 
 
 def _open_record(config: EngineConfig, mapped: MappedPool | None, undo: ExitStack) -> KeptRecord | None:
