@@ -19,6 +19,7 @@ from kvferry.app.settings import Settings
 from kvferry.app.settings.fields import PoolKind
 from kvferry.app.store import MetadataStore, StoreUnavailable
 from kvferry.app.store.slot_rows import SlotColumns
+from kvferry.core.errors import StartError
 from kvferry.core.keys import RequestIdentity
 from kvferry.core.policy import PRIORITY_CLASS, Priority
 from kvferry.core.pool.manager import OffloadManager
@@ -27,7 +28,6 @@ from kvferry.core.pool.recovery import begin_verification, end_verification, imp
 from kvferry.core.transfers import Slots
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
-from kvferry.cuda_ops.persistent.lock import PoolRefused
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
@@ -97,7 +97,7 @@ def open_kept_file(
     if path is None:
         return None
     if fingerprint.get("revision", "none needed") is None:
-        raise PoolRefused(
+        raise StartError(
             f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the revision of the model {fingerprint.get('model')} is "
             "unknown, so a kept pool could serve blocks of another revision; set KVFERRY_POOL_KIND=pinned, or the "
             "model to a local folder"
@@ -108,7 +108,7 @@ def open_kept_file(
     except OSError as error:
         if join and isinstance(error, FileNotFoundError):
             raise
-        raise PoolRefused(
+        raise StartError(
             f"KVFERRY_POOL_KIND={settings.pool_kind.value}: the pool {path} cannot be opened: "
             f"{error.strerror or error}; make its folder writable, or set KVFERRY_POOL_PATH to another"
         ) from error

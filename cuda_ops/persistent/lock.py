@@ -13,10 +13,6 @@ from pathlib import Path
 from kvferry.core.errors import StartError
 
 
-class PoolRefused(StartError):
-    """A pool that this process may not use. The message says why, and what to do."""
-
-
 class PoolLock:
     """A lock held by one process."""
 
@@ -24,7 +20,7 @@ class PoolLock:
         """Acquire the lock of the pool at this path, exclusively or `shared`.
 
         Raises:
-            PoolRefused: another engine holds it.
+            StartError: another engine holds it.
             OSError: the lock file cannot be opened.
         """
         self._pool = pool
@@ -42,7 +38,7 @@ class PoolLock:
             raise
 
     def share(self) -> None:
-        """Downgrade the lock to shared. Raises `PoolRefused` if another engine has taken it in between."""
+        """Downgrade the lock to shared. Raises `StartError` if another engine has taken it in between."""
         self._flock(fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -56,7 +52,7 @@ class PoolLock:
             fcntl.flock(self._file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._file, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise PoolRefused(
+            raise StartError(
                 f"KVFERRY_ENGINE_NAME: the pool {self._pool} is in use by another process (pid {owner}); stop it, or "
                 "set another KVFERRY_ENGINE_NAME here"
             ) from None

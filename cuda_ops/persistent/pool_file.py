@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.errors import StartError
 from kvferry.core.keys import Key
 from kvferry.cuda_ops.copy.native import Words, word_copies
 from kvferry.cuda_ops.persistent.format import (
@@ -29,7 +30,7 @@ from kvferry.cuda_ops.persistent.format import (
     pool_header,
     pool_header_checksum,
 )
-from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.persistent.lock import PoolLock
 from kvferry.cuda_ops.persistent.recovery import DropReason, read_slots
 from kvferry.cuda_ops.pool.backing import SharedFile
 from kvferry.cuda_ops.pool.limits import MemoryLimit, NotEnoughMemory
@@ -128,7 +129,7 @@ class KeptFile:
             join: another process of this engine has prepared the file; change nothing.
 
         Raises:
-            PoolRefused: another engine holds the lock, the file belongs to another user, or `join` finds no prepared
+            StartError: another engine holds the lock, the file belongs to another user, or `join` finds no prepared
                 pool.
             NotEnoughMemory: no space for the headers.
             OSError: the file cannot be opened or mapped.
@@ -142,7 +143,7 @@ class KeptFile:
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
         if POOL_HEADER.itemsize + len(text) > POOL_HEADER_BYTES:
-            raise PoolRefused(
+            raise StartError(
                 f"KVFERRY_POOL_KIND: the fingerprint of {len(text):,} bytes does not fit a pool's header; use pinned"
             )
         self.namespace = namespace_of(text)
@@ -159,7 +160,7 @@ class KeptFile:
             self._refuse_others_file()
             self.found = self._look(json.loads(text))
             if join and not self.found.is_kept:
-                raise PoolRefused(
+                raise StartError(
                     f"the pool {path} is not the one prepared by the first process of this engine: "
                     f"{self.found.dropped or 'it is empty'}; restart the engine"
                 )
@@ -218,7 +219,7 @@ class KeptFile:
         """Downgrade the lock after all memory is reserved, so that the engine's other processes can join.
 
         Raises:
-            PoolRefused: another engine has taken the lock in between.
+            StartError: another engine has taken the lock in between.
         """
         num_lost = min(self.found.num_slots, self.num_slots) - self.found.num_whole
         if self.found.is_kept and num_lost > 0:
@@ -309,7 +310,7 @@ class KeptFile:
         """Refuse a file of another user, which may have been planted in a world-writable folder."""
         owner = os.fstat(self._shared.fileno()).st_uid
         if owner != os.geteuid():
-            raise PoolRefused(
+            raise StartError(
                 f"KVFERRY_ENGINE_NAME: the pool {self.path} belongs to user {owner}, and this process runs as "
                 f"{os.geteuid()}; remove the file, or set KVFERRY_ENGINE_NAME to another name"
             )

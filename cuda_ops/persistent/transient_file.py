@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused, lock_path
+from kvferry.core.errors import StartError
+from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY, SharedFile
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def sweep_names(folder: Path = SHARED_MEMORY) -> None:
     for path in folder.glob(f"kvferry-*{_SUFFIX}"):
         try:
             lock = PoolLock(path)
-        except (PoolRefused, OSError):
+        except (StartError, OSError):
             continue
         path.unlink(missing_ok=True)
         lock_path(path).unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -15,12 +14,8 @@ _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 represents "no limit" by a number near 2**63."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """A limit on allocations; `name` is shown to users."""
-
-    name: str
-    available_bytes: int
+MemoryLimit = tuple[str, int]
+"""A limit on allocations: its name, which is shown to users, and the bytes that are available."""
 
 
 class NotEnoughMemory(StartError):
@@ -29,7 +24,7 @@ class NotEnoughMemory(StartError):
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """Return the limits on anonymous memory: available memory of the machine, and what is left in the cgroups."""
-    limits = [MemoryLimit("memory available on this machine", psutil.virtual_memory().available)]
+    limits = [("memory available on this machine", psutil.virtual_memory().available)]
     limits += _cgroup_limits(root)
     return limits
 
@@ -37,12 +32,12 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 def shared_memory_limits(folder: Path) -> list[MemoryLimit]:
     """Return the limits on shared memory in this folder: those of memory, and the space of its file system."""
     name = f"space left in {folder} (raise it for a container by --shm-size, or by the sizeLimit of a volume in memory)"
-    return [MemoryLimit(name, _free_bytes(folder)), *memory_limits()]
+    return [(name, _free_bytes(folder)), *memory_limits()]
 
 
 def file_limits(folder: Path) -> list[MemoryLimit]:
     """Return the limit on a mapped file in this folder: the space on its disk, as its pages can be written back."""
-    return [MemoryLimit(f"space left on the disk of {folder}", _free_bytes(folder))]
+    return [(f"space left on the disk of {folder}", _free_bytes(folder))]
 
 
 def largest_memory_bytes(root: Path = Path("/")) -> int:
@@ -67,11 +62,11 @@ def locked_memory_bytes() -> int | None:
 
 def check_fits(setting: str, wanted_bytes: int, limits: list[MemoryLimit]) -> None:
     """Raise `NotEnoughMemory`, naming the setting, if the wanted bytes exceed a limit."""
-    tightest = min(limits, key=lambda limit: limit.available_bytes)
-    if wanted_bytes > tightest.available_bytes:
+    name, available_bytes = min(limits, key=lambda limit: limit[1])
+    if wanted_bytes > available_bytes:
         raise NotEnoughMemory(
-            f"{setting} asks for {wanted_bytes:,} bytes ({wanted_bytes / 2**30:.2f} GiB), but {tightest.name} is "
-            f"{tightest.available_bytes:,} bytes ({tightest.available_bytes / 2**30:.2f} GiB): lower {setting} "
+            f"{setting} asks for {wanted_bytes:,} bytes ({wanted_bytes / 2**30:.2f} GiB), but {name} is "
+            f"{available_bytes:,} bytes ({available_bytes / 2**30:.2f} GiB): lower {setting} "
             "or raise that limit"
         )
 
@@ -82,7 +77,7 @@ def _cgroup_limits(root: Path) -> list[MemoryLimit]:
     for maximum, usage in _cgroup_files(root):
         limit_bytes, used_bytes = _read_bytes(maximum), _read_bytes(usage)
         if limit_bytes is not None and used_bytes is not None and limit_bytes < _UNLIMITED_BYTES:
-            found.append(MemoryLimit(f"memory left in the cgroup ({maximum})", max(limit_bytes - used_bytes, 0)))
+            found.append((f"memory left in the cgroup ({maximum})", max(limit_bytes - used_bytes, 0)))
     return found
 
 

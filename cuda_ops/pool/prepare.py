@@ -162,7 +162,7 @@ def _register(
     if first is None:
         return True
     unregister([part for part, error in zip(parts, errors, strict=True) if error is None], registrar)
-    available = min(limit.available_bytes for limit in memory_limits())
+    available = min(available_bytes for _, available_bytes in memory_limits())
     locked_bytes = locked_memory_bytes()
     _log.warning(
         "KVFERRY_POOL_KIND: the host pool is not pinned, copies are slower: registering extent %d of %d, %s "

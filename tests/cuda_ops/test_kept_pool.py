@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.core.errors import StartError
 from kvferry.core.transfers import Direction
 from kvferry.cuda_ops.copy.cpu_copy import CpuCopyEngine
 from kvferry.cuda_ops.copy.layout import DeviceLayout
@@ -25,7 +26,6 @@ from kvferry.cuda_ops.persistent.format import (
     PoolShape,
     header_checksums,
 )
-from kvferry.cuda_ops.persistent.lock import PoolRefused
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason
@@ -388,7 +388,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) ->
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"attached\n"
     with (
-        pytest.raises(PoolRefused, match=rf"in use by another process \(pid {owner.pid}\).*ENGINE_NAME"),
+        pytest.raises(StartError, match=rf"in use by another process \(pid {owner.pid}\).*ENGINE_NAME"),
         attached(full),
     ):
         pass
@@ -401,7 +401,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_is_free(full: Path) ->
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of other users")
 def test_a_file_of_another_user_is_refused(full: Path) -> None:
     os.chown(full, 12345, -1)
-    with pytest.raises(PoolRefused, match="belongs to user 12345"), attached(full):
+    with pytest.raises(StartError, match="belongs to user 12345"), attached(full):
         pass
 
 

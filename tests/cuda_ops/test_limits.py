@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.cuda_ops.pool.limits import (
-    MemoryLimit,
     NotEnoughMemory,
     check_fits,
     file_limits,
@@ -19,7 +18,7 @@ from kvferry.cuda_ops.pool.processors import cpus_of_node, node_of_pci_device
 
 def test_the_tightest_limit_is_the_one_that_is_named() -> None:
     """vllm#42348, vllm#53042: more memory was configured than there is, and 1.92 times as much taken."""
-    limits = [MemoryLimit("memory", 1000), MemoryLimit("the cgroup", 500)]
+    limits = [("memory", 1000), ("the cgroup", 500)]
     check_fits("POOL_BYTES", 500, limits)
     with pytest.raises(NotEnoughMemory, match=r"asks for 501 bytes .* the cgroup is 500 bytes"):
         check_fits("POOL_BYTES", 501, limits)
@@ -37,17 +36,17 @@ def test_limits_of_the_cgroup_and_of_its_parents_count(tmp_path: Path, version: 
         (mount / folder).mkdir(parents=True, exist_ok=True)
         (mount / folder / names[0]).write_text(f"{limit}\n")
         (mount / folder / names[1]).write_text(f"{used}\n")
-    left = [limit.available_bytes for limit in memory_limits(tmp_path) if "cgroup" in limit.name]
+    left = [available for name, available in memory_limits(tmp_path) if "cgroup" in name]
     assert sorted(left) == [4000, 8500]
 
 
 def test_the_room_of_a_file_system_counts_for_what_lies_in_it(tmp_path: Path) -> None:
-    (disk,) = file_limits(tmp_path)
-    assert disk.name == f"space left on the disk of {tmp_path}"
-    assert disk.available_bytes > 0
+    ((name, available_bytes),) = file_limits(tmp_path)
+    assert name == f"space left on the disk of {tmp_path}"
+    assert available_bytes > 0
     shared, *memory = shared_memory_limits(Path("/dev/shm"))
-    assert "--shm-size" in shared.name
-    assert [limit.name for limit in memory] == [limit.name for limit in memory_limits()]
+    assert "--shm-size" in shared[0]
+    assert [name for name, _ in memory] == [name for name, _ in memory_limits()]
 
 
 def test_processors_and_devices_of_a_numa_node(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.core.errors import StartError
 from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.persistent.format import PoolShape
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.inspection import inspect_pool
-from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused, lock_path
+from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
@@ -144,7 +145,7 @@ def test_pool_of_another_size_has_the_same_slots_in_all_processes(path: Path) ->
 def test_pool_is_locked_until_its_last_process_ends(path: Path) -> None:
     with engine(path) as (first, second):
         for file in (first.file, second.file):
-            with pytest.raises(PoolRefused, match=rf"in use by another process \(pid {os.getpid()}\).*ENGINE_NAME"):
+            with pytest.raises(StartError, match=rf"in use by another process \(pid {os.getpid()}\).*ENGINE_NAME"):
                 KeptFile(path, SHAPE, FINGERPRINT)
             file.close()
     KeptFile(path, SHAPE, FINGERPRINT).close()
@@ -155,11 +156,11 @@ def test_join_of_an_unprepared_or_other_pool_is_refused(path: Path) -> None:
         KeptFile(path, SHAPE, FINGERPRINT, join=True)
     first = KeptFile(path, SHAPE, FINGERPRINT)
     try:
-        with pytest.raises(PoolRefused, match="in use by another process"):
+        with pytest.raises(StartError, match="in use by another process"):
             KeptFile(path, SHAPE, FINGERPRINT, join=True)
         map_all(first, 0)
         first.share()
-        with pytest.raises(PoolRefused, match="prepared by the first process of this engine: model was 'm'"):
+        with pytest.raises(StartError, match="prepared by the first process of this engine: model was 'm'"):
             KeptFile(path, SHAPE, FINGERPRINT | {"model": "other"}, join=True)
     finally:
         first.close()

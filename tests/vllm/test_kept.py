@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.core.errors import StartError
 from kvferry.core.stats import MissCause
-from kvferry.cuda_ops.persistent.lock import PoolLock, PoolRefused
+from kvferry.cuda_ops.persistent.lock import PoolLock
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from tests.harness.waiting import wait_until
 from tests.vllm.engines import InProcess, in_process, transfer_config
@@ -187,7 +188,7 @@ def test_pool_when_in_use_by_another_engine_is_refused(
     pool = tmp_path / "pool" / "kept.pool"
     with in_process(llama, kept_config(tmp_path)) as engine:
         engine.generate(FEW[:1])
-        with pytest.raises(PoolRefused, match=rf"in use by another process \(pid {os.getpid()}\)"):
+        with pytest.raises(StartError, match=rf"in use by another process \(pid {os.getpid()}\)"):
             PoolLock(pool)
     lock = PoolLock(pool)
     try:
