@@ -59,7 +59,7 @@ class Event:
     num_keys: int
 
 
-class EventFeed:
+class EventFeed(EventSink):
     """Event sink that passes everything on, and keeps events while there are watchers. Thread: any."""
 
     def __init__(self, inner: EventSink, clock: Callable[[], float] = time.monotonic) -> None:

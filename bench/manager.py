@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.report import environment, spread
 from kvferry.core.keys import RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.events import EventSink, EvictionBatch
 from kvferry.core.pool.manager import OffloadManager
 
 BATCH = 64
@@ -28,7 +28,7 @@ KEY_BYTES = 33
 KEYS_THROUGH = 200_000
 
 
-class QueueingSink(NullSink):
+class QueueingSink(EventSink):
     """A sink that does the journal's work under the lock: a bounded append."""
 
     def __init__(self) -> None:

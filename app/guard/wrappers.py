@@ -51,7 +51,7 @@ class ErrorLog:
         return text
 
 
-class GuardedSink:
+class GuardedSink(EventSink):
     """An `EventSink` that does not raise: an event that cannot be emitted is missing."""
 
     def __init__(self, inner: EventSink, errors: ErrorLog) -> None:

@@ -23,7 +23,7 @@ from kvferry.app.store.schema import ENGINES, upsert
 from kvferry.app.store.slot_rows import SlotProjection
 from kvferry.core.counters import counter, gauge
 from kvferry.core.keys import Key
-from kvferry.core.pool.events import EvictionBatch, NullSink, ResetEvent
+from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent
 from kvferry.core.pool.inventory import Inventory
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class JournalStats:
     lag_s: float = gauge("Age of the oldest history row not yet written", "journal_lag_seconds", default=0.0)
 
 
-class Journal(NullSink):
+class Journal(EventSink):
     """Event sink that queues evictions, resets and regrets, and writes them on a thread of its own.
 
     The sink's methods require: manager lock held.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvferry.core.keys import Key, RequestIdentity
 from kvferry.core.pool.records import SlotRows
@@ -50,32 +50,23 @@ class RequestEnd:
     prompt_tokens: PromptTokens
 
 
-class EventSink(Protocol):
-    """Receiver of events. Implementations queue and return: no I/O, no waiting, no exception."""
+class EventSink:
+    """Receiver of events, which drops those whose method is not overridden.
 
-    def stored(self, batch: StoreBatch) -> None: ...
-    def evicted(self, batch: EvictionBatch) -> None: ...
-    def was_reset(self, event: ResetEvent) -> None: ...
+    Methods queue and return: no I/O, no waiting, no exception.
+    """
+
+    def stored(self, batch: StoreBatch) -> None:
+        """Receive stored blocks."""
+
+    def evicted(self, batch: EvictionBatch) -> None:
+        """Receive evicted blocks."""
+
+    def was_reset(self, event: ResetEvent) -> None:
+        """Receive a reset."""
+
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """Receive evicted keys that were looked up again."""
 
-    def request_ended(self, end: RequestEnd) -> None: ...
-
-
-class NullSink:
-    """A sink that drops all events."""
-
-    def stored(self, batch: StoreBatch) -> None:
-        """Drop the event."""
-
-    def evicted(self, batch: EvictionBatch) -> None:
-        """Drop the event."""
-
-    def was_reset(self, event: ResetEvent) -> None:
-        """Drop the event."""
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Drop the event."""
-
     def request_ended(self, end: RequestEnd) -> None:
-        """Drop the event."""
+        """Receive the end of a request."""

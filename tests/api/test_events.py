@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.app import event_feed
 from kvferry.app.event_feed import EventFeed, EventType
 from kvferry.core.keys import make_keys
-from kvferry.core.pool.events import NullSink
+from kvferry.core.pool.events import EventSink
 from tests.api.test_policies import errors_of
 from tests.harness.http_server import wait_until
 from tests.harness.loop_engine import LoopRequest
@@ -196,7 +196,7 @@ class FeedModel:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.feed = EventFeed(NullSink(), clock=lambda: self.now_s)
+        self.feed = EventFeed(EventSink(), clock=lambda: self.now_s)
 
 
 @given(

@@ -13,7 +13,7 @@ from kvferry.app.guard import ErrorLog, OffloadGuard
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter
 from kvferry.core.policy import RequestPolicy
-from kvferry.core.pool.events import NullSink
+from kvferry.core.pool.events import EventSink
 from kvferry.core.scheduler.loads import LoadPlanner
 from kvferry.core.scheduler.requests import RequestState
 from kvferry.core.scheduler.scheduler import Miss
@@ -201,7 +201,7 @@ def make_engine(fault: Fault, **options: Any) -> ToyEngine:
     engine = ToyEngine(
         NUM_SLOTS,
         NUM_BLOCKS,
-        sink=Faulty(NullSink(), fault),
+        sink=Faulty(EventSink(), fault),
         settings=RequestPolicy(offload_prompt_only=False),
         **options,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from kvferry.core.keys import Key, RequestFilter, RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 from kvferry.core.pool.inventory import Inventory
 from tests.harness.toy_engine import ToyEngine, ToyRequest
 
 
-class Follower(NullSink):
+class Follower(EventSink):
     """Knows the pool from its events alone."""
 
     def __init__(self) -> None:

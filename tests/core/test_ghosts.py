@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvferry.core.keys import RequestFilter, RequestIdentity
-from kvferry.core.pool.events import NullSink
+from kvferry.core.pool.events import EventSink
 from kvferry.core.pool.eviction.history import Ghosts
 from kvferry.core.pool.manager import OffloadManager
 from kvferry.core.pool.native import hash_keys
@@ -17,7 +17,7 @@ from tests.harness.pool_blocks import keys, store
 NOBODY = np.empty(0, dtype=np.int64)
 
 
-class Regrets(NullSink):
+class Regrets(EventSink):
     def __init__(self) -> None:
         self.keys: list[bytes] = []
 
@@ -112,7 +112,7 @@ def test_ghosts_with_room_left_forget_none() -> None:
     assert ghosts.reasons(marks).count(None) == 0
     ghosts.plan_size(500_000)()
     assert ghosts.reasons(marks).count(None) == 0
-    assert ghosts.regret(marks).between_s == (1.0, 1.0)
+    assert ghosts.regret(marks)[2] == (1.0, 1.0)
 
 
 def test_miss_of_evicted_blocks_has_the_time_range_of_eviction() -> None:
@@ -143,4 +143,4 @@ def test_ghosts_after_reset_are_gone() -> None:
         assert ghosts.reasons(hash_keys(keys(0, 1))) == [reason]
         ghosts.reset()
         assert not any(ghosts.reasons(hash_keys(keys(0, 605))))
-        assert not ghosts.regret(hash_keys(keys(0, 605))).is_first.any()
+        assert not ghosts.regret(hash_keys(keys(0, 605)))[1].any()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.keys import Prefix, RequestFilter, RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.events import EventSink, EvictionBatch
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.manager import OffloadManager
@@ -23,7 +23,7 @@ from tests.harness.toy_engine import ToyEngine
 ORIGIN = RequestIdentity("r")
 
 
-class Evictions(NullSink):
+class Evictions(EventSink):
     """Remembers what left, by reason."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.keys import RequestFilter, RequestIdentity
 from kvferry.core.policy import Level, Override, RequestPolicy
-from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.events import EventSink, EvictionBatch
 from kvferry.core.pool.inventory import Inventory
 from kvferry.core.pool.records import KeptBlocks
 from kvferry.core.pool.recovery import import_blocks
@@ -690,7 +690,7 @@ def test_a_reset_of_a_tier_that_there_is_not_is_refused(engine: ToyEngine) -> No
 
 
 def test_reset_by_match_cascades_no_block_it_will_drop() -> None:
-    class Meddler(NullSink):
+    class Meddler(EventSink):
         """Has a tier ask for blocks in the middle of the search, of which it has not seen the slots yet."""
 
         def __init__(self) -> None:

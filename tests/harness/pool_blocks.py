@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.core.keys import Key, RequestIdentity
-from kvferry.core.pool.events import EvictionBatch, NullSink
+from kvferry.core.pool.events import EventSink, EvictionBatch
 from kvferry.core.pool.manager import Offer, OffloadManager
 
 ANYONE = RequestIdentity("r")
 LOW, NORMAL, HIGH = 0, 1, 2
 
 
-class Recorder(NullSink):
+class Recorder(EventSink):
     """Records evictions."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, group_of, hash_of
-from kvferry.core.pool.events import EventSink, EvictionBatch, NullSink, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
 
 MAX_BLOCKS_PER_TAKE = 4096
 """Limit of slots reported per step; a reset or a warm start may report the whole pool."""
@@ -63,7 +63,7 @@ _Change = tuple[Key, _Content | None]
 """A slot that entered or left the pool; the content is None if no request had its tokens yet."""
 
 
-class KVEventSink:
+class KVEventSink(EventSink):
     """An `EventSink` that converts changes of the pool to vLLM's events.
 
     Thread: any for the methods of `EventSink`, which only append to a queue; engine for all others.
@@ -83,7 +83,7 @@ class KVEventSink:
         self._device: Any = None
         self._device_index: Any = None
         self._repeated: Iterator[_Change] | None = None
-        self._inner: EventSink = NullSink()
+        self._inner: EventSink = EventSink()
 
     @classmethod
     def for_config(cls, config: Any, layout: VllmLayout, slots: GroupLayout) -> KVEventSink | None:

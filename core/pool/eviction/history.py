@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import repeat
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,17 +41,6 @@ _MOVED = 1 << 16
 """Entries that move to a table of another size at once, so that other threads do not wait long for the interpreter."""
 
 R = TypeVar("R", bound=Enum)
-
-
-class Regretted(NamedTuple, Generic[R]):
-    """Why keys are missing, which of them are regretted for the first time, and when the known ones were evicted.
-
-    `between_s` are whole Unix seconds; None where no key is known, or ghosts are not dated.
-    """
-
-    reasons: list[R | None]
-    is_first: NDArray[np.bool_]
-    between_s: tuple[float, float] | None
 
 
 class Ghosts(Generic[R]):
@@ -119,8 +108,13 @@ class Ghosts(Generic[R]):
         _, codes = self._look_up(hashes)
         return self._named(codes)
 
-    def regret(self, hashes: KeyHashes) -> Regretted[R]:
-        """Return the reasons, and mark the keys as regretted."""
+    def regret(self, hashes: KeyHashes) -> tuple[list[R | None], NDArray[np.bool_], tuple[float, float] | None]:
+        """Mark keys as regretted.
+
+        Returns:
+            Why each key is missing, None for keys without an entry; which are regretted for the first time; and the
+            range of the whole Unix seconds when the known ones were evicted, None without known or dated ghosts.
+        """
         places, codes = self._look_up(hashes)
         first: NDArray[np.bool_] = (codes > 0) & (codes < _REGRETTED)
         self._table[places[first]] |= np.uint64(_REGRETTED)
@@ -129,7 +123,7 @@ class Ghosts(Generic[R]):
         if len(self._seconds) and len(known):
             seconds = self._seconds[known]
             between_s = float(seconds.min()), float(seconds.max())
-        return Regretted(self._named(codes), first, between_s)
+        return self._named(codes), first, between_s
 
     def _named(self, codes: NDArray[np.int64]) -> list[R | None]:
         return [self._reasons[code] for code in (codes & (_REGRETTED - 1)).tolist()]
@@ -174,22 +168,22 @@ class MissHistory:
         found, _, hashes = self._index.find_and_hash(keys)
         is_missing = found < 0
         missing = hashes[is_missing]
-        evicted = self.evicted.regret(missing)
-        count = int(np.count_nonzero(evicted.is_first))
+        evicted, is_first, between_s = self.evicted.regret(missing)
+        count = int(np.count_nonzero(is_first))
         if count:
             self._evictions.regretted += count
         if count and self._sink is not None:
-            regretted = is_missing.nonzero()[0][evicted.is_first]
+            regretted = is_missing.nonzero()[0][is_first]
             self._sink.regretted([keys[i] for i in regretted.tolist()], now_s)
         not_stored = self._not_stored.reasons(missing)
         foreign = repeat(None) if self._foreign is None else self._foreign.reasons(missing)
         in_flight = self._table.are_in_flight(missing).tolist()
         reasons = (
             MissCause.IN_FLIGHT if storing else gone or never or other or MissCause.NEW
-            for storing, gone, never, other in zip(in_flight, evicted.reasons, not_stored, foreign, strict=False)
+            for storing, gone, never, other in zip(in_flight, evicted, not_stored, foreign, strict=False)
         )
         causes = [next(reasons) if missed else MissCause.GAP for missed in is_missing.tolist()]
-        return causes, evicted.between_s
+        return causes, between_s
 
     def count_parts(self, keys: Sequence[Key]) -> int:
         """Count the leading keys, of single blocks of one slot, that were computed without the rest of their slot."""
