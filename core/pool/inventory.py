@@ -129,8 +129,9 @@ class Inventory:
             return None
         table = self._manager.table
         with self._manager.lock:
+            rows = table.rows(slots)
             table.dirty[slots] = False
-            return table.rows(slots)
+            return rows
 
     def mark_all_dirty(self) -> None:
         """Mark every row as changed, for a database that lost its own."""

@@ -88,7 +88,7 @@ class OffloadManager:
     """Blocks by key, in slots of host memory.
 
     Public methods acquire the manager lock, which is re-entrant, so callers may hold it over several calls. Under it
-    there is no I/O, no logging and no work in proportion to the pool, except in `recover`.
+    there is no I/O, no logging and no work in proportion to the pool. All changes are made within `changing`.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class OffloadManager:
             return dropped
 
     def begin_epoch(self, filled: Slots, now_s: float) -> tuple[int, list[Exception]]:
-        """Do what `reset` does, and return also the exceptions of the eviction policy, the record and the sink.
+        """Drop all blocks, and return how many were ready, and the exceptions of eviction policy, record and sink.
 
         None of them prevents a later step. Requires: manager lock held.
         """

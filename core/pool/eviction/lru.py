@@ -206,13 +206,11 @@ class LruPolicy:
     def __len__(self) -> int:
         return sum([queue.num_live for queue in self._order])
 
-    def admit(self, slots: Slots) -> None:
-        """See `EvictionPolicy`."""
-        self._warm.append(slots)
-
     def add(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
         self._warm.append(slots)
+
+    admit = add
 
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -222,9 +220,7 @@ class LruPolicy:
         else:
             self._warm.touch(slots)
 
-    def reorder(self, slots: Slots) -> None:
-        """See `EvictionPolicy`."""
-        self.touch(slots)
+    reorder = touch
 
     def remove(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
