@@ -1,9 +1,9 @@
 """Audit of mutating admin calls: caller, body and outcome, and the list of records.
 
 A call that writes to the database is recorded in the same transaction; another one before it is applied, and its
-outcome afterwards. Without the database such a call is answered with 503 and changes nothing, except those of
-`AUDIT_AFTER`, which operators need in an emergency: they are applied, and their record is logged. Refused calls are
-recorded too, while the database answers.
+outcome afterwards. Without the database such a call is answered with 503 and changes nothing. Calls that operators need
+in an emergency (resets, drops and pins of blocks) are recorded when they have ended, and their record is logged if the
+database does not accept it. Refused calls are recorded too, while the database answers.
 """
 
 from __future__ import annotations
@@ -237,14 +237,8 @@ async def _record_before(call: Annotated[AuditedCall, Depends(_audited_call)]) -
     await call.begin()
 
 
-async def _record_after() -> None:
-    """Do nothing: the middleware records the call when it has ended."""
-
-
 AUDIT_BEFORE = Depends(_record_before)
 """For routes that change policies or settings of this process: not applied unless recorded first."""
-AUDIT_AFTER = Depends(_record_after)
-"""For routes that must work without the database: reset, and dropping and pinning blocks."""
 AuditInTransaction = Annotated[AuditedCall, Depends(_audited_call)]
 """For routes that write to the database: `apply` writes the record in the same transaction."""
 

@@ -57,10 +57,6 @@ class ProcessState:
     warm_start: WarmStart | None = None
 
 
-def _no_limit(client: str) -> None:
-    """Accept every call, for an engine with a server of its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     """What the admin API consists of.
@@ -76,4 +72,4 @@ class AdminContext:
     feed: EventFeed
     settings: LiveSettings
     engine_router: APIRouter | None = None
-    retry_after_s: Callable[[str], int | None] = _no_limit
+    retry_after_s: Callable[[str], int | None] = lambda client: None

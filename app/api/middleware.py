@@ -24,8 +24,9 @@ REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
 MAX_ADMIN_BODY_BYTES = 1 << 20
 MAX_ENGINE_BODY_BYTES = 16 << 20
 SMALL_BODY_BYTES = 64 << 10
-MAX_LARGE_BODY_BYTES = 128 << 20
-"""Memory for all bodies larger than `SMALL_BODY_BYTES` from their arrival until a route reads them."""
+MAX_BODIES_BYTES = 128 << 20
+"""Memory of all bodies, from their arrival until a route reads them, from which one of more than `SMALL_BODY_BYTES` is
+refused."""
 BODY_TIMEOUT_S = 30.0
 
 _Header = tuple[bytes, bytes]
@@ -113,8 +114,8 @@ def _set_request_id(scope: Scope) -> str:
 class Bodies:
     """Middleware that reads a body whole and refuses one that is not JSON (415) or too large (413).
 
-    The body of an admin call is kept in `scope["state"]["body"]` for the audit. Large bodies that arrive at the same
-    time are bounded together (429).
+    The body of an admin call is kept in `scope["state"]["body"]` for the audit. Bodies that arrive at the same time are
+    bounded together (429); small ones are always accepted.
     """
 
     def __init__(self, app: ASGIApp, closing: Callable[[], bool], timeout_s: float = BODY_TIMEOUT_S) -> None:
@@ -122,7 +123,7 @@ class Bodies:
         self._app = app
         self._closing = closing
         self._timeout_s = timeout_s
-        self._large_bytes = 0
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,7 +135,10 @@ class Bodies:
             return
         body = bytearray()
         try:
-            await self._serve(scope, receive, send, lengths, body)
+            await self._read(scope, receive, lengths, body)
+            if not scope["path"].startswith(ENGINE_PREFIX):
+                scope["state"]["body"] = bytes(body)
+            await self._app(scope, self._replaying(receive, body), send)
         except Problem as problem:
             await problem.response(scope)(scope, receive, send)
         except ClientDisconnect:
@@ -142,10 +146,8 @@ class Bodies:
         finally:
             self._release(body)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, lengths: list[str], body: bytearray) -> None:
-        await self._read(scope, receive, lengths, body)
-        if not scope["path"].startswith(ENGINE_PREFIX):
-            scope["state"]["body"] = bytes(body)
+    def _replaying(self, receive: Receive, body: bytearray) -> Receive:
+        """Return a `receive` whose first message is the whole body."""
         replayed = False
 
         async def replay() -> Message:
@@ -157,18 +159,12 @@ class Bodies:
             self._release(body)
             return {"type": "http.request", "body": whole, "more_body": False}
 
-        await self._app(scope, replay, send)
+        return replay
 
     def _release(self, body: bytearray) -> None:
         """Free the memory of a body, since its response may take minutes."""
-        if len(body) > SMALL_BODY_BYTES:
-            self._large_bytes -= len(body)
+        self._held_bytes -= len(body)
         body.clear()
-
-    def _append(self, body: bytearray, piece: bytes) -> None:
-        counted = len(body) if len(body) > SMALL_BODY_BYTES else 0
-        body += piece
-        self._large_bytes += (len(body) if len(body) > SMALL_BODY_BYTES else 0) - counted
 
     async def _read(self, scope: Scope, receive: Receive, lengths: list[str], body: bytearray) -> None:
         limit_bytes = MAX_ENGINE_BODY_BYTES if scope["path"].startswith(ENGINE_PREFIX) else MAX_ADMIN_BODY_BYTES
@@ -179,25 +175,25 @@ class Bodies:
             raise Problem(415, "bodies must be sent as Content-Type: application/json")
         try:
             async with asyncio.timeout(self._timeout_s):
-                while await self._receive(receive, body):
-                    if len(body) > limit_bytes:
-                        raise _too_large(limit_bytes)
+                while await self._receive(receive, body, limit_bytes):
                     # The connection wakes a waiting request once when the server begins to stop.
                     if self._closing():
                         raise Problem(503, "the service is stopping, and the body has not arrived")
         except TimeoutError:
             raise Problem(408, f"the body did not arrive within {self._timeout_s:g} s") from None
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
 
-    async def _receive(self, receive: Receive, body: bytearray) -> bool:
+    async def _receive(self, receive: Receive, body: bytearray, limit_bytes: int) -> bool:
         """Append the next part of a body, and return whether more follows."""
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        self._append(body, message.get("body", b""))
-        if self._large_bytes > MAX_LARGE_BODY_BYTES and len(body) > SMALL_BODY_BYTES:
-            detail = f"large bodies of {MAX_LARGE_BODY_BYTES} bytes in all are arriving already; try again later"
+        piece = message.get("body", b"")
+        body += piece
+        self._held_bytes += len(piece)
+        if len(body) > limit_bytes:
+            raise _too_large(limit_bytes)
+        if self._held_bytes > MAX_BODIES_BYTES and len(body) > SMALL_BODY_BYTES:
+            detail = f"bodies of {MAX_BODIES_BYTES} bytes in all are arriving already; try again later"
             raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
         return bool(message.get("more_body", False))
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from kvferry.app.cli.console import ExitCode, complain, new_table, note, out, print_json, words
+from kvferry.app.cli.console import ExitCode, complain, note, out, print_json, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
@@ -79,16 +79,13 @@ def docs() -> int:
 
 
 def _print_settings(views: Mapping[str, Any]) -> None:
-    table = new_table("setting", "value", "from")
+    rows = []
     for name, view in views.items():
         if isinstance(view, Mapping):
             given = view.get("source") != "default"
-            style = "bold" if given else ""
-            place = words(view.get("place") or view.get("source"))
-            table.add_row(
-                Text(name.upper(), style), _value(name, view.get("value")), Text(place, "" if given else "dim")
-            )
-    out.print(table)
+            place = Text(words(view.get("place") or view.get("source")), "" if given else "dim")
+            rows.append((Text(name.upper(), "bold" if given else ""), _value(name, view.get("value")), place))
+    print_table(rows, "setting", "value", "from")
 
 
 def _value(name: str, value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 from rich.console import Console
@@ -51,6 +51,15 @@ def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
+
+
+def print_table(rows: Iterable[Sequence[str | Text]], *columns: str, right: tuple[str, ...] = ()) -> None:
+    """Print a table; columns with an empty name have no header."""
+    table = new_table(*columns, right=right)
+    table.show_header = any(columns)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
 
 
 def words(value: object) -> str:

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.app.cli.console import count, duration, new_table, note, out, print_json, size, words
+from kvferry.app.cli.console import count, duration, note, print_json, print_table, size, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 HASH_CHARS_SHOWN = 16
 COLUMNS = ("time", "reason", "hash", "position", "age_s", "hits", "request", "tenant", "needed_by", "regretted_at")
-NUMBERS = ("position", "age_s", "hits")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SPAN_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -69,7 +68,7 @@ def evictions(
     if as_json:
         print_json(answer)
     elif summary:
-        _print_summary(answer)
+        print_table(_flat(answer), "", "", right=("",))
     else:
         _print_rows(answer["items"], more=answer["next_cursor"] is not None)
     return 0
@@ -80,10 +79,8 @@ def _print_rows(items: list[dict[str, Any]], more: bool) -> None:
         note("no evictions")
         return
     shown = [name for name in COLUMNS if any(item.get(name) is not None for item in items)]
-    table = new_table(*(name.removesuffix("_s") for name in shown), right=tuple(n.removesuffix("_s") for n in NUMBERS))
-    for item in items:
-        table.add_row(*(_cell(name, item.get(name)) for name in shown))
-    out.print(table)
+    rows = [[_cell(name, item.get(name)) for name in shown] for item in items]
+    print_table(rows, *(name.removesuffix("_s") for name in shown), right=("position", "age", "hits"))
     if more:
         note("there are more; raise --limit, or continue with --cursor and the next_cursor of --json")
 
@@ -96,14 +93,6 @@ def _cell(name: str, value: Any) -> str:
     if name in ("time", "regretted_at") and isinstance(value, str):
         return value.replace("T", " ").removesuffix("Z")
     return words(value)
-
-
-def _print_summary(answer: Mapping[str, Any]) -> None:
-    table = new_table("", "", right=("",))
-    table.show_header = False
-    for name, value in _flat(answer):
-        table.add_row(name, value)
-    out.print(table)
 
 
 def _flat(answer: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:

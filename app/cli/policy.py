@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvferry.app.cli.console import new_table, note, out, print_json, words
+from kvferry.app.cli.console import note, out, print_json, print_table, words
 from kvferry.app.cli.remote import JsonOption, UrlOption, connect
 
 app = typer.Typer(no_args_is_help=True)
@@ -116,11 +116,9 @@ def _print_policy(answer: Mapping[str, Any], as_json: bool) -> int:
     if as_json:
         print_json(answer)
         return 0
-    table = new_table("field", "value", "source")
-    for name, item in answer.items():
-        if isinstance(item, Mapping) and "value" in item:
-            table.add_row(name, words(item["value"]), words(item.get("source")))
-    out.print(table)
+    fields = {name: item for name, item in answer.items() if isinstance(item, Mapping) and "value" in item}
+    rows = [(name, words(item["value"]), words(item.get("source"))) for name, item in fields.items()]
+    print_table(rows, "field", "value", "source")
     override = answer.get("override")
     if isinstance(override, Mapping):
         note(f"override of {words(answer.get('id'))} expires at {words(override.get('expires_at'))}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from kvferry.app.cli.console import ExitCode, complain, count, err, new_table, out, print_json, size, words
+from kvferry.app.cli.console import ExitCode, complain, count, err, out, print_json, print_table, size, words
 from kvferry.app.cli.remote import JsonOption
 
 _BATCH_SLOTS = 256
@@ -71,10 +71,7 @@ def inspect(
     if as_json:
         print_json({"path": str(path), "fingerprint": header.fingerprint, **summary, "bad_slots": bad})
     else:
-        table = new_table("field", "value")
-        for name, value in header.fingerprint.items():
-            table.add_row(name, words(value))
-        out.print(table)
+        print_table([(name, words(value)) for name, value in header.fingerprint.items()], "field", "value")
         holders = ", ".join(map(str, pool.holders))
         out.print(f"\nformat {FORMAT_VERSION}, used by {f'process {holders}' if holders else 'no process'} now")
         out.print(

@@ -16,10 +16,9 @@ from kvferry.app.cli.console import (
     count,
     duration,
     err,
-    new_table,
     note,
-    out,
     print_json,
+    print_table,
     share,
     size,
 )
@@ -150,11 +149,10 @@ def _settled(admin: KVFerryClient) -> dict[str, Any]:
 
 
 def _print_report(report: Report, scale: str) -> None:
-    table = new_table("", "", "", right=("",))
-    table.show_header = False
+    rows: list[tuple[str, str, str]] = []
 
     def row(name: str, value: str, extra: str = "") -> None:
-        table.add_row(name, value, extra)
+        rows.append((name, value, extra))
 
     row("requests", count(report.requests), f"{report.requests_per_s:.2f}/s")
     row("  failed", count(report.failed))
@@ -176,6 +174,6 @@ def _print_report(report: Report, scale: str) -> None:
     for name, seconds in report.first_token_s.items():
         row(f"first token {name}", duration(seconds))
     row("total time", duration(report.total_s))
-    out.print(table)
+    print_table(rows, "", "", "", right=("",))
     if report.cache is None:
         note("server restarted during the replay: its counters are not comparable")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvferry.app.api.auth import Tokens
-from kvferry.app.api.middleware import MAX_LARGE_BODY_BYTES
+from kvferry.app.api.middleware import MAX_BODIES_BYTES
 from tests.api.test_openapi import CONTRACT
 from tests.harness.loop_service import ADMIN, Service
 
@@ -114,7 +114,7 @@ def test_large_bodies_when_too_many_arrive_at_once_are_429(fresh: Service, clien
         b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 16000000\r\n\r\n"
     )
-    num_fitting = MAX_LARGE_BODY_BYTES // 15_000_000
+    num_fitting = MAX_BODIES_BYTES // 15_000_000
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", fresh.port), timeout=60))

@@ -118,7 +118,7 @@ def test_a_service_closes_all_that_it_opened(
 def test_readiness_when_the_database_is_gone_is_degraded_only(tmp_path: Path, pool: HostPool) -> None:
     service = make_service(tmp_path, pool, threading.Event())
     service.start()
-    degraded = service.context(lambda: False).degraded
+    degraded = service.context(lambda: False).process.degraded
     database = tmp_path / "state" / "kvferry.db"
     away = database.rename(database.with_name("away.db"))
     wait_until(lambda: degraded() != [], "the loss shows", 10.0)

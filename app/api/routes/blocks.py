@@ -14,7 +14,6 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvferry.app.api.audit import AUDIT_AFTER
 from kvferry.app.api.context import Cache
 from kvferry.app.api.errors import Problem
 from kvferry.app.api.pagination import DEFAULT_LIMIT, Limit, PositionCursor
@@ -188,7 +187,6 @@ def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
                 f"written within {WRITE_TIMEOUT_S:g} s, so that a restart may bring it back"
             }
         },
-        dependencies=[AUDIT_AFTER],
     )
     async def drop_block(request: Request, block_hash: BlockHash) -> Response:
         """Dropped from pool and tiers at once; its slot is free when the last transfer or pin of it ends.
@@ -210,7 +208,6 @@ def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
         summary="Keep one block from eviction",
         response_model=PinAnswer,
         responses={409: {"description": "The limit of pins is reached, or the block is about to leave the pool"}},
-        dependencies=[AUDIT_AFTER],
     )
     def pin_block(block_hash: BlockHash, body: Annotated[PinBody | None, Body()] = None) -> PinAnswer:
         """Pinning again changes the expiry. At most `KVFERRY_MAX_PINNED_FRACTION` of the pool may be pinned: 409."""
@@ -234,7 +231,7 @@ def blocks_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
             raise Problem(409, detail, slug="pin-limit", title="Too many pins")
         return PinAnswer(hash=block_hash.lower(), pinned_until=rfc3339(expires_s))
 
-    @router.delete("/blocks/{hash}/pin", summary="Delete a pin", status_code=204, dependencies=[AUDIT_AFTER])
+    @router.delete("/blocks/{hash}/pin", summary="Delete a pin", status_code=204)
     def unpin_block(block_hash: BlockHash) -> None:
         """404 without an operator's pin on this block."""
         key = _key_of(block_hash)

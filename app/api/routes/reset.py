@@ -12,7 +12,6 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from kvferry.app.api.audit import AUDIT_AFTER
 from kvferry.app.api.context import Cache
 from kvferry.app.api.errors import invalid_fields
 from kvferry.app.field_errors import FieldError
@@ -158,7 +157,6 @@ def reset_router(cache: Cache, closing: Callable[[], bool]) -> APIRouter:
                 "description": "The reset is in force; disowned transfers or writes of headers are still under way",
             }
         },
-        dependencies=[AUDIT_AFTER],
         # What depends on the settings.
         openapi_extra={
             "requestBody": {
