@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 # A file of tests at a time in each process; by hand, plain pytest runs them one by one. One process more than cores, at
 # most 4, since tests also wait: on two cores the suite took 318 s with two, 259 s with three and 285 s with four.
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
-XDIST := -n logical --maxprocesses 4 --dist loadfile
+XDIST := -n $(PROCESSES) --dist loadfile
 SEED ?= 1
 STEPS ?= 100000
 ROUNDS ?= 100
