@@ -52,11 +52,6 @@ class Prefix:
     groups: Mapping[int, tuple[Sequence[Key], int]]
     others: Collection[Key] = ()
 
-    @property
-    def num_keys(self) -> int:
-        """Number of keys."""
-        return sum(count for _, count in self.groups.values()) + len(self.others)
-
     def holds(self, keys: Sequence[Key], positions: Sequence[int]) -> list[bool]:
         """Return which of these keys, at these positions within their request's group, are part of the prefix."""
         found = []

@@ -509,7 +509,7 @@ class OffloadManager:
         if len(own):
             own = own[table.pins[own] == 0]
         protected = own
-        num_earlier = prefix.num_keys
+        num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
             # In a larger pool the request's earlier blocks are among the latest used.
             coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))

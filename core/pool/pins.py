@@ -205,7 +205,8 @@ class OperatorPins:
         self._index = index
         self._pins = pins
         self._lock = lock
-        self._until_s: Expiries[Key] = Expiries()
+        self.expiries: Expiries[Key] = Expiries()
+        """Times at which pins end."""
 
     def set_max_fraction(self, max_fraction: float) -> None:
         """Set the maximum share of the pool that may be pinned. Pins beyond it stay."""
@@ -219,48 +220,48 @@ class OperatorPins:
             slot = self._index.get(key)
             if slot is None:
                 return PinOutcome.NOT_FOUND
-            if key not in self._until_s:
+            if key not in self.expiries:
                 # A resize may have been requested and not begun.
                 if slot >= min(self._table.num_slots, self._table.target_slots):
                     return PinOutcome.LEAVING
-                if len(self._until_s) + 1 > self.max_fraction * self._table.num_slots:
+                if len(self.expiries) + 1 > self.max_fraction * self._table.num_slots:
                     return PinOutcome.LIMIT
                 self._pins.pin(np.array([slot]))
-            self._until_s.set(key, expires_s)
+            self.expiries.set(key, expires_s)
             return PinOutcome.PINNED
 
     def unpin(self, key: Key) -> bool:
         """End a pin. Returns False if there is none."""
         with self._lock:
-            pinned = self._until_s.discard(key)
+            pinned = self.expiries.discard(key)
             if pinned:
                 self._release([key])
             return pinned
 
     def expire(self, now_s: float) -> bool:
         """End pins whose time is over, a bounded number a call. Returns True while there are more."""
-        if self._until_s.next_s > now_s:
+        if self.expiries.next_s > now_s:
             return False
         with self._lock:
-            due = self._until_s.pop_due(now_s, BATCH_SLOTS)
+            due = self.expiries.pop_due(now_s, BATCH_SLOTS)
             if due:
                 self._release(due)
-            return self._until_s.next_s <= now_s
+            return self.expiries.next_s <= now_s
 
     def until_s(self, keys: Sequence[Key]) -> list[float | None]:
         """Return when the pin of each key ends, None for keys without one."""
         with self._lock:
-            return [self._until_s.until_s(key) for key in keys]
+            return [self.expiries.until_s(key) for key in keys]
 
     def slots(self) -> Slots:
         """Return the slots of all pinned blocks, in time proportional to their number."""
         with self._lock:
-            return self._index.find_some(self._until_s.keys())
+            return self._index.find_some(self.expiries.keys())
 
     def in_slots_from(self, start_slot: int) -> list[Key]:
         """Return the pinned keys whose blocks are in slots from `start_slot` on."""
         with self._lock:
-            keys = self._until_s.keys()
+            keys = self.expiries.keys()
         found: list[Key] = []
         for start in range(0, len(keys), BATCH_SLOTS):
             some = keys[start : start + BATCH_SLOTS]
@@ -271,12 +272,12 @@ class OperatorPins:
 
     def end_with(self, keys: Sequence[Key]) -> None:
         """End the pins of keys that are about to be dropped and can still be found. Requires: manager lock held."""
-        if self._until_s:
-            self._release([key for key in keys if self._until_s.discard(key)])
+        if self.expiries:
+            self._release([key for key in keys if self.expiries.discard(key)])
 
     def reset(self) -> None:
         """Forget all pins, which a reset has ended. Requires: manager lock held."""
-        self._until_s.clear()
+        self.expiries.clear()
 
     def _release(self, keys: Sequence[Key]) -> None:
         self._pins.release(Pin(self._index.find_some(keys), self._table.epoch))

@@ -433,7 +433,8 @@ class OffloadScheduler:
     def _expire(self, now_s: float) -> None:
         if self.policies.expiries.next_s <= now_s:
             self.policies.expire(now_s)
-        self.manager.operator_pins.expire(now_s)
+        if self.manager.operator_pins.expiries.next_s <= now_s:
+            self.manager.operator_pins.expire(now_s)
 
     def _update_policy(self, state: RequestState, now_s: float) -> None:
         state.now_s = now_s

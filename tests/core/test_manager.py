@@ -185,7 +185,7 @@ def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
     store(manager, keys(0, 1))
     for number in range(5000):
         manager.operator_pins.pin(keys(0, 1)[0], 1000.0 + number, 1.0)
-    assert len(manager.operator_pins._until_s) < 1000
+    assert len(manager.operator_pins.expiries) < 1000
     assert pinned_until(manager, keys(0, 1)[0]) == 5999.0
 
 

@@ -145,7 +145,7 @@ def _check_pins(engine: ToyEngine) -> None:
         if pin.epoch == epoch:
             for slot in pin.slots.tolist():
                 owned[slot] += 1
-    for key in manager.operator_pins._until_s._until_s:
+    for key in manager.operator_pins.expiries._until_s:
         slot = manager.index.get(key)
         assert slot is not None, "an operator pins what is not there"
         owned[slot] += 1
