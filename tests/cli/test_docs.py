@@ -17,8 +17,8 @@ from kvferry.core.rules import MAX_RULES
 from tests.cli.conftest import COMMAND_DEADLINE_S, ROOT, Run
 from tests.harness.loop_service import ADMIN, Service
 
-STEERING = (ROOT / "docs" / "steering.md").read_text()
-BLOCKS = re.findall(r"(?:^    .*\n)+", STEERING, re.MULTILINE)
+PAGE = (ROOT / "docs" / "policies.md").read_text()
+BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
 COMMANDS = [block for block in BLOCKS if re.match(r"    (kvferry|printf)", block)]
 
 
@@ -45,12 +45,12 @@ def test_bodies_are_taken(service: Service) -> None:
         assert client.delete(call.split()[1]).status_code == 204
 
 
-def test_steering_page_names_every_field_condition_and_event(service: Service) -> None:
+def test_policies_page_names_every_field_condition_and_event(service: Service) -> None:
     with service.client(ADMIN) as client:
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
     names = [*POLICY_FIELDS, *schemas["RuleMatchBody"]["properties"], *EventType, "gap", "missed"]
-    assert [name for name in names if f"`{name}`" not in STEERING] == []
-    assert f"At most {MAX_RULES} rules" in " ".join(STEERING.split())
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+    assert f"At most {MAX_RULES} rules" in " ".join(PAGE.split())
 
 
 def test_links_of_the_documentation_exist() -> None:
