@@ -5,7 +5,7 @@ from __future__ import annotations
 import grimp
 
 
-def test_no_package_is_asked_for_what_it_imports_by_what_lies_in_it() -> None:
+def test_no_package_imports_from_its_own_contents() -> None:
     graph = grimp.build_graph("kvferry", cache_dir=None)
     own = [
         (module, package)

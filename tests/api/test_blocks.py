@@ -124,7 +124,7 @@ def test_block_hash_when_invalid_is_404_or_422(api: httpx.Client, name: str) -> 
         assert answer.headers["Content-Type"] == "application/problem+json"
 
 
-def test_a_pinned_block_outlives_what_pushes_out_all_others(fresh: Service, client: httpx.Client) -> None:
+def test_pinned_block_when_all_others_are_evicted_stays(fresh: Service, client: httpx.Client) -> None:
     hashes = fill(fresh, LoopRequest("pinned", 64, seed=1))
     answer = client.put(f"{BLOCKS}/{hashes[0]}/pin", json={"ttl_s": 3600})
     assert answer.status_code == 200

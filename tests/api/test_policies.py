@@ -107,7 +107,7 @@ def test_policy_when_invalid_is_refused_and_unchanged(api: httpx.Client, body: A
     assert api.get("/admin/v1/policy").json() == before
 
 
-def test_runtime_defaults_govern_what_is_stored(fresh: Service, client: httpx.Client) -> None:
+def test_runtime_defaults_apply_to_stores(fresh: Service, client: httpx.Client) -> None:
     client.patch("/admin/v1/policy", json={"max_offload_tokens": 64})
     fresh.engine.run(LoopRequest("capped", 160, seed=1))
     fresh.settle()

@@ -148,7 +148,7 @@ def test_a_waiting_reset_ends_with_the_server(tmp_path: Path) -> None:
         (None, set()),
     ],
 )
-def test_a_reset_by_match_drops_what_matching_requests_stored(
+def test_reset_by_match_drops_blocks_of_matching_requests(
     fresh: Service, client: httpx.Client, match: dict[str, str | None] | None, kept: set[str]
 ) -> None:
     fill(

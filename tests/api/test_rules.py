@@ -246,7 +246,7 @@ def test_put_then_get_returns_the_same(service: Service, order: int, match: Any,
 # --- what it does
 
 
-def test_rules_settle_what_neither_override_nor_request_does(fresh: Service, client: httpx.Client) -> None:
+def test_rules_apply_after_override_and_request(fresh: Service, client: httpx.Client) -> None:
     client.patch("/admin/v1/policy", json={"max_offload_tokens": 16, "priority": "low"})
     rule = {"max_offload_tokens": 32, "load": False, "offload_prompt_only": False, "store": True}
     put(client, "sql", match={"lora": "sql-*"}, policy=rule)

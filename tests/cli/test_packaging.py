@@ -125,7 +125,7 @@ def test_make_without_a_suitable_python_names_the_versions(tmp_path: Path) -> No
     assert not (tmp_path / "venv").exists()
 
 
-def test_make_installs_again_only_when_what_is_installed_changed(tmp_path: Path) -> None:
+def test_make_installs_again_only_when_requirements_change(tmp_path: Path) -> None:
     stamp = tmp_path / ".installed"
     question = ("-q", str(stamp), f"VENV={tmp_path}")
     assert make(*question).returncode == 1, "nothing is installed yet"
@@ -215,7 +215,7 @@ def test_compose_passes_the_token_as_a_secret_and_keeps_the_state() -> None:
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_the_health_check_tells_a_healthy_service_from_another(healthy: bool, steps: list[Step]) -> None:
+def test_health_check_distinguishes_a_healthy_service(healthy: bool, steps: list[Step]) -> None:
     app = FastAPI()
     if healthy:
         app.get("/healthz")(lambda: {"status": "ok"})

@@ -66,7 +66,7 @@ def test_stats_when_an_engine_has_ranks_adds_them_up(run: Run, service: Service,
 
 
 @pytest.mark.parametrize(("free", "used"), [(4, "0 B"), (3, "256.0 MiB"), (0, "1.0 GiB")])
-def test_stats_when_slots_are_free_says_how_much_is_in_use(free: int, used: str) -> None:
+def test_stats_when_slots_are_free_shows_the_share_in_use(free: int, used: str) -> None:
     pool = {"slots": 4, "free": free, "slot_bytes": 1 << 28, "bytes": 1 << 30}
     console = Console(width=120, file=io.StringIO())
     console.print(render({"pool": pool}))

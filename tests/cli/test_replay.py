@@ -67,7 +67,7 @@ def test_where_the_tokens_came_from(run: Run, peer: EnginePeer, engine: Running,
     assert len(set(peer.request_ids)) == 3
 
 
-def test_the_table_for_people(run: Run, engine: Running, clean_world: Path) -> None:
+def test_stats_are_printed_as_a_table(run: Run, engine: Running, clean_world: Path) -> None:
     done = run("replay", write(clean_world, line(512, [1]), line(512, [1])), "--url", engine.url, "--concurrency", "1")
     assert done.code == 0, done.err
     for words in (
@@ -121,7 +121,9 @@ def test_as_many_at_once_as_asked_for_and_no_more(
     assert peer.most_running == 3
 
 
-def test_errors_count_and_the_replay_goes_on(run: Run, peer: EnginePeer, engine: Running, clean_world: Path) -> None:
+def test_replay_when_calls_fail_counts_errors_and_continues(
+    run: Run, peer: EnginePeer, engine: Running, clean_world: Path
+) -> None:
     peer.fail_every, peer.break_every = 4, 3
     trace = write(clean_world, *(line(512, [number]) for number in range(8)))
     done = run("replay", trace, "--concurrency", "1", "--url", engine.url, "--json")

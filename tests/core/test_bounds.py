@@ -187,7 +187,7 @@ def test_a_reset_by_match_looks_at_a_thousand_slots_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("policy", ["arc", "lru"])
-def test_making_room_costs_what_is_wanted_and_not_what_there_is(policy: str) -> None:
+def test_eviction_work_depends_on_the_offer_and_not_on_the_pool(policy: str) -> None:
     """LMCache#418, vllm#45757: eviction walked all blocks."""
     num_slots = 100_000
     manager = OffloadManager(num_slots, 64, eviction_policy=policy)
@@ -231,7 +231,7 @@ def test_residency_is_requested_for_bounded_victims_when_full(policy: str) -> No
     assert 100 < asked[-1] <= 1000
 
 
-def test_lazy_mode_does_not_offer_what_is_in_flight() -> None:
+def test_lazy_mode_does_not_offer_blocks_in_flight() -> None:
     engine = ToyEngine(64, 8, blocks_per_slot=2, store_mode=StoreMode.LAZY, watermark_blocks=16)
     shared = list(range(BLOCK_SIZE))
     for name, first in (("a", 100), ("b", 200)):

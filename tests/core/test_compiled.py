@@ -32,7 +32,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(folder)
 
 
-def test_second_process_uses_what_the_first_one_compiled(first: tuple[Path, str]) -> None:
+def test_second_process_uses_the_stored_code_of_the_first(first: tuple[Path, str]) -> None:
     folder, output = first
     before = {path: path.stat().st_mtime_ns for path in kept(folder, ".nbc")}
     assert len(before) == 1

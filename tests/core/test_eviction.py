@@ -92,7 +92,7 @@ def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str)
     manager.unpin(pin)
 
 
-def test_arc_keeps_what_was_used_again_through_a_scan_where_lru_does_not() -> None:
+def test_arc_keeps_reused_blocks_through_a_scan_and_lru_does_not() -> None:
     kept = {}
     for policy in POLICIES:
         manager = OffloadManager(100, 64, eviction_policy=policy)

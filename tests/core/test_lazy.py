@@ -18,7 +18,7 @@ def lazy_engine(num_slots: int, num_blocks: int, *, watermark: int = 8, **option
     return ToyEngine(num_slots, num_blocks, store_mode=StoreMode.LAZY, watermark_blocks=watermark, **options)
 
 
-def test_what_is_about_to_leave_the_device_is_stored_and_comes_back() -> None:
+def test_block_about_to_leave_the_device_is_stored_and_loaded() -> None:
     engine = lazy_engine(64, 16)
     for number in range(8):
         answer(engine, f"r{number}", 5, first=1000 * number)
@@ -122,7 +122,7 @@ def test_idle_engine_with_a_small_pool_stops_storing(num_slots, watermark) -> No
     engine.check_idle()
 
 
-def test_a_full_pool_drops_copies_of_what_the_device_still_holds_first() -> None:
+def test_full_pool_evicts_copies_of_device_blocks_first() -> None:
     engine = ToyEngine(10, 64, watermark_blocks=64)
     cold, held = request("cold", 5), request("held", 5, first=1000, max_tokens=1000)
     engine.add(cold)
@@ -302,7 +302,7 @@ def test_blocks_taken_from_a_preempted_request_are_stored_when_taken() -> None:
     engine.check_idle()
 
 
-def test_a_reset_leaves_nothing_of_what_is_copied_ahead_of_a_step() -> None:
+def test_reset_drops_blocks_copied_ahead_of_a_step() -> None:
     engine = lazy_engine(64, 8, watermark=1)
     answer(engine, "first", 5)
     engine.add(request("second", 5, first=1000))

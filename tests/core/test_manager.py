@@ -189,7 +189,7 @@ def test_renewing_a_pin_for_ever_takes_no_memory_for_ever() -> None:
     assert pinned_until(manager, keys(0, 1)[0]) == 5999.0
 
 
-def test_rows_tell_the_real_size_of_what_a_slot_holds() -> None:
+def test_rows_have_the_real_size_of_a_block() -> None:
     manager = OffloadManager(4, 64)
     small = manager.prepare_store(keys(0, 2), ANYONE, np.arange(2), NORMAL, 1.0, size_bytes=48)
     manager.complete_store(small.slots, 1.0)

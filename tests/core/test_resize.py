@@ -240,7 +240,7 @@ def test_a_size_that_cannot_be_is_refused(num_slots: int) -> None:
         Pool(8, 40).resize.request(num_slots)
 
 
-def test_operators_pins_are_named_and_no_new_ones_are_set_on_what_leaves() -> None:
+def test_resize_names_operator_pins_and_refuses_new_ones() -> None:
     pool = Pool(12, 12)
     pool.store(range(12))
     by_slot = {int(Inventory(pool.manager).find_block(key(number)).slots[0]): number for number in range(12)}
@@ -400,7 +400,7 @@ def test_free_slots_that_leave_are_not_used_before_a_step() -> None:
     assert pool.manager.counts().slots == 8
 
 
-def test_what_stands_for_a_block_in_a_tier_is_no_slot_that_is_leaving() -> None:
+def test_promotion_takes_no_slot_that_is_being_removed() -> None:
     engine = ToyEngine(12, 24, tiers=("a",))
     engine.resize.request(4)
     engine.resize.step(1.0)
@@ -432,7 +432,7 @@ def test_offers_when_the_pool_is_resized_are_counted_anew() -> None:
 # --- room, where the pool is much smaller, or larger, than it was -----------------------------------------------------
 
 
-def test_what_was_taken_already_is_not_put_back_among_the_candidates() -> None:
+def test_victims_taken_already_are_not_candidates_again() -> None:
     """In a large pool a request's own blocks are not looked for at first, and may be the oldest all the same."""
     manager = OffloadManager(10, 64)
     low, normal = ([key(number) for number in range(start, start + 5)] for start in (0, 5))
@@ -475,7 +475,7 @@ def test_missing_memory_does_not_cancel_a_later_smaller_size() -> None:
     assert pool.memory[-1] == 16
 
 
-def test_no_pin_is_set_on_what_is_to_leave_once_the_resize_comes_to_it() -> None:
+def test_pin_of_a_slot_being_removed_is_refused() -> None:
     """A resize may be busy with memory for another size when a smaller one is asked for, and checked for pins."""
     pool = Pool(12, 40)
     pool.store(range(12))

@@ -141,7 +141,7 @@ def test_rules_are_tried_again_only_when_they_have_changed() -> None:
     assert book.settle(SUBJECT, {}, 1.0, settled).policy == RequestPolicy(load=False, max_offload_tokens=5)
 
 
-def test_a_rule_governs_what_a_running_request_stores_from_then_on() -> None:
+def test_rule_when_set_applies_to_running_requests() -> None:
     engine = ToyEngine(64, 64)
     request = ToyRequest("r1", list(range(40)), 40, 1, None, "sql")
     engine.add(request)

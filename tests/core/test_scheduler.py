@@ -88,7 +88,7 @@ def test_a_cap_of_a_wrong_type_is_logged_once_and_ignored(engine: ToyEngine, val
     assert bounded_repr(value) in said[0]
 
 
-def test_what_is_ignored_is_logged_once_a_minute_a_field(engine: ToyEngine, caplog) -> None:
+def test_ignored_values_are_logged_once_a_minute_per_field(engine: ToyEngine, caplog) -> None:
     def said(**params: object) -> int:
         caplog.clear()
         engine.add(request("again", 1, kv_transfer_params=params))
@@ -104,7 +104,7 @@ def test_what_is_ignored_is_logged_once_a_minute_a_field(engine: ToyEngine, capl
         assert "store" in caplog.records[0].getMessage()
 
 
-def test_what_end_users_may_not_set_is_passed_over_silently(engine: ToyEngine, caplog) -> None:
+def test_fields_not_allowed_for_clients_are_ignored_silently(engine: ToyEngine, caplog) -> None:
     engine.add(request("r", 2, kv_transfer_params={"priority": "high", "remote_host": "elsewhere", "tiers": 7}))
     assert engine.offload.requests.find("r", engine.now_s).policy.policy == RequestPolicy()
     assert not caplog.records
@@ -424,7 +424,7 @@ def test_a_prompt_longer_than_the_pool_keeps_its_head() -> None:
     assert engine.offload.snapshot().store.skipped["no_space"] == 12
 
 
-def test_nothing_that_a_failed_step_had_decided_is_published(engine: ToyEngine) -> None:
+def test_step_that_failed_publishes_nothing(engine: ToyEngine) -> None:
     first, second = request("first", 3), request("second", 3, first=900)
     for one in (first, second):
         engine.add(one)
@@ -522,7 +522,7 @@ def test_reset_by_match_drops_pending_stores_of_finished_requests() -> None:
     engine.check_idle()
 
 
-def test_what_a_decode_block_costs_does_not_grow_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_per_decode_block_does_not_grow_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ToyEngine(num_slots=4100, num_blocks=600, settings=RequestPolicy(offload_prompt_only=False))
     fillers = [number.to_bytes(16, "big") + b"\0" for number in range(4100)]
     filling = engine.manager.prepare_store(fillers, RequestIdentity("filler"), np.arange(4100), 1, 1.0)

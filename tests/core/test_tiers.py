@@ -380,7 +380,7 @@ def test_tier_that_cannot_cancel_keeps_its_slots_and_gets_no_jobs() -> None:
 # --- promotions -----------------------------------------------------------------------------------------------------
 
 
-def test_what_only_a_tier_has_is_promoted_while_the_request_waits() -> None:
+def test_block_only_in_a_tier_is_promoted_while_the_request_waits() -> None:
     engine = engine_with()
     serve(engine, request("r", 5))
     forget(engine)
@@ -470,7 +470,7 @@ def test_an_answer_for_which_no_time_is_left_counts_as_given_up() -> None:
     assert (use(engine).promoted, use(engine).gave_up) == (0, 1)
 
 
-def test_a_slow_tier_is_given_up_and_what_a_fast_one_has_is_used() -> None:
+def test_slow_tier_is_abandoned_and_the_fast_one_used() -> None:
     engine = engine_with("fast", "slow")
     ask_for_the_last_block(engine, slow="slow")
     engine.now_s += 0.5
@@ -635,7 +635,7 @@ def test_promotion_of_blocks_not_matched_by_a_reset_completes() -> None:
     assert prompt_tokens(engine, "s").tier_hit == {"disk": 20}
 
 
-def test_what_a_reset_dropped_does_not_come_back_from_a_tier() -> None:
+def test_block_dropped_by_a_reset_is_not_promoted_from_a_tier() -> None:
     engine = engine_with()
     serve(engine, request("r", 5, tenant="t1"), request("other", 5, family=2))
     ticket = engine.reset(RequestFilter(tenant="t1"))

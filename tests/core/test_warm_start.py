@@ -158,7 +158,7 @@ def test_recovered_block_without_origin_matches_every_reset() -> None:
     assert present(manager, [0, 1, 2]) == [1]
 
 
-def test_verification_drops_what_is_bad_and_ends() -> None:
+def test_verification_drops_damaged_blocks_and_ends() -> None:
     sink = Recorder()
     manager = OffloadManager(8, 64, sink=sink)
     import_blocks(manager, kept([0, 1, 2, 3, 4]), NO_SLOTS)

@@ -81,7 +81,7 @@ def test_a_job_ends_when_the_last_of_its_shares_has() -> None:
     assert seen == [{number} for number in range(1, 41)]
 
 
-def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written() -> None:
+def test_job_with_an_unknown_block_or_slot_fails_before_it_writes() -> None:
     blocks, pool = np.ones((4, 64), dtype=np.uint8), HostPool(4, 64)
     copies = engine_over(blocks, pool)
     results = results_of(

@@ -199,7 +199,7 @@ def test_submitting_waits_for_no_compute_and_the_copies_wait_for_it(rig: Rig) ->
     assert rig.blocks[1].tolist() == [0] * 64
 
 
-def test_compute_queued_before_a_load_still_reads_what_was_there(rig: Rig) -> None:
+def test_compute_queued_before_a_load_reads_the_old_bytes(rig: Rig) -> None:
     seen: list[int] = []
     rig.pool.slot(3)[:] = 99
     with rig.cuda.held():
@@ -330,7 +330,7 @@ def test_events_are_used_again(rig: Rig) -> None:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_names_what_is_not_there_fails_before_a_byte_is_written(rig: Rig) -> None:
+def test_job_with_an_unknown_block_or_slot_fails_before_it_writes(rig: Rig) -> None:
     results = rig.results_of(
         job(1, Direction.STORE, [0, 9], [0, 1]), job(2, Direction.LOAD, [0, -1], [1, 1]), store(3, 3)
     )
@@ -723,7 +723,7 @@ def has_device() -> bool:
     return torch.cuda.is_available()
 
 
-def test_a_machine_without_a_driver_is_refused_with_what_to_do() -> None:
+def test_machine_without_a_driver_is_refused_with_advice() -> None:
     if has_device():
         pytest.skip("this machine has a CUDA driver")
     with pytest.raises(CudaUnavailable, match="install"):

@@ -96,7 +96,7 @@ def test_a_pool_larger_than_memory_is_refused_with_both_numbers() -> None:
         HostPool(1 << 30, 1 << 20)
 
 
-def test_adding_what_does_not_fit_changes_nothing() -> None:
+def test_add_slots_when_memory_is_short_changes_nothing() -> None:
     pool = HostPool(4, 64)
     with pytest.raises(NotEnoughMemory, match=r"POOL_BYTES asks for"):
         pool.add_slots(1 << 45)

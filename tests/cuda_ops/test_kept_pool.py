@@ -55,7 +55,7 @@ def full(path: Path) -> Path:
     return path
 
 
-def test_what_was_sealed_comes_back_byte_for_byte(full: Path) -> None:
+def test_sealed_slots_are_recovered_byte_for_byte(full: Path) -> None:
     for _ in range(2):
         with attached(full) as kept:
             assert not kept.file.found.is_new

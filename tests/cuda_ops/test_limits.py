@@ -40,7 +40,7 @@ def test_limits_of_the_cgroup_and_of_its_parents_count(tmp_path: Path, version: 
     assert sorted(left) == [4000, 8500]
 
 
-def test_the_room_of_a_file_system_counts_for_what_lies_in_it(tmp_path: Path) -> None:
+def test_file_system_space_limits_pools_in_it(tmp_path: Path) -> None:
     ((name, available_bytes),) = file_limits(tmp_path)
     assert name == f"space left on the disk of {tmp_path}"
     assert available_bytes > 0

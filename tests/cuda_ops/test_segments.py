@@ -115,7 +115,7 @@ def test_adjacent_regions_are_not_merged() -> None:
         (run_of(0, [0, 1], [0]), "2 blocks, 1 slots"),
     ],
 )
-def test_what_is_not_there_is_refused_with_the_numbers(run: BlockRun, message: str) -> None:
+def test_unknown_block_or_slot_is_refused_with_the_numbers(run: BlockRun, message: str) -> None:
     planner = SegmentPlanner(DeviceLayout.of_arrays([np.zeros((4, 8), np.uint8)], slot_blocks=2), 16)
     with pytest.raises((IndexError, ValueError), match=message):
         planner.plan(job_of(run_of(0, [0], [0]), run), HostPool(5, 16).hold(), SegmentBuffer(), coalesce=True)

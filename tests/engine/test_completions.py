@@ -322,7 +322,7 @@ class WaitingRequests(NoOffload):
         return Miss() if self.may_start.is_set() else Later()
 
 
-def test_a_call_when_too_many_wait_is_429_and_says_when(make_engine: Callable[..., EmbeddedEngine]) -> None:
+def test_call_when_too_many_wait_is_429_with_retry_after(make_engine: Callable[..., EmbeddedEngine]) -> None:
     engine, waiting = make_engine(dtype="float32", max_running=1, max_waiting=2), WaitingRequests()
     engine.attach(waiting, NoCopies())
     engine.start()

@@ -126,7 +126,7 @@ def test_a_device_that_gives_no_stream_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_a_machine_without_a_device_is_refused_with_what_to_do(device: str, tmp_path: Path) -> None:
+def test_machine_without_a_device_is_refused_with_advice(device: str, tmp_path: Path) -> None:
     settings = Settings(device=device, state_dir=tmp_path)
     with (
         LogPipe(settings) as logs,

@@ -68,7 +68,7 @@ def truth(served: Served) -> tuple[list[list[int]], list[list[int]]]:
     return asked, answers
 
 
-def test_a_second_request_is_served_from_the_host_and_says_so(served: Served) -> None:
+def test_second_request_is_served_from_the_host_and_counted(served: Served) -> None:
     prompt = [(i * 37) % 240 + 3 for i in range(BLOCK * 25 + 3)]
     first = served.complete(prompt, max_tokens=OUTPUT)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -102,7 +102,7 @@ def test_growth_when_memory_is_gone_leaves_the_pool_unchanged(rig: Rig, caplog: 
     wait_until(lambda: rig.has(640), "the size")
 
 
-def test_growth_when_memory_runs_out_midway_returns_what_it_took(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_when_memory_runs_out_midway_frees_its_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.app.pool.resizer.STEP_BYTES", 16 * SLOT_BYTES)
     taken: list[int] = []
 

@@ -99,7 +99,7 @@ def test_answers_when_the_pool_is_resized_under_traffic_are_equal(tmp_path: Path
         assert served.stop() == 0
 
 
-def test_a_kept_pool_keeps_what_fits_through_resizes_and_restarts(tmp_path: Path) -> None:
+def test_kept_pool_when_resized_and_restarted_keeps_blocks_that_fit(tmp_path: Path) -> None:
     settings = SETTINGS | {"pool_kind": "file", "pool_path": tmp_path / "pool"}
     with serving(tmp_path, **settings) as served:
         expected = [served.tokens(prompt, max_tokens=4) for prompt in PROMPTS]

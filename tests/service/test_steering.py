@@ -52,7 +52,7 @@ def test_an_override_changed_while_the_request_runs(served: Served) -> None:
     wait_until(lambda: served.get("/admin/v1/requests/running")["state"] == "finished", "canceled when we left")
 
 
-def test_a_rule_by_tenant_and_priority_settles_what_is_stored(served: Served) -> None:
+def test_rule_by_tenant_and_priority_sets_the_policy(served: Served) -> None:
     salt = "a-salt-of-this-test"
     match = {"cache_salt": salt, "priority": {"min": 5}, "prompt_tokens": {"max": 1000}}
     made = served.http.post("/admin/v1/rules", json={"name": "paying", "match": match, "policy": {"store": False}})

@@ -10,7 +10,7 @@ from kvferry.app.settings.docs import default_words, settings_markdown
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
-def test_the_page_is_what_the_settings_say() -> None:
+def test_settings_page_matches_the_settings() -> None:
     assert PAGE.read_text() == settings_markdown(), "run: kvferry config docs > docs/settings.md"
 
 

@@ -109,7 +109,7 @@ def test_values_that_do_not_validate(
             assert problem.startswith(f"KVFERRY_{name.upper()}=")
 
 
-def test_what_this_version_does_not_offer_refuses_to_start() -> None:
+def test_unsupported_setting_refuses_to_start() -> None:
     (problem,) = refused(eviction_policy="fifo")
     assert "this version offers only lru, arc" in problem
 

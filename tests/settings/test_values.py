@@ -82,7 +82,7 @@ def test_truth(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.sampled_from(["block_size", "device_blocks", "max_running"]), st.integers(1, 1024))
-def test_what_describe_shows_can_be_set_again(name: str, number: int) -> None:
+def test_values_shown_by_describe_can_be_set_again(name: str, number: int) -> None:
     settings = Settings(**{name: number, "max_batched_tokens": 2048}, _env_file=None)
     shown = {view.name: view.value for view in settings.describe() if view.value is not None}
     again = Settings(**shown, _env_file=None)

@@ -137,7 +137,7 @@ def test_engines_that_share_a_database_do_not_see_each_other(where: Where) -> No
         assert {row[0] for row in shell(where, "SELECT name FROM engines")} == {"one", "two"}
 
 
-def test_close_writes_what_is_left(where: Where) -> None:
+def test_close_writes_the_queued_rows(where: Where) -> None:
     store, manager = open_store(where, 64)
     store.start(Inventory(manager))
     fill(manager, range(64))

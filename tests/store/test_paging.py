@@ -213,7 +213,7 @@ def test_limit_when_out_of_range_is_a_value_error(path: Path) -> None:
     st.lists(st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**63), 2**63 - 1)), max_size=3)
 )
 @settings(derandomize=True)
-def test_cursors_keep_what_they_are_given(position: list[float | int]) -> None:
+def test_cursor_when_decoded_equals_the_encoded_values(position: list[float | int]) -> None:
     cursor = encode_cursor("k", position)
     assert cursor.replace("-", "").replace("_", "").isalnum()
     assert decode_cursor("k", [type(value) for value in position], cursor) == position

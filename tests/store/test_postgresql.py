@@ -68,7 +68,7 @@ def test_locked_table_is_waited_for_within_the_timeout(server: Server) -> None:
         assert [item.key for item in store.reader.evictions().items] == [key_of(1).hex()]
 
 
-def test_upgrade_when_the_server_refuses_says_what_to_do_about_the_cause(server: Server) -> None:
+def test_upgrade_when_the_server_refuses_advises_by_cause(server: Server) -> None:
     server.stop()
     with pytest.raises(StoreError, match=r"cannot be reached: .*; start its server, or correct host and port in KVF"):
         upgrade(server.url)

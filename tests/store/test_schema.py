@@ -39,7 +39,7 @@ from tests.harness.stores import (
 )
 
 
-def test_migrations_make_what_the_models_say(where: Where) -> None:
+def test_migrations_create_the_declared_schema(where: Where) -> None:
     assert upgrade(url_of(where)).before is None
     engine = create_engine(parse_url(url_of(where)))
     with engine.connect() as connection:

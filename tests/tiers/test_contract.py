@@ -123,7 +123,7 @@ def test_unknown_numbers_are_canceled_in_vain(rig: Rig) -> None:
     assert rig.load(keys_of([1])) == [True]
 
 
-def test_a_reset_forgets_everything_and_says_how_much(rig: Rig) -> None:
+def test_reset_forgets_all_blocks_and_returns_their_number(rig: Rig) -> None:
     keys = keys_of(range(4))
     rig.store(keys)
     held = rig.tier.counts()
@@ -165,7 +165,7 @@ def test_a_store_submitted_before_a_reset_is_not_kept(rig: Rig) -> None:
         RequestFilter(lora=""),
     ],
 )
-def test_a_reset_by_match_forgets_what_matching_requests_stored(rig: Rig, match: RequestFilter) -> None:
+def test_reset_by_match_forgets_blocks_of_matching_requests(rig: Rig, match: RequestFilter) -> None:
     rig.store(keys_of([0, 1]), ORIGIN)
     rig.store(keys_of([2, 3, 4]), OTHER)
     assert rig.reset(match).dropped_blocks == 3
@@ -188,7 +188,7 @@ def test_resets_in_a_row_all_end(rig: Rig) -> None:
     assert rig.store(keys_of([9])) == [True]
 
 
-def test_every_request_is_answered_what_the_tier_needs(rig: Rig) -> None:
+def test_every_request_gets_the_level_of_its_tier(rig: Rig) -> None:
     assert rig.tier.on_new_request(TierRequest("r9", 10, "t", "l", {"anything": object()})) is Level.BLOCK
     rig.tier.on_request_finished("r9")
 
@@ -224,7 +224,7 @@ def test_nothing_touches_a_slot_once_closed(rig: Rig) -> None:
         max_size=25,
     )
 )
-def test_any_order_of_calls_gives_what_the_obvious_tier_gives(
+def test_any_order_of_calls_matches_the_model_tier(
     kind: str, steps: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One call after the other; that many at once do no harm is tested elsewhere."""

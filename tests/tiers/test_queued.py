@@ -405,7 +405,7 @@ def test_close_leaves_a_call_that_hangs_behind_without_slots(caplog: pytest.LogC
     assert bench.jobs() == ["store", "close"]
 
 
-def test_close_passes_on_all_but_jobs_and_raises_what_the_tier_raised() -> None:
+def test_close_makes_queued_calls_except_jobs_and_raises_tier_errors() -> None:
     bench = Bench()
     bench.hold("look_up")
     bench.tier.look_up(100, keys_of([5]))

@@ -297,7 +297,7 @@ def test_close_ends_idle_threads_and_closes_the_store(rig: Rig, store: Dictionar
     assert "kvferry-tier-bench" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_level_is_what_the_settings_say(store: DictionaryStore) -> None:
+def test_level_is_that_of_the_settings(store: DictionaryStore) -> None:
     rig = threaded_rig(store, level="request")
     assert rig.tier.on_new_request(TierRequest("r7", 1)) is Level.REQUEST
     rig.close()

@@ -104,7 +104,7 @@ def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
         tier.close(WAIT_S)
 
 
-def test_a_folder_that_became_unwritable_still_serves_what_it_has(
+def test_folder_when_it_becomes_unwritable_still_serves_its_blocks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tier"
@@ -147,7 +147,7 @@ def test_folder_when_deleted_is_used_again_once_it_is_back(tmp_path: Path, caplo
         assert serves(rig, 50)
 
 
-def test_a_folder_whose_contents_were_deleted_goes_on(tmp_path: Path) -> None:
+def test_folder_when_its_contents_are_deleted_still_works(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     with closing(file_rig(path)) as rig:
         keys = keys_of(range(6))
@@ -177,7 +177,7 @@ def test_nothing_is_written_to_a_folder_that_was_moved_away(tmp_path: Path) -> N
         assert rig.load(keys) == [True] * 6
 
 
-def test_a_mount_that_comes_and_goes_is_followed(tmp_path: Path) -> None:
+def test_mount_when_it_disappears_and_returns_is_used_again(tmp_path: Path) -> None:
     path = tmp_path / "tier"
     with closing(file_rig(path)) as rig:
         keys = keys_of(range(3))

@@ -220,7 +220,7 @@ def test_close_when_copies_are_open_leaves_none_running(rig: Rig) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_device_without_driver_is_refused_with_what_to_do() -> None:
+def test_device_without_driver_is_refused_with_advice() -> None:
     config = cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout = read_layout(config)
     elsewhere = {
