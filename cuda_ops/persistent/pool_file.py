@@ -227,7 +227,7 @@ class KeptFile:
             ranks = [self.headers(rank)[: self.num_slots] for rank in range(self.shape.num_ranks)]
             seen = read_slots(ranks, self.shape, self.min_epoch, self.found.num_whole)
             self.num_cut_off = seen.dropped.get(DropReason.TRUNCATED, 0)
-            self._void_headers(self.found.num_whole, self.num_slots)
+            self._clear_headers(self.found.num_whole, self.num_slots)
         self._lock.share()
 
     def close(self) -> None:
@@ -375,9 +375,9 @@ class KeptFile:
             offset = POOL_HEADER_BYTES + rank * self.shape.rank_stride
             size = SLOT_HEADER.itemsize
             os.posix_fallocate(self._shared.fileno(), offset + start * size, (end - start) * size)
-        self._void_headers(start, end)
+        self._clear_headers(start, end)
 
-    def _void_headers(self, start: int, end: int) -> None:
+    def _clear_headers(self, start: int, end: int) -> None:
         for rank in range(self.shape.num_ranks):
             self.headers(rank)[start:end] = np.zeros(1, dtype=SLOT_HEADER)
 

@@ -40,7 +40,7 @@ _Round = tuple[int, Slots, NDArray[np.int64], int | None]
 
 
 class KeptRecord:
-    """A `kvferry.core.pool.records.PoolRecord` in the file's headers, written by the thread `kvferry-void`.
+    """A `kvferry.core.pool.records.PoolRecord` in the file's headers, written by the thread `kvferry-invalidate`.
 
     The queue is bounded to one entry per slot, however long the disk blocks.
     """
@@ -135,7 +135,7 @@ class KeptRecord:
             if self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
                 return
             _log.error("invalidation thread died, restarting it")
-        self._thread = threading.Thread(target=self._serve, name="kvferry-void", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kvferry-invalidate", daemon=True)
         self._thread.start()
 
     def problem(self) -> str | None:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 _SUFFIX = ".pinned"
 
 
-class PassingFile(SharedFile):
+class TransientFile(SharedFile):
     """A `Backing` in `/dev/shm`."""
 
     def __init__(self, name: str, *, is_ready: bool = False) -> None:

@@ -24,7 +24,7 @@ from kvferry.cuda_ops.persistent.lock import PoolLock, lock_path
 from kvferry.cuda_ops.persistent.pool_file import KeptFile
 from kvferry.cuda_ops.persistent.record import recover_slots
 from kvferry.cuda_ops.persistent.recovery import DropReason, KeptSlots
-from kvferry.cuda_ops.persistent.transient_file import PassingFile, sweep_names
+from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.kept_pools import FINGERPRINT, bytes_of, key_of
@@ -170,8 +170,8 @@ def test_sweep_removes_names_of_dead_engines_only() -> None:
     name = f"test-{secrets.token_hex(6)}"
     script = (
         "import os, sys\nfrom kvferry.cuda_ops.pool.host_pool import HostPool\n"
-        "from kvferry.cuda_ops.persistent.transient_file import PassingFile\n"
-        f"pool = HostPool(4, 4096, backing=PassingFile({name!r}))\nprint('mapped', flush=True)\nsys.stdin.read()"
+        "from kvferry.cuda_ops.persistent.transient_file import TransientFile\n"
+        f"pool = HostPool(4, 4096, backing=TransientFile({name!r}))\nprint('mapped', flush=True)\nsys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -196,8 +196,8 @@ def test_sweep_removes_names_of_dead_engines_only() -> None:
 
 def test_unlinked_memory_is_shared_by_its_processes() -> None:
     name = f"test-{secrets.token_hex(6)}"
-    first = HostPool(4, 4096, backing=(made := PassingFile(name)))
-    second = HostPool(4, 4096, backing=(joined := PassingFile(name, is_ready=True)))
+    first = HostPool(4, 4096, backing=(made := TransientFile(name)))
+    second = HostPool(4, 4096, backing=(joined := TransientFile(name, is_ready=True)))
     assert (made.must_touch, joined.must_touch) == (True, False)
     joined.unlink()
     try:
@@ -205,7 +205,7 @@ def test_unlinked_memory_is_shared_by_its_processes() -> None:
         first.slot(2)[:] = 7
         assert (second.slot(2) == 7).all()
         with pytest.raises(FileNotFoundError):
-            PassingFile(name, is_ready=True)
+            TransientFile(name, is_ready=True)
         assert not list(SHARED_MEMORY.glob(f"kvferry-{name}*"))
     finally:
         first.close()

@@ -25,7 +25,7 @@ from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupKind
 from kvferry.core.transfers import BlockRun, Direction, TransferJob, TransferResult
-from kvferry.cuda_ops.persistent.transient_file import PassingFile
+from kvferry.cuda_ops.persistent.transient_file import TransientFile
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from tests.harness.waiting import wait_until
 from tests.vllm import fabricated as fake
@@ -163,7 +163,7 @@ def test_ranks_with_identical_kv_when_one_stores_all_load() -> None:
         pool = HostPool(
             4,
             size.rank_slot_bytes,
-            backing=PassingFile(name, is_ready=rank > 0),
+            backing=TransientFile(name, is_ready=rank > 0),
             num_ranks=size.num_columns,
             rank=size.column(rank),
         )

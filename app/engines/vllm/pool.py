@@ -29,7 +29,7 @@ from kvferry.core.groups import GroupLayout
 from kvferry.core.transfers import SlotLabels
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, read_boot_id
-from kvferry.cuda_ops.persistent.transient_file import PassingFile, sweep_names
+from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
 from kvferry.cuda_ops.pool.host_pool import HostPool
 from kvferry.cuda_ops.pool.limits import check_fits, memory_limits
@@ -245,7 +245,7 @@ class MappedPool:
 
     pool: HostPool
     persistent: KeptFile | None = None
-    temporary: PassingFile | None = None
+    temporary: TransientFile | None = None
     rank: int = 0
 
     def file_id(self) -> tuple[object, ...]:
@@ -335,11 +335,11 @@ def _map(
         geometry.num_columns,
         join=not is_first,
     )
-    temporary: PassingFile | None = None
+    temporary: TransientFile | None = None
     if persistent is None:
         if is_first:
             sweep_names()
-        temporary = PassingFile(start_digest(config.vllm), is_ready=is_ready)
+        temporary = TransientFile(start_digest(config.vllm), is_ready=is_ready)
     shape = plan if persistent is None else persistent.shape
     pool = HostPool(
         shape.num_slots,
