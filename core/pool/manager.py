@@ -34,14 +34,17 @@ from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 _EVICTION_ROUNDS = 4
 """Rounds of eviction in one offer while the pool shrinks, as victims in leaving slots make no space."""
 _LARGE_POOL = 8
-"""A pool of so many times a request's slots does not come to evict them while the request runs."""
+"""In a pool with more than this many times a request's slots, those are never among the next victims."""
 _RESIDENCY_FACTOR = 4
 """Candidates checked for residency on the device, for each victim wanted."""
 _MIN_RESIDENCY = 16
+"""Victims assumed to be wanted at least, when candidates are checked for residency."""
 _MAX_CANDIDATES = 1000
+"""Candidates examined in one call at most, which bounds the time under the lock."""
 _LIVE = np.ones(BATCH_SLOTS, dtype=np.bool_)
-_COUNTING = np.arange(BATCH_SLOTS)
-_COUNTING.flags.writeable = False
+"""The column `live` of up to a batch of slots, made once."""
+_POSITIONS = np.arange(BATCH_SLOTS)
+_POSITIONS.flags.writeable = False
 
 Residency = Callable[[Sequence[Key]], Sequence[bool]]
 """Returns which keys the device holds. Thread: engine."""
@@ -191,25 +194,26 @@ class OffloadManager:
             num_answered = len(keys)
             found, num_found, hashes = self.index.find_and_hash(keys)
             if not num_found:
-                own, wanted_at = NO_SLOTS, _counting(num_answered)
+                present, wanted_at = NO_SLOTS, _positions(num_answered)
             else:
                 absent = found < 0
-                own, wanted_at = found[~absent], absent.nonzero()[0]
-                self._use_again(own, positions[~absent], priority_class)
-            counted, held_back_at = None, NO_SLOTS
+                present, wanted_at = found[~absent], absent.nonzero()[0]
+                self._use_again(present, positions[~absent], priority_class)
+            offered, held_back_at = None, NO_SLOTS
             if is_counted and self.admission.is_counting:
-                counted = wanted_at, hashes[wanted_at]
-                admitted = self.admission.admits(counted[1])
+                offered = wanted_at, hashes[wanted_at]
+                admitted = self.admission.admits(offered[1])
                 wanted_at, held_back_at = wanted_at[admitted], wanted_at[~admitted]
             wanted = hashes if len(wanted_at) == len(keys) else hashes[wanted_at]
-            slots = self._reserve(wanted, own, prefix, origin, now_s)
+            slots = self._reserve(wanted, present, prefix, origin, now_s)
             if len(slots) < len(wanted):
                 num_answered = int(wanted_at[len(slots)])
                 wanted, wanted_at = wanted[: len(slots)], wanted_at[: len(slots)]
                 held_back_at = held_back_at[held_back_at < num_answered]
-            if counted is not None:
-                offered_at, hashes = counted
-                self.admission.count(hashes[offered_at < num_answered])
+            if offered is not None:
+                # Keys behind the answer are not counted, as they will be offered again.
+                offered_at, offered_hashes = offered
+                self.admission.count(offered_hashes[offered_at < num_answered])
             if len(slots):
                 if len(slots) < len(keys):
                     positions = positions[wanted_at]
@@ -233,6 +237,7 @@ class OffloadManager:
             holders = self.index.claim(slots)
             # Bytes, as a comparison of two short arrays takes five times as long.
             if holders.tobytes() != slots.tobytes():
+                # Another slot holds the key, or none if the table is full (-1). The holder gets the highest class.
                 won = holders == slots
                 lost = slots[~won]
                 self._raise_class(holders[(holders >= 0) & ~won], int(table.classes[lost].max()))
@@ -473,16 +478,23 @@ class OffloadManager:
             return self.evictor.exchange_policy(name, BATCH_SLOTS)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+    #
+    # In the following, of one offer: `wanted` are the hashes of keys that need a slot, `present` the slots that hold
+    # the other keys, `prefix` the request's earlier keys. `free` slots serve the first of the wanted hashes, `victims`
+    # the others; policies see the hashes, since ARC adapts to those it has evicted. `leaving` slots are behind the end
+    # of a pool that shrinks. After an exception in between, all blocks are dropped (`is_torn`).
 
-    def _reserve(self, wanted: KeyHashes, own: Slots, prefix: Prefix, origin: RequestIdentity, now_s: float) -> Slots:
+    def _reserve(
+        self, wanted: KeyHashes, present: Slots, prefix: Prefix, origin: RequestIdentity, now_s: float
+    ) -> Slots:
         """Allocate slots for the `wanted` hashes, evicting others for those that find no free one; fewer if full."""
         table = self.table
         is_shrinking = table.end_slot > table.num_slots
         slots = table.take_free(len(wanted))
         try:
             for _ in range(_EVICTION_ROUNDS if is_shrinking else 1):
-                victims = self._take_victims(wanted, slots, own, prefix)
-                staying = self._retire_leaving(victims, now_s) if is_shrinking else victims
+                victims = self._take_victims(wanted, slots, present, prefix)
+                staying = self._free_leaving(victims, now_s) if is_shrinking else victims
                 if len(staying):
                     self._evict(staying, EvictionReason.CAPACITY, origin.request_id, now_s)
                     slots = np.concatenate((slots, staying)) if len(slots) else staying
@@ -493,28 +505,28 @@ class OffloadManager:
             raise
         return slots
 
-    def _take_victims(self, wanted: KeyHashes, free: Slots, own: Slots, prefix: Prefix) -> Slots:
+    def _take_victims(self, wanted: KeyHashes, free: Slots, present: Slots, prefix: Prefix) -> Slots:
         """Remove candidates from the policy as victims for new keys of a request; fewer if there are no more.
 
-        Slots of `own` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those that
-        the policy takes are put back behind the other candidates, a bounded number a call.
+        Slots of `present` are not evicted, nor those that hold keys of `prefix`. The latter are not looked up: those
+        that the policy takes are put back behind the other candidates, a bounded number a call.
 
         Args:
             wanted: Hashes of the new keys.
             free: Slots for the first of them; the others need victims.
-            own: Slots of the request that were just used.
+            present: Slots that hold other keys of the offer, and were just used.
             prefix: The request's earlier keys.
         """
         table, missing = self.table, len(wanted) - len(free)
-        if len(own):
-            own = own[table.pins[own] == 0]
-        protected = own
+        if len(present):
+            present = present[table.pins[present] == 0]
+        protected = present
         num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
             # In a larger pool the request's earlier blocks are among the latest used.
             coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
             coldest = coldest[self._are_in(prefix, coldest)]
-            protected = np.concatenate((own, coldest[~np.isin(coldest, own)]))
+            protected = np.concatenate((present, coldest[~np.isin(coldest, present)]))
         victims = self._take(wanted, free, protected)
         if not num_earlier or not len(victims):
             return victims
@@ -525,18 +537,18 @@ class OffloadManager:
         num_taken, num_put_back = len(taken[0]), len(put_back[0])
         while num_taken < missing and len(victims):
             if num_put_back >= _MAX_CANDIDATES:
-                # The offer ends here and may be repeated at once: other candidates come first then.
+                # The offer ends here. A raised version lets the scheduler repeat it at once, with other candidates.
                 table.space_version += 1
                 break
             # Victims are no candidates any more: protecting them would add them again.
-            own = own[~np.isin(own, victims)]
-            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, own)
+            present = present[~np.isin(present, victims)]
+            victims = self._take(wanted[len(free) + num_taken :], NO_SLOTS, present)
             is_prefix = self._are_in(prefix, victims)
             taken.append(victims[~is_prefix])
             put_back.append(victims[is_prefix])
             num_taken += len(taken[-1])
             num_put_back += len(put_back[-1])
-        # They were taken from a request's end to its beginning.
+        # Victims are taken from a request's end to its beginning; the order of `add` is the reverse.
         self.evictor.policy.add(np.concatenate(put_back)[::-1])
         return np.concatenate(taken)
 
@@ -558,7 +570,7 @@ class OffloadManager:
         table = self.table
         return np.array(prefix.holds(table.keys[slots].tolist(), table.positions[slots].tolist()), dtype=np.bool_)
 
-    def _retire_leaving(self, victims: Slots, now_s: float) -> Slots:
+    def _free_leaving(self, victims: Slots, now_s: float) -> Slots:
         """Free those of the victims that leave the pool in a resize, and return the others."""
         is_leaving = victims >= self.table.num_slots
         leaving = victims[is_leaving]
@@ -624,6 +636,6 @@ class OffloadManager:
         self.evictor.policy.add(candidates)
 
 
-def _counting(count: int) -> NDArray[np.int64]:
+def _positions(count: int) -> NDArray[np.int64]:
     """Return the array 0, 1, ..., count - 1, read-only if it is short."""
-    return _COUNTING[:count] if count <= len(_COUNTING) else np.arange(count)
+    return _POSITIONS[:count] if count <= len(_POSITIONS) else np.arange(count)
