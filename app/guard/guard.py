@@ -316,7 +316,8 @@ class OffloadGuard:
     def shut(self, reason: str) -> None:
         """Switch offloading off for the rest of the process."""
         self._must_discard = True
-        self._off = Shortfall(Cause.GONE, reason)
+        with self._switch_lock:
+            self._off = Shortfall(Cause.GONE, reason)
 
     def resume(self) -> None:
         """Switch offloading on again, unless it was shut."""
@@ -325,9 +326,11 @@ class OffloadGuard:
             self._must_discard = True
         with self._switch_lock:
             self._recent_s.clear()
-            if self._off is not None and self._off.cause is not Cause.GONE:
-                _log.warning("offloading is switched on again")
+            was_off = self._off is not None and self._off.cause is not Cause.GONE
+            if was_off:
                 self._off = None
+        if was_off:
+            _log.warning("offloading is switched on again")
 
     # --- discarding ---------------------------------------------------------------------------------------------
 
@@ -357,8 +360,10 @@ class OffloadGuard:
 
     def _switch_off(self, reason: str) -> None:
         """Switch offloading off until `resume`, unless it is shut."""
-        if self._off is None or self._off.cause is not Cause.GONE:
-            self._off = Shortfall(Cause.INTERNAL, reason)
+        off = Shortfall(Cause.INTERNAL, reason)
+        with self._switch_lock:
+            if self._off is None or self._off.cause is not Cause.GONE:
+                self._off = off
         _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:

@@ -102,6 +102,8 @@ class QueuedTier:
         self._running: tuple[str, float] | None = None
         self._is_poll_due = True
         self._failures: dict[str, Shortfall] = {}
+        """The latest failure of each method that fails."""
+        self._reported_s: dict[str, float] = {}
         self._unreported: dict[str, str] = {}
         self._counts = TierCounts()
         self._health: Sequence[str] = ()
@@ -374,9 +376,10 @@ class QueuedTier:
         """Show a failure in `health`, and have `poll` raise it if it is new or a result may be lost with it."""
         now_s = time.monotonic()
         text = f"{method} failed: {_text_of(error)}"
-        known = self._failures.get(method)
-        is_new = known is None or now_s - known.since_s >= FAILURE_S
-        self._failures[method] = Shortfall(Cause.BROKEN, text, now_s if known is None or is_new else known.since_s)
+        is_new = method not in self._failures or now_s - self._reported_s[method] >= FAILURE_S
+        self._failures[method] = Shortfall(Cause.BROKEN, text, now_s)
+        if is_new:
+            self._reported_s[method] = now_s
         if is_new or method == "poll":
             self._unreported[method] = text
 

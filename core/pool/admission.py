@@ -52,9 +52,11 @@ class Admission:
 
         def put_in_force() -> object:
             old = self._rows
-            # Rows that were made meanwhile stay, as they serve any number of slots.
-            if (old is None) == (rows is None):
-                self._start(num_slots, rows)
+            if rows is None:
+                # Rows that are made meanwhile stay, as they serve any number of slots.
+                self._num_slots = num_slots
+                return None
+            self._start(num_slots, rows)
             return old
 
         return put_in_force

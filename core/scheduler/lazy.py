@@ -149,6 +149,9 @@ class LazyPlanner(StorePlanner):
                 self._join(old, state)
                 continue
             contents = self._contents_of(state, group, number, key)
+            if len(contents) < len(blocks):
+                # The engine has withdrawn the hashes of the request.
+                continue
             pending = PendingStore(
                 state, group, number, key, blocks, contents, priority, self._find_hidden(group, blocks)
             )
@@ -249,6 +252,7 @@ class LazyPlanner(StorePlanner):
         """Restart at the head of the free queue: the pool may lack what the cursor has passed."""
         self._cursor = None
         self._num_ahead = 0
+        self._stores.num_returned = 0
 
     def abandon(self) -> None:
         """Forget the contents of all device blocks."""

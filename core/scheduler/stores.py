@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import merge
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,6 +236,9 @@ class StoreJobs:
             elif part.epoch == self._table.epoch:
                 missing.record_not_stored(keys, NotStored.RESET)
             self._manager.abort_store(part.slots)
+            if part.reorders:
+                # To be repeated with the request's next store, or at its end.
+                part.request.ordered_tokens = 0
         if self.cascades is not None:
             self._cascade(self.cascades, part, keys if ok else None, now_s)
         for counts in (self.counts, part.request.store):
@@ -271,7 +275,8 @@ class StoreJobs:
         ordered = state.ordered_tokens
         decided = max(each.answered * each.group.slot_tokens for each in state.storing)
         if ordered < decided and (is_last or (decided - ordered) * _REORDER_SHARE >= decided):
-            begun = [part for part in self.parts if part.request is state]
+            # Its parts of this step are the last ones.
+            begun = list(takewhile(lambda part: part.request is state, reversed(self.parts)))
             for part in begun:
                 part.reorders = True
             if not begun:

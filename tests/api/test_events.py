@@ -223,7 +223,7 @@ def test_every_event_is_read_once_in_order_or_counted_as_lost(steps: list[tuple[
             lost, events = feed.read(seen, number)
             seen += lost
             assert [event.number for event in events] == list(range(seen + 1, seen + 1 + len(events)))
-            assert [event.item.time_s for event in events] == [float(event.number) for event in events]
+            assert [event.time_s for event in events] == [float(event.number) for event in events]
             seen += len(events)
             assert seen == pushed or len(events) == number
         elif step == "wait":

@@ -92,6 +92,20 @@ def test_room_is_made_as_long_as_anything_but_the_own_prefix_can_go(policy: str)
     manager.unpin(pin)
 
 
+def test_request_when_its_blocks_were_protected_is_evicted_from_its_end() -> None:
+    manager, chain = OffloadManager(64, 64), keys(0, 14)
+    store(manager, chain[:12])
+    store(manager, keys(1000, 52))
+    # Two of the offer are present, its ten earlier blocks are the next victims, and two need space.
+    answer = manager.prepare_store(chain[10:], ANYONE, np.arange(10, 14), NORMAL, 1.0, prefix=Prefix({0: (chain, 10)}))
+    manager.complete_store(answer.slots, 1.0)
+    order: list[int] = []
+    for number in range(64):
+        store(manager, keys(5000 + number, 1))
+        order += [i for i, is_held in enumerate(held(manager, chain)) if not is_held and i not in order]
+    assert order == [*range(11, -1, -1), 13, 12]
+
+
 def test_arc_keeps_reused_blocks_through_a_scan_and_lru_does_not() -> None:
     kept = {}
     for policy in POLICIES:
