@@ -523,8 +523,8 @@ class OffloadManager:
         protected = present
         num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
-            # In a larger pool the request's earlier blocks are among the latest used. Protected slots are added again in
-            # the request's order, which is the reverse of their order of eviction.
+            # In a larger pool the request's earlier blocks are among the latest used. Protected slots are added again
+            # in the request's order, which is the reverse of their order of eviction.
             coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
             coldest = coldest[self._are_in(prefix, coldest)]
             protected = np.concatenate((coldest[~np.isin(coldest, present)][::-1], present))
