@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,8 +34,10 @@ def locked(served: Served, database: Path) -> Iterator[None]:
 def disk_full(served: Served, database: Path) -> Iterator[None]:
     """Fill the disk with another file."""
     ballast = database.with_name("ballast")
-    free = os.statvfs(database.parent)
-    ballast.write_bytes(b"x" * (free.f_bavail * free.f_frsize))
+    # The journal may write meanwhile, so no size is known to fit.
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
     yield
     ballast.unlink()
 
