@@ -73,7 +73,7 @@ class Problem(Exception):
     def response(self, scope: Scope) -> Response:
         """Return the document for the request of this ASGI scope; under `/v1/` an error in OpenAI's form."""
         if scope.get("path", "").startswith(ENGINE_PREFIX):
-            content = json.dumps(openai_error(self.status, self.detail)).encode("ascii")
+            content = json.dumps(self.openai_body()).encode("ascii")
             return Response(content, self.status, self.headers, "application/json")
         document: dict[str, Any] = {
             "type": _URN + self.slug if self.slug else "about:blank",
@@ -91,12 +91,22 @@ class Problem(Exception):
         content = json.dumps(document, ensure_ascii=True).encode("ascii")
         return Response(content, self.status, self.headers, PROBLEM_JSON)
 
+    def openai_body(self) -> dict[str, Any]:
+        """Return the body of the error in the form of OpenAI's API; `extras` may hold its `param` and `code`."""
+        status = self.status
+        kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+        code = self.extras.get("code", _OPENAI_CODES.get(status))
+        return {"error": {"message": self.detail, "type": kind, "param": self.extras.get("param"), "code": code}}
 
-def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in the form of OpenAI's API."""
-    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    code = _OPENAI_CODES.get(status) if code is None else code
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+def bad_request(detail: str, param: str | None = None) -> Problem:
+    """Return the 400 for a call of the engine's API, and for its field `param`."""
+    return Problem(400, detail, extras={"param": param})
+
+
+def busy(detail: str, retry_after_s: int = RETRY_AFTER_S) -> Problem:
+    """Return the 429 for a call that may be repeated."""
+    return Problem(429, detail, headers={"Retry-After": str(retry_after_s)})
 
 
 def invalid_fields(errors: Sequence[FieldError]) -> Problem:

@@ -17,7 +17,7 @@ from fastapi import Depends, Path
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.app.api.errors import ENGINE_PREFIX, RETRY_AFTER_S, Problem, invalid_field
+from kvferry.app.api.errors import ENGINE_PREFIX, Problem, busy, invalid_field
 
 MAX_ID_CHARS = 512
 REQUEST_ID_PATTERN = re.compile(rf"[\x20-\x7e]{{1,{MAX_ID_CHARS}}}")
@@ -194,7 +194,7 @@ class Bodies:
             raise _too_large(limit_bytes)
         if self._held_bytes > MAX_BODIES_BYTES and len(body) > SMALL_BODY_BYTES:
             detail = f"bodies of {MAX_BODIES_BYTES} bytes in all are arriving already; try again later"
-            raise Problem(429, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+            raise busy(detail)
         return bool(message.get("more_body", False))
 
 

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from kvferry.app.api.errors import install_error_handlers
 from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, completions
 from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
 from kvferry.app.engines.embedded.completions import completions_router
@@ -58,6 +59,7 @@ class Service:
 @contextlib.contextmanager
 def serve(engine: EmbeddedEngine) -> Iterator[int]:
     app = FastAPI()
+    install_error_handlers(app)
     app.include_router(completions_router(engine))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)

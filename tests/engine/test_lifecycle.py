@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded import (
     EmbeddedEngine,
-    EngineBusyError,
     EngineConfig,
-    EngineStoppedError,
     FinishReason,
-    InvalidRequestError,
     Sampling,
 )
 from kvferry.app.engines.embedded.block_pool import BlockPool
@@ -311,9 +309,9 @@ def test_submit_of_an_impossible_request_is_refused(
     async def submit() -> None:
         engine.submit(prompt, Sampling(**sampling))
 
-    with pytest.raises(InvalidRequestError, match=message) as refused:
+    with pytest.raises(Problem, match=message) as refused:
         run(submit())
-    assert refused.value.param == param
+    assert (refused.value.status, refused.value.extras["param"]) == (400, param)
 
 
 def test_submit_when_the_engine_is_stopped_is_refused(make_engine: Make) -> None:
@@ -322,7 +320,7 @@ def test_submit_when_the_engine_is_stopped_is_refused(make_engine: Make) -> None
     async def submit() -> None:
         engine.submit([5], greedy(1))
 
-    with pytest.raises(EngineStoppedError):
+    with pytest.raises(Problem, match="not running"):
         run(submit())
     engine.start()
     assert engine.is_alive()
@@ -333,7 +331,7 @@ def test_submit_when_the_engine_is_stopped_is_refused(make_engine: Make) -> None
     ask_all(engine, [[5]], greedy(1))
     engine.close()
     assert engine.thread_cpu_s > 0
-    with pytest.raises(EngineStoppedError):
+    with pytest.raises(Problem, match="not running"):
         run(submit())
     engine.cancel("nobody")
 
@@ -365,9 +363,9 @@ def test_submit_when_too_many_wait_is_refused_whole(make_engine: Make) -> None:
 
     async def scenario() -> None:
         streams = engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(3)])
-        with pytest.raises(EngineBusyError, match="KVFERRY_MAX_WAITING=3"):
+        with pytest.raises(Problem, match=r"too many requests are waiting \(KVFERRY_MAX_WAITING=3"):
             engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(2)])
-        with pytest.raises(InvalidRequestError, match="KVFERRY_MAX_WAITING=3"):
+        with pytest.raises(Problem, match="5 prompts, more than KVFERRY_MAX_WAITING=3"):
             engine.submit_all([engine.prepare([5, 6], greedy(2)) for _ in range(5)])
         streams.append(engine.submit([5, 6], greedy(2)))
         streams.pop(0).cancel()

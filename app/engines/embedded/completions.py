@@ -10,89 +10,23 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from starlette.background import BackgroundTask
 
+from kvferry.app.api.errors import BUSY, Problem, busy
 from kvferry.app.api.sse import SEND_TIMEOUT_S, STREAM_RESPONSES, Stream
-from kvferry.app.engines.embedded.engine import EmbeddedEngine, EngineBusyError, InvalidRequestError
-from kvferry.app.engines.embedded.intake import ApiError, CompletionRequest, Intake, too_busy
-from kvferry.app.engines.embedded.loop import EngineStoppedError
+from kvferry.app.engines.embedded.engine import EmbeddedEngine
+from kvferry.app.engines.embedded.intake import CompletionRequest, Intake, check_model
 from kvferry.app.engines.embedded.request import FinishReason, OutputDelta, RequestStream
-from kvferry.core.policy import bounded_repr
 
 SMALL_ANSWER_TOKENS = 4096
 """Responses of more tokens are encoded off the event loop."""
 SHUTDOWN_GRACE_S = 10.0
 """A stream ends with its request; a stopping service aborts requests before this time is over."""
-
-
-class _ReadRequest(Request):
-    """A request whose body was already read and validated: FastAPI uses the model as it is."""
-
-    def __init__(self, request: Request, call: CompletionRequest, num_bytes: int) -> None:
-        super().__init__(request.scope, request.receive)
-        self.num_bytes = num_bytes
-        self._call = call
-
-    async def body(self) -> bytes:
-        """Return a non-empty value, so that FastAPI calls `json`."""
-        return b"{}"
-
-    async def json(self) -> CompletionRequest:
-        """Return the validated body."""
-        return self._call
-
-
-def _route_class(intake: Intake) -> type[APIRoute]:
-    """Return the class of routes whose bodies `intake` reads. An invalid body is a 400, errors have OpenAI's shape."""
-
-    class OpenAIRoute(APIRoute):
-        """A route of the OpenAI API."""
-
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            """Wrap FastAPI's handler."""
-            handler = super().get_route_handler()
-
-            async def handle(request: Request) -> Response:
-                try:
-                    return await _admit(request, handler, intake)
-                except InvalidRequestError as invalid:
-                    error = ApiError(400, str(invalid), invalid.param)
-                except EngineStoppedError as stopped:
-                    error = ApiError(503, str(stopped))
-                except EngineBusyError as busy:
-                    error = too_busy(str(busy))
-                except ApiError as raised:
-                    error = raised
-                return JSONResponse(error.body, error.status, error.headers)
-
-            return handle
-
-    return OpenAIRoute
-
-
-async def _admit(
-    request: Request, handler: Callable[[Request], Coroutine[Any, Any, Response]], intake: Intake
-) -> Response:
-    """Admit a call and read its body, without keeping the bytes while the response is produced."""
-    if request.method != "POST":
-        return await handler(request)
-    request.state.call = call = intake.admit("" if request.client is None else request.client.host)
-    try:
-        body = b"".join([chunk async for chunk in request.stream()])
-        num_bytes = len(body)
-        model = await intake.read(body)
-        del body
-        return await handler(_ReadRequest(request, model, num_bytes))
-    finally:
-        if not call.num_open:
-            intake.dismiss(call)
 
 
 _ERROR = {
@@ -146,16 +80,17 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": _MEANINGS[status], "content": content} for status in statuses}
 
 
-def _token_bounds(engine: EmbeddedEngine) -> dict[str, Any]:
-    """Return the JSON Schema bounds of this model's token ids."""
-    token = {"maximum": engine.model.vocab_size - 1, "items": {"maximum": engine.model.vocab_size - 1}}
-    return {"properties": {"prompt": {"items": token}}}
+def _body_schema(engine: EmbeddedEngine) -> dict[str, Any]:
+    """Return the JSON Schema of a completion's body, with the bounds of this model's token ids."""
+    schema, last = CompletionRequest.model_json_schema(), engine.model.vocab_size - 1
+    schema["properties"]["prompt"]["items"] = {"maximum": last, "items": {"maximum": last}}
+    return schema
 
 
 def completions_router(engine: EmbeddedEngine) -> APIRouter:
     """Return the router of `POST /v1/completions` and `GET /v1/models` for this engine."""
     intake = Intake(engine)
-    router = APIRouter(prefix="/v1", tags=["engine"], route_class=_route_class(intake))
+    router = APIRouter(prefix="/v1", tags=["engine"])
     card = {
         "id": engine.config.model,
         "object": "model",
@@ -172,43 +107,57 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
     @router.get("/models/{model:path}", responses=_errors(400, 401, 403, 404))
     async def get_model(model: str) -> dict[str, Any]:
         """The model with this name."""
-        _check_model(engine, model)
+        check_model(engine, model)
         return card
 
     @router.post(
         "/completions",
         response_model=None,
         responses={**_ANSWERS, **_errors(*_MEANINGS)},
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": _token_bounds(engine)}}}},
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _body_schema(engine)}}}
+        },
     )
-    async def complete(body: CompletionRequest, request: Request) -> Response:
+    async def complete(request: Request) -> Response:
         """Continue one or more prompts, given as text or token ids."""
-        _check_model(engine, body.model)
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-        num_bytes = request.num_bytes if isinstance(request, _ReadRequest) else 0
-        requests = await intake.prepare(body, num_bytes, request_id)
-        streams = engine.submit_all(requests, request.state.call)
-        answer = Answer(engine.config.model, request_id, streams, body.return_token_ids)
-        headers = {"X-Request-ID": request_id}
-        if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            events = answer.events(include_usage)
-            # The task also handles a client that disconnects before the first event, when the generator has not
-            # started.
-            return Stream(
-                events,
-                sep="\n",
-                send_timeout=SEND_TIMEOUT_S,
-                headers=headers,
-                background=BackgroundTask(answer.cancel),
-                shutdown_grace_period=SHUTDOWN_GRACE_S,
-            )
-        whole = await _unless_gone(request, answer.whole(intake))
-        if whole is None:
-            return Response(status_code=499)
-        return Response(whole, headers=headers, media_type="application/json")
+        client = "" if request.client is None else request.client.host
+        retry_after_s = engine.retry_after_s(client)
+        if retry_after_s is not None:
+            raise busy(BUSY, retry_after_s)
+        call = engine.admission.begin(client)
+        try:
+            # Not `request.body()`, which keeps the bytes while the response is produced.
+            body = b"".join([chunk async for chunk in request.stream()])
+            request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+            options, requests = await intake.prepare(body, request_id)
+            del body
+            streams = engine.submit_all(requests, call)
+            answer = Answer(engine.config.model, request_id, streams, options.return_token_ids)
+            return await _respond(request, answer, options)
+        finally:
+            if not call.num_open:
+                engine.admission.end(call)
 
     return router
+
+
+async def _respond(request: Request, answer: Answer, options: CompletionRequest) -> Response:
+    """Return a started stream, or the complete answer."""
+    if options.stream:
+        include_usage = options.stream_options is not None and options.stream_options.include_usage
+        # The task also handles a client that disconnects before the first event, when the generator has not started.
+        return Stream(
+            answer.events(include_usage),
+            sep="\n",
+            send_timeout=SEND_TIMEOUT_S,
+            headers=answer.headers,
+            background=BackgroundTask(answer.cancel),
+            shutdown_grace_period=SHUTDOWN_GRACE_S,
+        )
+    whole = await _unless_gone(request, answer.whole())
+    if whole is None:
+        return Response(status_code=499)
+    return Response(whole, headers=answer.headers, media_type="application/json")
 
 
 class Answer:
@@ -218,6 +167,7 @@ class Answer:
         self._streams = streams
         self._with_token_ids = with_token_ids
         self._last: list[OutputDelta | None] = [None] * len(streams)
+        self.headers = {"X-Request-ID": request_id}
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -225,7 +175,7 @@ class Answer:
             "model": model,
         }
 
-    async def whole(self, intake: Intake) -> bytes:
+    async def whole(self) -> bytes:
         """Return all choices as JSON, once all have ended."""
         texts: list[list[str]] = [[] for _ in self._streams]
         token_ids: list[list[int]] = [[] for _ in self._streams]
@@ -233,7 +183,7 @@ class Answer:
             texts[index].append(delta.text)
             token_ids[index] += delta.token_ids
         encode = partial(self._encode, texts, token_ids)
-        return encode() if sum(map(len, token_ids)) <= SMALL_ANSWER_TOKENS else await intake.encode(encode)
+        return encode() if sum(map(len, token_ids)) <= SMALL_ANSWER_TOKENS else await asyncio.to_thread(encode)
 
     def _encode(self, texts: Sequence[Sequence[str]], token_ids: Sequence[Sequence[int]]) -> bytes:
         """Encode choice by choice: the encoder holds the interpreter lock until it returns."""
@@ -254,8 +204,8 @@ class Answer:
                 yield {"data": json.dumps({**self._head, "choices": [choice], **usage})}
             if include_usage:
                 yield {"data": json.dumps({**self._head, "choices": [], "usage": self._usage()})}
-        except ApiError as error:
-            yield {"data": json.dumps(error.body)}
+        except Problem as problem:
+            yield {"data": json.dumps(problem.openai_body())}
         yield {"data": "[DONE]"}
 
     def cancel(self) -> None:
@@ -279,9 +229,9 @@ class Answer:
                 self._last[index] = delta
                 num_open -= delta.finish_reason is not None
                 if delta.finish_reason is FinishReason.ERROR:
-                    raise ApiError(500, delta.error or "engine error while processing this request")
+                    raise Problem(500, delta.error or "engine error while processing this request")
                 if delta.finish_reason is FinishReason.ABORT:
-                    raise ApiError(503, "the request was aborted: the engine is closing")
+                    raise Problem(503, "the request was aborted: the engine is closing")
                 yield index, delta
         finally:
             for task in pumps:
@@ -325,9 +275,3 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, bytes]) -> by
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
-
-
-def _check_model(engine: EmbeddedEngine, model: str | None) -> None:
-    if model is not None and model != engine.config.model:
-        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.config.model!r}"
-        raise ApiError(404, message, "model", "model_not_found")

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvferry.app.api.errors import Problem, bad_request, busy
 from kvferry.app.engines.embedded.admission import Admission
 from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.engines.embedded.loop import EngineLoop, EngineStoppedError
+from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
 from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
@@ -33,18 +34,6 @@ log = logging.getLogger(__name__)
 
 HUNG_STEP_S = 10.0
 """A longer step makes the engine not ready."""
-
-
-class EngineBusyError(RuntimeError):
-    """The limit of waiting requests is reached: a client should try again later."""
-
-
-class InvalidRequestError(ValueError):
-    """A request that can never be served; `param` is the invalid field."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ class EmbeddedEngine:
         An id that is in use when the request is submitted gets a suffix and stays an alias.
 
         Raises:
-            InvalidRequestError: the request can never be served.
+            Problem: a 400, because the request can never be served.
         """
         limit_tokens = self.check(prompt_token_ids, sampling)
         return Request(
@@ -177,9 +166,8 @@ class EmbeddedEngine:
             call: counted by `admission` for them; ends with the last of them.
 
         Raises:
-            EngineBusyError: too many requests wait.
-            InvalidRequestError: there are more requests than even an idle engine accepts.
-            EngineStoppedError: the engine does not run.
+            Problem: a 429 if too many requests wait, a 400 if there are more than even an idle engine accepts, a 503 if
+                the engine does not run.
         """
         self._reserve(requests)
         streams = []
@@ -235,36 +223,34 @@ class EmbeddedEngine:
         """Return how many tokens prompt and answer may have together.
 
         Raises:
-            InvalidRequestError: not even one token of an answer fits, or an argument is invalid.
+            Problem: a 400, because not even one token of an answer fits, or an argument is invalid.
         """
         if not prompt:
-            raise InvalidRequestError("prompt is empty: send at least one token", "prompt")
+            raise bad_request("prompt is empty: send at least one token", "prompt")
         pool_tokens = self.config.device_blocks * self.config.block_size
         for limit_tokens, what in (
             (self.model.context_tokens, "the model's context"),
             (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.config.device_blocks})"),
         ):
             if len(prompt) >= limit_tokens:
-                raise InvalidRequestError(
+                raise bad_request(
                     f"prompt has {len(prompt)} tokens, and {what} holds {limit_tokens}, one of them for the answer",
                     "prompt",
                 )
         if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
             outside = next(token for token in prompt if not 0 <= token < self.model.vocab_size)
-            raise InvalidRequestError(
+            raise bad_request(
                 f"prompt has token id {bounded_repr(outside)}, and the vocabulary is 0 to {self.model.vocab_size - 1}",
                 "prompt",
             )
         if sampling.max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens={bounded_repr(sampling.max_tokens)}: must be at least 1", "max_tokens"
-            )
+            raise bad_request(f"max_tokens={bounded_repr(sampling.max_tokens)}: must be at least 1", "max_tokens")
         return self.served_tokens
 
     def _cancel(self, request: Request) -> None:
         try:
             self._loop.post(request, is_new=False)
-        except EngineStoppedError:
+        except Problem:
             log.debug("request ends with the engine: %s", request.request_id)
 
     def _reserve(self, requests: Sequence[Request]) -> None:
@@ -275,10 +261,10 @@ class EmbeddedEngine:
         limit = self.config.max_running + self.config.max_waiting
         setting = f"KVFERRY_MAX_WAITING={self.config.max_waiting}"
         if len(requests) > limit:
-            raise InvalidRequestError(f"prompt has {len(requests)} prompts, more than {setting} accepts", "prompt")
+            raise bad_request(f"prompt has {len(requests)} prompts, more than {setting} accepts", "prompt")
         with self._live_lock:
             if len(self._live) + len(requests) > limit:
-                raise EngineBusyError(f"too many requests are waiting ({setting}); try again later")
+                raise busy(f"too many requests are waiting ({setting}); try again later")
             for request in requests:
                 unique_id = request.request_id
                 while unique_id in self._live:

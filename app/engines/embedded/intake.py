@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -23,10 +23,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvferry.app.api.errors import BUSY, RETRY_AFTER_S, UNREADABLE_JSON, openai_error
+from kvferry.app.api.errors import UNREADABLE_JSON, Problem, bad_request, busy
 from kvferry.app.api.middleware import SMALL_BODY_BYTES
 from kvferry.app.engines.embedded.engine import EmbeddedEngine
-from kvferry.app.engines.embedded.request import Call, Request, Sampling
+from kvferry.app.engines.embedded.request import Request, Sampling
 from kvferry.app.policy_json import whole
 from kvferry.core.policy import POLICY_FIELDS, bounded_repr
 
@@ -109,6 +109,10 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+_STREAM_OPTIONS = {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean", "default": False}}}
+"""Inline, so that the schema of a body refers to no other."""
+
+
 class CompletionRequest(BaseModel):
     """The body of `POST /v1/completions`."""
 
@@ -136,7 +140,7 @@ class CompletionRequest(BaseModel):
         default=None, description=f"up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARS} characters"
     )
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, WithJsonSchema(_STREAM_OPTIONS)] = None
     ignore_eos: bool = Field(default=False, description="continue past the end token, up to `max_tokens`")
     return_token_ids: bool = Field(default=False, description="return the `token_ids` of each choice")
     cache_salt: str | None = Field(
@@ -163,9 +167,6 @@ class CompletionRequest(BaseModel):
     logit_bias: Annotated[dict[str, Any] | None, _only("logit_bias")] = None
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 MAX_LARGE_BODIES = 8
 """Large bodies that are being parsed or wait for it; each has up to 16 MiB, and takes a multiple of that once parsed.
 """
@@ -175,94 +176,59 @@ MAX_VALUES = 1 << 20
 """Values of a body, such as token ids; the parser holds the interpreter lock until it has read them all."""
 
 
-class ApiError(Exception):
-    """An error response in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = dict(headers or {})
-        self.body = openai_error(status, message, param, code)
-
-
-def too_busy(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """Return the 429 for a call that may be retried."""
-    return ApiError(429, message, headers={"Retry-After": str(retry_after_s)})
-
-
 class Intake:
-    """Threads that convert bodies to engine requests, and large responses to JSON."""
+    """Threads that convert bodies to engine requests."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._small = ThreadPoolExecutor(2, "kvferry-small-bodies")
         self._large = ThreadPoolExecutor(1, "kvferry-large-bodies")
-        self._answers = ThreadPoolExecutor(1, "kvferry-answers")
         self._num_large = 0
 
-    async def read(self, body: bytes) -> CompletionRequest:
-        """Parse and validate a body. Raises `ApiError`."""
-        return await self._run(len(body), read_completion, body)
-
-    def admit(self, client: str) -> Call:
-        """Count a call of this client address as accepted. Raises `ApiError`."""
-        retry_after_s = self._engine.retry_after_s(client)
-        if retry_after_s is not None:
-            raise too_busy(BUSY, retry_after_s)
-        return self._engine.admission.begin(client)
-
-    def dismiss(self, call: Call) -> None:
-        """Remove an accepted call."""
-        self._engine.admission.end(call)
-
-    async def prepare(self, call: CompletionRequest, num_bytes: int, request_id: str) -> list[Request]:
-        """Tokenize and validate the prompts of a call whose body had `num_bytes`; return one request each. Raises
-        `ApiError`.
-        """
-        return await self._run(num_bytes, prepare_requests, self._engine, call, request_id)
-
-    async def encode(self, work: Callable[[], bytes]) -> bytes:
-        """Run the encoding of a large response on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._answers, work)
-
-    async def _run(self, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest, list[Request]]:
+        """Parse and validate a body, and tokenize its prompts; return one request for each. Raises `Problem`."""
         loop = asyncio.get_running_loop()
-        if num_bytes <= SMALL_BODY_BYTES:
-            return await loop.run_in_executor(self._small, lambda: work(*args, **kwargs))
+        if len(body) <= SMALL_BODY_BYTES:
+            return await loop.run_in_executor(self._small, self._prepare, body, request_id)
         if self._num_large >= MAX_LARGE_BODIES:
-            raise too_busy(f"{MAX_LARGE_BODIES} bodies of more than {SMALL_BODY_BYTES} bytes are being read already")
+            raise busy(f"{MAX_LARGE_BODIES} bodies of more than {SMALL_BODY_BYTES} bytes are being read already")
         self._num_large += 1
         try:
-            return await loop.run_in_executor(self._large, lambda: work(*args, **kwargs))
+            return await loop.run_in_executor(self._large, self._prepare, body, request_id)
         finally:
             self._num_large -= 1
 
+    def _prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest, list[Request]]:
+        call = read_completion(body)
+        check_model(self._engine, call.model)
+        return call, prepare_requests(self._engine, call, request_id)
+
+
+def check_model(engine: EmbeddedEngine, model: str | None) -> None:
+    """Raise the 404 for a model that is not served here."""
+    if model is not None and model != engine.config.model:
+        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.config.model!r}"
+        raise Problem(404, message, extras={"param": "model", "code": "model_not_found"})
+
 
 def read_completion(body: bytes) -> CompletionRequest:
-    """Parse and validate the body of a completion call. Raises `ApiError`."""
+    """Parse and validate the body of a completion call. Raises `Problem`."""
     try:
         text = body.decode("utf-8-sig")
         _check_size(text)
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, UNREADABLE_JSON) from error
+        raise bad_request(UNREADABLE_JSON) from error
     try:
         return CompletionRequest.model_validate(parsed)
-    except ValidationError as invalid:
-        raise _explain(invalid) from invalid
+    except ValidationError as error:
+        raise _explain(error) from error
 
 
 def prepare_requests(engine: EmbeddedEngine, call: CompletionRequest, request_id: str) -> list[Request]:
     """Create one engine request per prompt. Several are numbered after the client's id, which is their alias.
 
-    Raises `ApiError` and `InvalidRequestError`.
+    Raises `Problem`.
     """
     sampling = _sampling(call)
     prompts = _token_prompts(engine, call.prompt)
@@ -293,7 +259,7 @@ def _check_size(text: str) -> None:
     if bare.count('"') <= 8 * MAX_STRUCTURES:
         fault = _find_excess("".join(bare.split('"')[::2]))
     if fault is not None:
-        raise ApiError(400, f"body: has more than {fault}")
+        raise bad_request(f"body: has more than {fault}")
 
 
 def _find_excess(text: str) -> str | None:
@@ -307,9 +273,9 @@ def _sampling(call: CompletionRequest) -> Sampling:
     for name, harmless in UNSUPPORTED_UNLESS.items():
         value = getattr(call, name)
         if value not in harmless:
-            raise ApiError(400, f"{name}={bounded_repr(value)} is not supported: leave it out", name)
+            raise bad_request(f"{name}={bounded_repr(value)} is not supported: leave it out", name)
     if call.cache_salt is not None and not _is_text(call.cache_salt):
-        raise ApiError(400, "cache_salt is not valid Unicode", "cache_salt")
+        raise bad_request("cache_salt is not valid Unicode", "cache_salt")
     return Sampling(
         max_tokens=DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens,
         temperature=1.0 if call.temperature is None else call.temperature,
@@ -343,24 +309,24 @@ def _encode(engine: EmbeddedEngine, text: str) -> list[int]:
     max_chars = engine.served_tokens * tokenizer.max_token_chars
     if len(text) > max_chars:
         limit = f"{max_chars} that {engine.served_tokens} tokens can hold"
-        raise ApiError(400, f"prompt has {len(text)} characters, more than the {limit}", "prompt")
+        raise bad_request(f"prompt has {len(text)} characters, more than the {limit}", "prompt")
     try:
         return tokenizer.encode(text)
     except (ValueError, TypeError) as error:
-        raise ApiError(400, f"prompt: cannot be tokenized: {str(error)[:200]}", "prompt") from error
+        raise bad_request(f"prompt: cannot be tokenized: {str(error)[:200]}", "prompt") from error
 
 
-def _explain(invalid: ValidationError) -> ApiError:
+def _explain(error: ValidationError) -> Problem:
     """Convert the first validation error of a body to an error response that names its field."""
-    errors = invalid.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     field = str(first["loc"][0]) if first["loc"] else None
     if field == "prompt" and first["type"] != "missing":
-        return ApiError(400, _explain_prompt({error["type"] for error in errors}), "prompt")
+        return bad_request(_explain_prompt({error["type"] for error in errors}), "prompt")
     if field == "stop":
         limits = f"up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
-        return ApiError(400, f"stop takes {limits}", "stop")
-    return ApiError(400, f"{field or 'body'}: {first['msg']}"[:500], field)
+        return bad_request(f"stop takes {limits}", "stop")
+    return bad_request(f"{field or 'body'}: {first['msg']}"[:500], field)
 
 
 def _explain_prompt(types: Set[str]) -> str:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import FinishReason, Request
 from kvferry.app.engines.embedded.runner import ModelRunner
@@ -26,10 +27,6 @@ log = logging.getLogger(__name__)
 RECHECK_S = 0.01
 """Poll interval without compute, while transfers are open or requests wait."""
 ERROR_BACKOFF_S = 1.0
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine accepts no requests: it has not started, is closing, or its thread has died."""
 
 
 class EngineLoop:
@@ -83,10 +80,10 @@ class EngineLoop:
         return self._thread is not None and self._thread.is_alive()
 
     def post(self, *requests: Request, is_new: bool = True) -> None:
-        """Send new requests, or those whose clients are gone, all or none. Raises `EngineStoppedError`."""
+        """Send new requests, or those whose clients are gone, all or none. Raises the 503 of a stopped engine."""
         with self._condition:
             if self._closing or not self.is_alive():
-                raise EngineStoppedError("the engine is not running")
+                raise Problem(503, "the engine is not running")
             self._inbox.extend((request, is_new) for request in requests)
             self._condition.notify_all()
 
