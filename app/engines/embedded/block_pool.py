@@ -1,13 +1,15 @@
 """Device blocks: hashes of their contents, reference counts, prefix cache and free queue.
 
 A block is free when no request references it and no transfer holds it. Free blocks keep their contents, and can be
-found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block.
+found by hash, until they are allocated again, least recently used first. Every operation is O(1) per block, except
+that `free_blocks` walks the queue from its head.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +20,6 @@ log = logging.getLogger(__name__)
 
 HASH_BYTES = 32
 HASH_SEED = b"kvferry/blocks/1"
-_OUTSIDE = -1
 
 
 def chain_root(cache_salt: str | None, lora: str | None) -> bytes:
@@ -49,64 +50,6 @@ def extend_chain(
         hashes.append(parent)
 
 
-class FreeQueue:
-    """A subset of the blocks 0 to `num_blocks - 1` in order; initially all of them, by number."""
-
-    def __init__(self, num_blocks: int) -> None:
-        # A sentinel entry ends the list, so that every block has neighbors.
-        self._end = num_blocks
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [num_blocks, *range(num_blocks)]
-        self._length = num_blocks
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, block: int) -> bool:
-        return self._next[block] != _OUTSIDE
-
-    def __iter__(self) -> Iterator[int]:
-        return self.behind(self._end)
-
-    def behind(self, block: int) -> Iterator[int]:
-        """Yield the blocks after this one. The queue must not change meanwhile."""
-        block = self._next[block]
-        while block != self._end:
-            yield block
-            block = self._next[block]
-
-    def append(self, block: int) -> None:
-        """Append a block that is not in the queue: it is allocated last."""
-        self._insert(block, self._end)
-
-    def prepend(self, block: int) -> None:
-        """Prepend a block that is not in the queue: it is allocated next."""
-        self._insert(block, self._next[self._end])
-
-    def discard(self, block: int) -> None:
-        """Remove a block, if it is in the queue."""
-        if block not in self:
-            return
-        before, behind = self._previous[block], self._next[block]
-        self._next[before], self._previous[behind] = behind, before
-        self._next[block] = self._previous[block] = _OUTSIDE
-        self._length -= 1
-
-    def take_first(self) -> int:
-        """Remove and return the first block. Requires: queue not empty."""
-        block = self._next[self._end]
-        if block == self._end:
-            raise IndexError("no device block is free")
-        self.discard(block)
-        return block
-
-    def _insert(self, block: int, behind: int) -> None:
-        before = self._previous[behind]
-        self._next[block], self._previous[block] = behind, before
-        self._next[before] = self._previous[behind] = block
-        self._length += 1
-
-
 class BlockPool:
     """Reference counts, prefix cache and free queue of blocks 0 to `num_blocks - 1`.
 
@@ -119,10 +62,11 @@ class BlockPool:
         self._holds = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._free = FreeQueue(num_blocks)
+        self._free = OrderedDict.fromkeys(range(num_blocks))
+        """Free blocks in the order of their allocation."""
         self._given_out: dict[int, bytes | None] = {}
         self._num_held = 0
-        self._complained = False
+        self._has_logged_release = False
 
     @property
     def num_free(self) -> int:
@@ -151,7 +95,7 @@ class BlockPool:
             return None
         for block in shared:
             self._references[block] += 1
-            self._free.discard(block)
+            self._free.pop(block, None)
         return [*shared, *(self._take_oldest() for _ in range(num_new))]
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -173,13 +117,15 @@ class BlockPool:
         for block in block_ids:
             self._num_held += self._holds[block] == 0
             self._holds[block] += 1
-            self._free.discard(block)
+            self._free.pop(block, None)
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:
         """See `kvferry.core.engine_api.DeviceView`. The last blocks are reused first."""
         for block in reversed(block_ids):
             if self._holds[block] == 0:
-                self._complain(block)
+                if not self._has_logged_release:
+                    self._has_logged_release = True
+                    log.error("device block released without being held: %d; ignored, later ones are not logged", block)
                 continue
             self._holds[block] -= 1
             self._num_held -= self._holds[block] == 0
@@ -187,9 +133,13 @@ class BlockPool:
 
     def free_blocks(self, after: int | None) -> Iterator[int] | None:
         """See `kvferry.core.engine_api.DeviceView`."""
-        if after is None:
-            return iter(self._free)
-        return self._free.behind(after) if after in self._free else None
+        if after is not None and after not in self._free:
+            return None
+        blocks = iter(self._free)
+        # Lazy mode passes a block near the head.
+        if after is not None:
+            next(block for block in blocks if block == after)
+        return blocks
 
     def contents(self, block_ids: Sequence[int]) -> Sequence[Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""
@@ -210,7 +160,7 @@ class BlockPool:
         }
 
     def _take_oldest(self) -> int:
-        block = self._free.take_first()
+        block, _ = self._free.popitem(last=False)
         block_hash = self._hash_of[block]
         self._given_out.setdefault(block, block_hash)
         if block_hash is not None:
@@ -222,12 +172,6 @@ class BlockPool:
     def _queue_if_free(self, block: int, *, reuse_first: bool = False) -> None:
         if self._references[block] or self._holds[block] or block in self._free:
             return
+        self._free[block] = None
         if reuse_first or self._hash_of[block] is None:
-            self._free.prepend(block)
-        else:
-            self._free.append(block)
-
-    def _complain(self, block: int) -> None:
-        if not self._complained:
-            self._complained = True
-            log.error("device block released without being held: %d; ignored, later ones are not logged", block)
+            self._free.move_to_end(block, last=False)
