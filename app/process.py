@@ -163,24 +163,11 @@ class Process:
         return service
 
     def _load_engine(self, undo: ExitStack) -> None:
-        from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
+        from kvferry.app.engines.embedded import EmbeddedEngine
 
         settings = self._settings
         self._progress.note(f"loading the model {settings.model}")
-        self.engine = engine = EmbeddedEngine(
-            EngineConfig(
-                model=settings.model,
-                device=settings.device,
-                dtype=settings.dtype.value,
-                device_blocks=settings.device_blocks,
-                block_size=settings.block_size,
-                max_batched_tokens=settings.max_batched_tokens,
-                max_running=settings.max_running,
-                max_waiting=settings.max_waiting,
-                max_wait_s=settings.max_wait_s,
-                state_dir=settings.state_dir if settings.has_lasting_blocks else None,
-            )
-        )
+        self.engine = engine = EmbeddedEngine(settings)
         if engine.model.device.type == "cuda":
             from kvferry.app.engines.cuda import CudaSide
 
@@ -200,7 +187,7 @@ class Process:
         else:
             from kvferry.app.engines.embedded.block_pool import HASH_SEED
 
-            model, block_size = engine.model, engine.config.block_size
+            model, block_size = engine.model, engine.settings.block_size
             info = EngineInfo("embedded", model.name, str(model.device), block_size, groups=1, workers=1)
             group = GroupSpec(block_size, engine.block_bytes)
             fingerprint = {

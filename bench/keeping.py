@@ -25,8 +25,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import median_interval, spread, verdict
-from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, Sampling
+from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.model import TINY
+from kvferry.app.settings import Settings
 from kvferry.app.store import MetadataStore
 from kvferry.core.cost_model import LoadDecision, LoadOrCompute
 from kvferry.core.groups import GroupLayout, GroupSpec
@@ -88,7 +89,7 @@ class Arm:
     """An engine with its pool. It is idle except between `begin` and `settle`."""
 
     def __init__(self, model: str, name: str, memory: Path, folder: Path, closers: ExitStack) -> None:
-        engine = EmbeddedEngine(EngineConfig(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
+        engine = EmbeddedEngine(Settings.model_construct(model=model, device="cpu", device_blocks=DEVICE_BLOCKS))
         block_bytes = engine.block_bytes
         shape = PoolShape(POOL_SLOTS, block_bytes, 1, POOL_SLOTS)
         file = KeptFile(memory / f"{name}.pool", shape, {"model": "bench"})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
+from kvferry.app.engines.embedded import EmbeddedEngine
+from kvferry.app.settings import Settings
 from tests.harness.checkpoints import save_checkpoints
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.offloading import MakeOffloaded, Offloaded, check_identities
@@ -31,7 +32,7 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     made: list[EmbeddedEngine] = []
 
     def make(**settings: object) -> EmbeddedEngine:
-        engine = EmbeddedEngine(EngineConfig(**{"dtype": "float64", "device": "cpu", **settings}))  # type: ignore[arg-type]
+        engine = EmbeddedEngine(Settings.model_construct(**{"dtype": "float64", "device": "cpu", **settings}))  # type: ignore[arg-type]
         made.append(engine)
         return engine
 
@@ -39,7 +40,7 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
     for engine in made:
         engine.close()
         assert not engine.is_alive()
-        assert engine.pool.num_free == engine.config.device_blocks
+        assert engine.pool.num_free == engine.settings.device_blocks
         assert engine.pool.num_held == 0
 
 

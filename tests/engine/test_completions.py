@@ -19,12 +19,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvferry.app.api.errors import install_error_handlers
-from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig, completions
+from kvferry.app.engines.embedded import EmbeddedEngine, completions
 from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
 from kvferry.app.engines.embedded.completions import completions_router
 from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, CompletionRequest, read_completion
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
+from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from tests.harness.embedded import run, until
@@ -73,7 +74,8 @@ def serve(engine: EmbeddedEngine) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    engine, seen = EmbeddedEngine(EngineConfig(device="cpu", dtype="float64", device_blocks=600)), Announcements()
+    engine = EmbeddedEngine(Settings.model_construct(device="cpu", dtype="float64", device_blocks=600))
+    seen = Announcements()
     engine.attach(seen, NoCopies())
     engine.start()
     with serve(engine) as port:

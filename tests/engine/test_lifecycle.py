@@ -12,13 +12,13 @@ import pytest
 from kvferry.app.api.errors import Problem
 from kvferry.app.engines.embedded import (
     EmbeddedEngine,
-    EngineConfig,
     FinishReason,
     Sampling,
 )
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
+from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import StepPlan
@@ -83,7 +83,7 @@ def recorded(make_engine: Make) -> Callable[..., tuple[EmbeddedEngine, Recorder]
     def make(**settings: object) -> tuple[EmbeddedEngine, Recorder]:
         engine, recorder = make_engine(dtype="float32", **settings), Recorder()
         recorder.pool = engine.pool
-        recorder.block_size = engine.config.block_size
+        recorder.block_size = engine.settings.block_size
         engine.attach(recorder, NoCopies())
         engine.start()
         return engine, recorder
@@ -410,7 +410,7 @@ class Hanging(NoOffload):
 
 def test_reasons_when_a_step_hangs_name_its_seconds() -> None:
     now_s, hanging = [1000.0], Hanging()
-    engine = EmbeddedEngine(EngineConfig(device="cpu", dtype="float32"), clock=lambda: now_s[0])
+    engine = EmbeddedEngine(Settings.model_construct(device="cpu", dtype="float32"), clock=lambda: now_s[0])
     engine.attach(hanging, NoCopies())
     assert any("not running" in reason for reason in engine.reasons())
     engine.start()

@@ -49,7 +49,7 @@ def settle(offloaded: Offloaded) -> None:
 def flush_device(offloaded: Offloaded) -> None:
     """Fill the device with something else, so that hits can only come from the host."""
     engine = offloaded.engine
-    longest = engine.config.device_blocks * engine.config.block_size - 2
+    longest = engine.settings.device_blocks * engine.settings.block_size - 2
     ask_all(engine, [[4] * longest], greedy(1))
     settle(offloaded)
 

@@ -29,9 +29,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvferry.app.engines.embedded import EmbeddedEngine, EngineConfig
+from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.engines.embedded.model import load_model
 from kvferry.app.engines.embedded.tokenizer import CheckpointTokenizer, NoTokenizer
+from kvferry.app.settings import Settings
 from kvferry.core.errors import StartError
 from tests.harness.checkpoints import SMALL
 
@@ -48,7 +49,7 @@ from tests.harness.checkpoints import SMALL
 )
 def test_a_bad_setting_is_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(StartError, match=message.replace("(", r"\(")):
-        EmbeddedEngine(EngineConfig(**settings))  # type: ignore[arg-type]
+        EmbeddedEngine(Settings.model_construct(**settings))  # type: ignore[arg-type]
 
 
 class StubbornConfig(LlamaConfig):
@@ -94,13 +95,13 @@ def test_a_model_without_plain_attention_is_refused(name: str, tmp_path: Path) -
     module, message = small_models()[name]
     module.save_pretrained(tmp_path)
     with pytest.raises(StartError, match=message) as refused:
-        EmbeddedEngine(EngineConfig(model=str(tmp_path), device="cpu"))
+        EmbeddedEngine(Settings.model_construct(model=str(tmp_path), device="cpu"))
     assert str(tmp_path) in str(refused.value)
 
 
 def test_tiny_logs_that_it_is_untrained(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=8))
+        engine = EmbeddedEngine(Settings.model_construct(device="cpu", device_blocks=8))
     assert "UNTRAINED" in caplog.text
     assert (engine.model.context_tokens, engine.served_tokens) == (8192, 8 * 16)
     assert engine.block_bytes == engine.cache.block_bytes.shape[1] == 32 * 1024
@@ -118,7 +119,7 @@ KNOWN_SUM = -17.74336
 
 
 def test_a_block_is_one_run_of_bytes() -> None:
-    engine = EmbeddedEngine(EngineConfig(device="cpu", device_blocks=4))
+    engine = EmbeddedEngine(Settings.model_construct(device="cpu", device_blocks=4))
     engine.cache.block_bytes[2] = 255
     assert torch.isnan(engine.cache.tensor[2]).all()
     assert not torch.isnan(engine.cache.tensor[[0, 1, 3]]).any()

@@ -106,7 +106,7 @@ class Offloaded:
         self.manager = OffloadManager(num_slots, engine.block_bytes)
         policies = PolicyResolver(RequestPolicy(offload_prompt_only=prompt_only), {}, self.manager.lock)
         always = LoadOrCompute(LoadDecision.ALWAYS)
-        layout = GroupLayout([GroupSpec(engine.config.block_size, engine.block_bytes)])
+        layout = GroupLayout([GroupSpec(engine.settings.block_size, engine.block_bytes)])
         self.scheduler = OffloadScheduler(self.manager, policies, engine.pool, layout, choice=always)
         blocks = DeviceLayout.of_tensors([[engine.cache.block_bytes]])
         inner: CopyEngine

@@ -92,7 +92,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
     intake = Intake(engine)
     router = APIRouter(prefix="/v1", tags=["engine"])
     card = {
-        "id": engine.config.model,
+        "id": engine.settings.model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "kvferry",
@@ -132,7 +132,7 @@ def completions_router(engine: EmbeddedEngine) -> APIRouter:
             options, requests = await intake.prepare(body, request_id)
             del body
             streams = engine.submit_all(requests, call)
-            answer = Answer(engine.config.model, request_id, streams, options.return_token_ids)
+            answer = Answer(engine.settings.model, request_id, streams, options.return_token_ids)
             return await _respond(request, answer, options)
         finally:
             if not call.num_open:

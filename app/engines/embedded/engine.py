@@ -11,9 +11,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvferry.app.api.errors import Problem, bad_request, busy
@@ -26,6 +25,7 @@ from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
 from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
+from kvferry.app.settings import Settings
 from kvferry.core.policy import bounded_repr
 from kvferry.cuda_ops.copy.engine import CopyEngine
 
@@ -36,45 +36,25 @@ HUNG_STEP_S = 10.0
 """A longer step makes the engine not ready."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Settings of the embedded engine, which `Settings` has validated. Fields are named like the environment variables.
-
-    `block_size` and `max_batched_tokens` are in tokens, `device_blocks` is the device's KV cache in blocks.
-    `max_running` requests run at once, `max_waiting` more are accepted, `max_wait_s` bounds the expected wait of calls.
-    `state_dir` caches digests of model files; None if nothing outlives the process, so that the files of a local model
-    need not be read.
-    """
-
-    model: str = "tiny"
-    device: str = "auto"
-    dtype: str = "auto"
-    device_blocks: int = 512
-    block_size: int = 16
-    max_batched_tokens: int = 2048
-    max_running: int = 8
-    max_waiting: int = 2048
-    max_wait_s: int = 2
-    state_dir: Path | None = None
-
-
 class EmbeddedEngine:
     """Loads the model and allocates its KV when created; serves from `start` to `close`."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         """Load the model. Raises `StartError` if it cannot be served. `clock` returns Unix time in seconds."""
-        self.config = config
-        self.model = load_model(config.model, config.device, config.dtype, config.state_dir)
+        self.settings = settings
+        # If nothing outlives the process, the files of a local model need not be read.
+        state_dir = settings.state_dir if settings.has_lasting_blocks else None
+        self.model = load_model(settings.model, settings.device, settings.dtype, state_dir)
         shape = inspect_model(self.model)
-        check_fits(shape, config.device_blocks, config.block_size, self.model.device)
-        self.block_bytes = shape.block_bytes(config.block_size)
+        check_fits(shape, settings.device_blocks, settings.block_size, self.model.device)
+        self.block_bytes = shape.block_bytes(settings.block_size)
         self._log_start()
-        self.cache = PagedKVCache(shape, config.device_blocks, config.block_size, self.model.device)
-        self.pool = BlockPool(config.device_blocks)
+        self.cache = PagedKVCache(shape, settings.device_blocks, settings.block_size, self.model.device)
+        self.pool = BlockPool(settings.device_blocks)
         self._clock = clock
         self._live_lock = threading.Lock()
         self._live: dict[str, Request] = {}
-        self.admission = Admission(config.max_running, config.max_wait_s)
+        self.admission = Admission(settings.max_running, settings.max_wait_s)
         self._loop = self._make_loop(NoOffload(), NoCopies())
 
     # ---- wiring and supervision --------------------------------------------------------------------------------------
@@ -151,7 +131,7 @@ class EmbeddedEngine:
             prompt_token_ids,
             replace(sampling, max_tokens=min(sampling.max_tokens, limit_tokens - len(prompt_token_ids))),
             self.model.tokenizer.stream(),
-            self.config.block_size,
+            self.settings.block_size,
             aliases=aliases,
             cache_salt=cache_salt,
             kv_transfer_params=kv_transfer_params,
@@ -189,7 +169,7 @@ class EmbeddedEngine:
 
     def has_room(self) -> bool:
         """Return whether another request would be accepted now. Any thread."""
-        return self.num_live < self.config.max_running + self.config.max_waiting
+        return self.num_live < self.settings.max_running + self.settings.max_waiting
 
     def retry_after_s(self, client: str) -> int | None:
         """Return after how many seconds a client address should call again; None if it may now. Any thread."""
@@ -198,7 +178,7 @@ class EmbeddedEngine:
     @property
     def served_tokens(self) -> int:
         """Return the most tokens of a prompt with its answer: the model's context, limited by the device's blocks."""
-        return min(self.model.context_tokens, self.config.device_blocks * self.config.block_size)
+        return min(self.model.context_tokens, self.settings.device_blocks * self.settings.block_size)
 
     @property
     def num_live(self) -> int:
@@ -227,10 +207,10 @@ class EmbeddedEngine:
         """
         if not prompt:
             raise bad_request("prompt is empty: send at least one token", "prompt")
-        pool_tokens = self.config.device_blocks * self.config.block_size
+        pool_tokens = self.settings.device_blocks * self.settings.block_size
         for limit_tokens, what in (
             (self.model.context_tokens, "the model's context"),
-            (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.config.device_blocks})"),
+            (pool_tokens, f"the device's KV cache (KVFERRY_DEVICE_BLOCKS={self.settings.device_blocks})"),
         ):
             if len(prompt) >= limit_tokens:
                 raise bad_request(
@@ -258,8 +238,8 @@ class EmbeddedEngine:
 
         Live requests are those in the inbox, waiting, loading and running.
         """
-        limit = self.config.max_running + self.config.max_waiting
-        setting = f"KVFERRY_MAX_WAITING={self.config.max_waiting}"
+        limit = self.settings.max_running + self.settings.max_waiting
+        setting = f"KVFERRY_MAX_WAITING={self.settings.max_waiting}"
         if len(requests) > limit:
             raise bad_request(f"prompt has {len(requests)} prompts, more than {setting} accepts", "prompt")
         with self._live_lock:
@@ -280,20 +260,22 @@ class EmbeddedEngine:
             self.admission.end_request(request.call, has_run=request.num_output_tokens > 0)
 
     def _make_loop(self, offload: Offload, copies: CopyEngine) -> EngineLoop:
-        config = self.config
-        scheduler = StepScheduler(self.pool, offload, config.block_size, config.max_batched_tokens, config.max_running)
+        settings = self.settings
+        scheduler = StepScheduler(
+            self.pool, offload, settings.block_size, settings.max_batched_tokens, settings.max_running
+        )
         runner = ModelRunner(self.model, self.cache)
         return EngineLoop(scheduler, runner, copies, self.model.eos_token_ids, self._release_id, self._clock)
 
     def _log_start(self) -> None:
         log.info(
             "model %s%s on %s in %s: %d device blocks of %d tokens, %s bytes each, %s bytes in all",
-            self.config.model,
-            ", which is UNTRAINED and answers noise," if self.config.model == TINY else "",
+            self.settings.model,
+            ", which is UNTRAINED and answers noise," if self.settings.model == TINY else "",
             self.model.device,
             str(self.model.dtype).removeprefix("torch."),
-            self.config.device_blocks,
-            self.config.block_size,
+            self.settings.device_blocks,
+            self.settings.block_size,
             f"{self.block_bytes:,}",
-            f"{self.config.device_blocks * self.block_bytes:,}",
+            f"{self.settings.device_blocks * self.block_bytes:,}",
         )

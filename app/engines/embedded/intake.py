@@ -206,8 +206,8 @@ class Intake:
 
 def check_model(engine: EmbeddedEngine, model: str | None) -> None:
     """Raise the 404 for a model that is not served here."""
-    if model is not None and model != engine.config.model:
-        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.config.model!r}"
+    if model is not None and model != engine.settings.model:
+        message = f"model {bounded_repr(model)} is not served here; this engine has {engine.settings.model!r}"
         raise Problem(404, message, extras={"param": "model", "code": "model_not_found"})
 
 
