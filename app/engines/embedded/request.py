@@ -216,14 +216,12 @@ class Request:
 
 class StopScanner:
     """Text of an answer up to its first stop string. A possible start of a stop string is held back until it is
-    decided.
-
-    A push costs time proportional to the new text and the held text, which is shorter than the longest stop string.
+    decided; the held text is shorter than the longest stop string.
     """
 
     def __init__(self, text: TextStream, stops: Sequence[str]) -> None:
         self._text = text
-        self._matchers = [_StopMatcher(stop) for stop in stops]
+        self._stops = stops
         self._held = ""
 
     def push(self, token_id: int) -> tuple[str, bool]:
@@ -237,41 +235,19 @@ class StopScanner:
         return piece + rest
 
     def _scan(self, piece: str) -> tuple[str, bool]:
-        if not self._matchers:
-            return piece, False
-        held = self._held + piece
-        ends = [(matcher, matcher.feed(piece)) for matcher in self._matchers]
-        starts = [len(self._held) + end - len(matcher.stop) for matcher, end in ends if end is not None]
-        if starts:
+        text = self._held + piece
+        found = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
             self._held = ""
-            return held[: min(starts)], True
-        told = len(held) - max(matcher.num_matched for matcher in self._matchers)
-        self._held = held[told:]
-        return held[:told], False
+            return text[: min(found)], True
+        num_sent = min((_possible_start(text, stop) for stop in self._stops), default=len(text))
+        self._held = text[num_sent:]
+        return text[:num_sent], False
 
 
-class _StopMatcher:
-    """Knuth-Morris-Pratt matching of one stop string, fed piece by piece.
-
-    `num_matched` is the length of the longest prefix of the stop string at the end of the text so far.
-    """
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0
-        self._borders = [0]
-        for character in stop[1:]:
-            self._borders.append(self._extend(self._borders[-1], character))
-
-    def feed(self, piece: str) -> int | None:
-        """Match this text; return the number of its characters up to the end of the stop string, or None."""
-        for count, character in enumerate(piece, 1):
-            self.num_matched = self._extend(self.num_matched, character)
-            if self.num_matched == len(self.stop):
-                return count
-        return None
-
-    def _extend(self, num_matched: int, character: str) -> int:
-        while num_matched and self.stop[num_matched] != character:
-            num_matched = self._borders[num_matched - 1]
-        return num_matched + (self.stop[num_matched] == character)
+def _possible_start(text: str, stop: str) -> int:
+    """Return where the longest end of `text` with which `stop` begins starts, `len(text)` if there is none."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) if start < 0 else start
