@@ -11,6 +11,7 @@ import torch
 from kvferry.app.engines.embedded import EmbeddedEngine
 from kvferry.app.settings import Settings
 from tests.harness.checkpoints import save_checkpoints
+from tests.harness.embedded import NoCopies, NoOffload
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.offloading import MakeOffloaded, Offloaded, check_identities
 
@@ -33,6 +34,7 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
 
     def make(**settings: object) -> EmbeddedEngine:
         engine = EmbeddedEngine(Settings.model_construct(**{"dtype": "float64", "device": "cpu", **settings}))  # type: ignore[arg-type]
+        engine.attach(NoOffload(), NoCopies())
         made.append(engine)
         return engine
 

@@ -9,8 +9,17 @@ import torch
 
 from kvferry.app.engines.embedded import EmbeddedEngine, Sampling
 from kvferry.app.engines.embedded.block_pool import chain_root, extend_chain
-from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
-from tests.harness.embedded import ask, ask_all, greedy, random_prompts, reference_answer, reference_model, run
+from tests.harness.embedded import (
+    NoCopies,
+    NoOffload,
+    ask,
+    ask_all,
+    greedy,
+    random_prompts,
+    reference_answer,
+    reference_model,
+    run,
+)
 
 MODELS = ("tiny", "llama", "qwen2", "qwen3", "mistral")
 MAX_TOKENS = 12

@@ -23,12 +23,11 @@ from kvferry.app.engines.embedded import EmbeddedEngine, completions
 from kvferry.app.engines.embedded.admission import MIN_CALLS, Admission
 from kvferry.app.engines.embedded.completions import completions_router
 from kvferry.app.engines.embedded.intake import MAX_LARGE_BODIES, CompletionRequest, read_completion
-from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.tokenizer import ByteTokenizer
 from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
-from tests.harness.embedded import run, until
+from tests.harness.embedded import NoCopies, NoOffload, run, until
 
 
 class Announcements(NoOffload):

@@ -16,13 +16,12 @@ from kvferry.app.engines.embedded import (
     Sampling,
 )
 from kvferry.app.engines.embedded.block_pool import BlockPool
-from kvferry.app.engines.embedded.offload import NoCopies, NoOffload
 from kvferry.app.engines.embedded.scheduler import MAX_LATER_PER_STEP
 from kvferry.app.settings import Settings
 from kvferry.core.engine_api import EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import Hit, Later, Miss
 from kvferry.core.transfers import StepPlan
-from tests.harness.embedded import ask, ask_all, collect, greedy, random_prompts, run, until
+from tests.harness.embedded import NoCopies, NoOffload, ask, ask_all, collect, greedy, random_prompts, run, until
 
 Make = Callable[..., EmbeddedEngine]
 

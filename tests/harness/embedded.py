@@ -14,10 +14,51 @@ from transformers import PreTrainedModel
 
 from kvferry.app.engines.embedded import EmbeddedEngine, FinishReason, OutputDelta, RequestStream, Sampling
 from kvferry.app.engines.embedded.model import load_model
+from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
+from kvferry.core.scheduler.scheduler import Hit, Later, Miss
+from kvferry.core.transfers import LoadOutcome, StepPlan, TransferResult
 
 DEADLINE_S = 120.0
 """For what hangs: a busy machine takes its time over answers that are computed token by token."""
 T = TypeVar("T")
+
+
+class NoOffload:
+    """An `Offload` that stores and finds nothing."""
+
+    def on_new_request(self, request: EngineRequest, now_s: float) -> None:
+        pass
+
+    def match(self, request_id: str, num_computed_tokens: int, now_s: float) -> Hit | Miss | Later:
+        return Miss()
+
+    def commit(self, request_id: str, block_ids: BlockTables, num_loaded_tokens: int, now_s: float) -> None:
+        pass
+
+    def plan_step(self, progress: Sequence[StepProgress], now_s: float) -> StepPlan:
+        return StepPlan()
+
+    def on_step_failed(self, request_ids: Sequence[str], now_s: float) -> None:
+        pass
+
+    def on_transfers_finished(self, results: Sequence[TransferResult], now_s: float) -> list[LoadOutcome]:
+        return []
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        pass
+
+    def on_request_finished(self, request_id: str, now_s: float) -> None:
+        pass
+
+    def has_open_work(self) -> bool:
+        return False
+
+
+class NoCopies:
+    """A `CopyEngine` to which no job is submitted."""
+
+    def poll(self) -> list[TransferResult]:
+        return []
 
 
 @dataclass

@@ -21,7 +21,7 @@ from kvferry.app.engines.embedded.attention import PagedKVCache, check_fits
 from kvferry.app.engines.embedded.block_pool import BlockPool
 from kvferry.app.engines.embedded.loop import EngineLoop
 from kvferry.app.engines.embedded.model import TINY, inspect_model, load_model
-from kvferry.app.engines.embedded.offload import NoCopies, NoOffload, Offload
+from kvferry.app.engines.embedded.offload import Offload
 from kvferry.app.engines.embedded.request import Call, Request, RequestStream, Sampling
 from kvferry.app.engines.embedded.runner import ModelRunner
 from kvferry.app.engines.embedded.scheduler import StepScheduler
@@ -55,51 +55,57 @@ class EmbeddedEngine:
         self._live_lock = threading.Lock()
         self._live: dict[str, Request] = {}
         self.admission = Admission(settings.max_running, settings.max_wait_s)
-        self._loop = self._make_loop(NoOffload(), NoCopies())
+        self._loop: EngineLoop | None = None
 
     # ---- wiring and supervision --------------------------------------------------------------------------------------
 
     def attach(self, offload: Offload, copies: CopyEngine) -> None:
         """Attach an offload scheduler and its copy engine, before `start`."""
-        if self._loop.is_started():
+        if self._loop is not None and self._loop.is_started():
             raise RuntimeError("offload must be attached before the engine starts")
-        self._loop = self._make_loop(offload, copies)
+        settings = self.settings
+        max_tokens, max_running = settings.max_batched_tokens, settings.max_running
+        scheduler = StepScheduler(self.pool, offload, settings.block_size, max_tokens, max_running)
+        runner = ModelRunner(self.model, self.cache)
+        eos_token_ids = self.model.eos_token_ids
+        self._loop = EngineLoop(scheduler, runner, copies, eos_token_ids, self._release_id, self._clock)
 
     def start(self) -> None:
         """Start the engine thread."""
-        if self._loop.is_started():
+        if self._attached.is_started():
             raise RuntimeError("engine was started already")
-        self._loop.start()
+        self._attached.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuse new requests, abort running ones, wait a bounded time for their transfers, and stop."""
-        self._loop.close(timeout_s)
+        self._attached.close(timeout_s)
 
     def wake(self) -> None:
         """Make an idle engine take a step, because a job has ended or admin work is pending. Any thread."""
-        self._loop.wake()
+        if self._loop is not None:
+            self._loop.wake()
 
     def is_alive(self) -> bool:
         """Return whether the engine thread runs."""
-        return self._loop.is_alive()
+        return self._loop is not None and self._loop.is_alive()
 
     def reasons(self) -> list[str]:
         """Return why this engine should get no traffic: a dead thread, or a step that hangs. Any thread."""
         if not self.is_alive():
             return [f"engine thread not running; last error: {self.last_error}"]
-        started_s = self._loop.step_started_s
+        started_s = self._attached.step_started_s
         step_s = 0.0 if started_s is None else self._clock() - started_s
         return [f"engine step has been running for {step_s:.0f} s"] if step_s > HUNG_STEP_S else []
 
     @property
     def last_error(self) -> str | None:
         """Return the latest error that the engine survived."""
-        return self._loop.errors.last
+        return self._attached.errors.last
 
     @property
     def thread_cpu_s(self) -> float:
         """Return the CPU time of the engine thread, up to its last step."""
-        return self._loop.thread_cpu_s
+        return self._attached.thread_cpu_s
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class EmbeddedEngine:
         if call is not None:
             call.num_open = len(requests)
         try:
-            self._loop.post(*requests)
+            self._attached.post(*requests)
         except BaseException:
             for request in requests:
                 self._release_id(request.request_id)
@@ -227,9 +233,15 @@ class EmbeddedEngine:
             raise bad_request(f"max_tokens={bounded_repr(sampling.max_tokens)}: must be at least 1", "max_tokens")
         return self.served_tokens
 
+    @property
+    def _attached(self) -> EngineLoop:
+        if self._loop is None:
+            raise RuntimeError("no offload scheduler is attached")
+        return self._loop
+
     def _cancel(self, request: Request) -> None:
         try:
-            self._loop.post(request, is_new=False)
+            self._attached.post(request, is_new=False)
         except Problem:
             log.debug("request ends with the engine: %s", request.request_id)
 
@@ -258,14 +270,6 @@ class EmbeddedEngine:
             request = self._live.pop(request_id, None)
         if request is not None:
             self.admission.end_request(request.call, has_run=request.num_output_tokens > 0)
-
-    def _make_loop(self, offload: Offload, copies: CopyEngine) -> EngineLoop:
-        settings = self.settings
-        scheduler = StepScheduler(
-            self.pool, offload, settings.block_size, settings.max_batched_tokens, settings.max_running
-        )
-        runner = ModelRunner(self.model, self.cache)
-        return EngineLoop(scheduler, runner, copies, self.model.eos_token_ids, self._release_id, self._clock)
 
     def _log_start(self) -> None:
         log.info(
