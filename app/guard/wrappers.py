@@ -52,37 +52,38 @@ class ErrorLog:
 
 
 class GuardedSink(EventSink):
-    """An `EventSink` that does not raise: an event that cannot be emitted is missing."""
+    """An `EventSink` that passes events to others and does not raise: an event that a sink cannot take is missing."""
 
-    def __init__(self, inner: EventSink, errors: ErrorLog) -> None:
-        self._inner = inner
+    def __init__(self, sinks: Sequence[EventSink], errors: ErrorLog) -> None:
+        self._sinks = sinks
         self._errors = errors
 
     def stored(self, batch: StoreBatch) -> None:
         """See `EventSink`."""
-        self._emit("stored", lambda: self._inner.stored(batch))
+        self._emit("stored", batch)
 
     def evicted(self, batch: EvictionBatch) -> None:
         """See `EventSink`."""
-        self._emit("evicted", lambda: self._inner.evicted(batch))
+        self._emit("evicted", batch)
 
     def was_reset(self, event: ResetEvent) -> None:
         """See `EventSink`."""
-        self._emit("was_reset", lambda: self._inner.was_reset(event))
+        self._emit("was_reset", event)
 
     def regretted(self, keys: Sequence[Key], time_s: float) -> None:
         """See `EventSink`."""
-        self._emit("regretted", lambda: self._inner.regretted(keys, time_s))
+        self._emit("regretted", keys, time_s)
 
     def request_ended(self, end: RequestEnd) -> None:
         """See `EventSink`."""
-        self._emit("request_ended", lambda: self._inner.request_ended(end))
+        self._emit("request_ended", end)
 
-    def _emit(self, name: str, emit: Callable[[], None]) -> None:
-        try:
-            emit()
-        except Exception as error:  # noqa: BLE001 - one event is missing
-            self._errors.record(f"event {name}", error)
+    def _emit(self, name: str, *event: object) -> None:
+        for sink in self._sinks:
+            try:
+                getattr(sink, name)(*event)
+            except Exception as error:  # noqa: BLE001 - one event is missing
+                self._errors.record(f"event {name}", error)
 
 
 class GuardedCopies:

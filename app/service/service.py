@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
@@ -58,13 +58,11 @@ class EngineHooks:
     Attributes:
         wake: Called when a tier has a result that a request may wait for.
         step: Has an idle engine take a step.
-        listen: Returns the sink of cache events; an engine may wrap the given one.
         reasons: Returns why the engine should get no traffic.
     """
 
     wake: Callable[[], None] = lambda: None
     step: Callable[[], None] = lambda: None
-    listen: Callable[[EventSink], EventSink] = lambda sink: sink
     reasons: Callable[[], list[str]] = list
 
 
@@ -73,7 +71,7 @@ class EngineBinding:
     """An engine as the service sees it.
 
     `fingerprint` is everything that changes what bytes mean. In lazy mode `watermark_blocks` blocks are looked at
-    before they leave the device.
+    before they leave the device. `sinks` receive the pool's events, as the feed does.
     """
 
     name: str
@@ -84,6 +82,7 @@ class EngineBinding:
     watermark_blocks: int
     null_block: int = -1
     hooks: EngineHooks = field(default_factory=EngineHooks)
+    sinks: Sequence[EventSink] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class OffloadService:
                 plan.num_slots,
                 engine.layout.slot_bytes,
                 settings.eviction_policy,
-                sink=GuardedSink(engine.hooks.listen(self.feed), errors),
+                sink=GuardedSink([self.feed, *engine.sinks], errors),
                 store_threshold=settings.store_threshold,
                 record=kept,
                 epoch=0 if kept is None else kept.file.min_epoch,

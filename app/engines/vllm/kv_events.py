@@ -21,7 +21,7 @@ from kvferry.app.engines.vllm.layout import VllmLayout
 from kvferry.app.engines.vllm.requests import VllmRequest
 from kvferry.core.groups import Group, GroupKind, GroupLayout
 from kvferry.core.keys import Key, group_of, hash_of
-from kvferry.core.pool.events import EventSink, EvictionBatch, RequestEnd, ResetEvent, StoreBatch
+from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, StoreBatch
 
 MAX_BLOCKS_PER_TAKE = 4096
 """Limit of slots reported per step; a reset or a warm start may report the whole pool."""
@@ -83,7 +83,6 @@ class KVEventSink(EventSink):
         self._device: Any = None
         self._device_index: Any = None
         self._repeated: Iterator[_Change] | None = None
-        self._inner: EventSink = EventSink()
 
     @classmethod
     def for_config(cls, config: Any, layout: VllmLayout, slots: GroupLayout) -> KVEventSink | None:
@@ -92,11 +91,6 @@ class KVEventSink(EventSink):
         if events is None or not events.enable_kv_cache_events:
             return None
         return cls(slots, layout.num_blocks, hash_bytes(config))
-
-    def wrap(self, inner: EventSink) -> EventSink:
-        """Return this sink, which forwards every event to `inner` first."""
-        self._inner = inner
-        return self
 
     def bind(self, device: Any) -> None:
         """Set vLLM's block pool; the event of its resets makes subscribers clear the host pool's blocks as well."""
@@ -199,26 +193,15 @@ class KVEventSink(EventSink):
 
     def stored(self, batch: StoreBatch) -> None:
         """Queue slots that entered."""
-        self._inner.stored(batch)
         self._changes.append((True, self._enter(batch.keys)))
 
     def evicted(self, batch: EvictionBatch) -> None:
         """Queue slots that left."""
-        self._inner.evicted(batch)
         self._changes.append((False, self._leave(batch.rows.keys)))
 
     def was_reset(self, event: ResetEvent) -> None:
         """Queue the removal of every slot, since vLLM's event for a reset has no medium."""
-        self._inner.was_reset(event)
         self._changes.append((False, self._leave_all()))
-
-    def regretted(self, keys: Sequence[Key], time_s: float) -> None:
-        """Forward the event."""
-        self._inner.regretted(keys, time_s)
-
-    def request_ended(self, end: RequestEnd) -> None:
-        """Forward the event."""
-        self._inner.request_ended(end)
 
     # Generators of changes. They run in `take`, on the engine thread, after the changes queued before them.
 

@@ -208,7 +208,7 @@ class EngineCore:
         """Map the pool if it is needed here, and create the offload service."""
         config = self._config
         vllm_config, layout, geometry, settings = config.vllm, config.layout, config.geometry, config.settings
-        events, request_step, stopping = self.events, self._signals.step_requested.set, threading.Event()
+        request_step, stopping = self._signals.step_requested.set, threading.Event()
         if config.is_mapped_by_scheduler and has_random_hashes(vllm_config):
             _log.warning(
                 "PYTHONHASHSEED is not set and vLLM's hash seed is random: blocks stored now are not found after a "
@@ -242,12 +242,8 @@ class EngineCore:
             device=self.device,
             watermark_blocks=_watermark_blocks(vllm_config, layout),
             null_block=NULL_BLOCK,
-            hooks=EngineHooks(
-                wake=self._signals.wake,
-                step=request_step,
-                listen=lambda sink: sink if events is None else events.wrap(sink),
-                reasons=self._signals.reasons,
-            ),
+            hooks=EngineHooks(wake=self._signals.wake, step=request_step, reasons=self._signals.reasons),
+            sinks=() if self.events is None else (self.events,),
         )
         binding = PoolBinding(plan, self._extents, pool, record)
         self.service = OffloadService(settings, engine, binding, logs.set_level, stopping, claim=claim)
