@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvferry.app.engines.vllm.metadata import ResizeCommand, ResizeResult
 from kvferry.cuda_ops.pool.backing import SHARED_MEMORY
@@ -207,38 +207,36 @@ class RankExtents:
         self._rank = rank
         self._settle = settle
         self._on_done = on_done
-        self._results: deque[ResizeResult] = deque()
-        self._num_open = 0
+        self._open: deque[tuple[ResizeCommand, Future[None]]] = deque()
+        """Commands that have not been reported, in the order in which they end."""
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, "kvferry-extents", initializer=run_on, initargs=(cpus,))
 
     @property
     def is_busy(self) -> bool:
         """Whether a command has not been reported yet."""
-        return self._num_open > 0
+        return bool(self._open)
 
     @property
     def has_results(self) -> bool:
         """Whether `take_results` has results to return."""
-        return bool(self._results)
+        return bool(self._open) and self._open[0][1].done()
 
     def submit(self, command: ResizeCommand) -> None:
-        """Queue a command if it is for this rank."""
-        if self._rank not in command.ranks:
-            return
-        self._num_open += 1
-        try:
-            self._thread.submit(self._run, command)
-        except RuntimeError as error:
-            # The thread could not be started.
-            self._end(command, str(error))
+        """Queue a command if it is for this rank. Raises `RuntimeError` if the thread cannot be started."""
+        if self._rank in command.ranks:
+            future = self._thread.submit(self._resize, command.num_slots, free=command.free)
+            self._open.append((command, future))
+            future.add_done_callback(lambda _: self._on_done())
 
     def take_results(self) -> list[ResizeResult]:
         """Return the results since the last call."""
         results: list[ResizeResult] = []
-        while self._results:
-            results.append(self._results.popleft())
-        self._num_open -= len(results)
+        while self.has_results:
+            command, future = self._open.popleft()
+            error = future.exception()
+            text = None if error is None else f"rank {self._rank}: {_text(error)}"
+            results.append(ResizeResult(command.number, self._rank, text))
         return results
 
     def close(self) -> None:
@@ -246,22 +244,8 @@ class RankExtents:
         self._closing.set()
         self._thread.shutdown(cancel_futures=True)
 
-    # --- on its thread ------------------------------------------------------------------------------------------
-
-    def _run(self, command: ResizeCommand) -> None:
-        error_text: str | None = None
-        try:
-            self._resize(command.num_slots, free=command.free)
-        except Exception as error:  # noqa: BLE001 - the scheduler waits for a result
-            error_text = _text(error)
-        self._end(command, error_text)
-        self._on_done()
-
-    def _end(self, command: ResizeCommand, error: str | None) -> None:
-        rank = self._rank
-        self._results.append(ResizeResult(command.number, rank, error and f"rank {rank}: {error}"))
-
     def _resize(self, num_slots: int, *, free: bool) -> None:
+        """Map exactly `num_slots` slots. Thread: extents."""
         pool = self._pool
         if num_slots > pool.num_slots:
             pool.add_slots(num_slots - pool.num_slots)
@@ -272,5 +256,5 @@ class RankExtents:
         pool.remove_extents((pool.num_slots - num_slots) // pool.slots_per_extent, free=free)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
