@@ -26,13 +26,13 @@ ROUND_SLOTS = 4096
 _DROPPED_WORD = SLOT_HEADER.fields["dropped_generation"][1] // 8 if SLOT_HEADER.fields else 0
 
 
-class Fillings(Protocol):
+class TierWriteSealer(Protocol):
     """Marks slots before a tier writes to them, and seals them afterwards on a thread of its own."""
 
     def begin_tier_write(self, labels: SlotLabels) -> None: ...
     def end_tier_write(self, labels: SlotLabels) -> None: ...
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no thread reads slots filled so far; return whether that happened in time."""
+        """Wait until no thread reads slots written so far; return whether that happened in time."""
 
 
 _Round = tuple[int, Slots, NDArray[np.int64], int | None]
@@ -47,7 +47,7 @@ class KeptRecord:
 
     def __init__(self, file: KeptFile) -> None:
         """Prepare the queue. Nothing is written before `start`."""
-        self._fillings: Fillings | None = None
+        self._sealer: TierWriteSealer | None = None
         self.file = file
         self._dropped = file.header_words(0).reshape(-1)
         self._words_per_slot = SLOT_HEADER.itemsize // 8
@@ -64,9 +64,9 @@ class KeptRecord:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def seal_with(self, fillings: Fillings) -> None:
+    def seal_with(self, sealer: TierWriteSealer) -> None:
         """Seal blocks promoted from tiers; without it, they do not outlive this process. Call before the first one."""
-        self._fillings = fillings
+        self._sealer = sealer
 
     # --- engine thread, manager lock held: accesses process memory only -----------------------------------------------
 
@@ -102,32 +102,32 @@ class KeptRecord:
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`. `before_tier_write` marks the slots."""
-        if self._fillings is not None:
+        if self._sealer is not None:
             parts = {int(slot): labels.part(i, i + 1) for i, slot in enumerate(labels.slots)}
             with self._lock:
                 self._unmarked |= parts
 
     def end_tier_write(self, labels: SlotLabels) -> None:
         """See `PoolRecord`."""
-        if self._fillings is not None:
-            self._fillings.end_tier_write(labels)
+        if self._sealer is not None:
+            self._sealer.end_tier_write(labels)
 
     # --- other threads ------------------------------------------------------------------------------------------------
 
     def before_tier_write(self, slot: int) -> None:
-        """Mark a slot that a tier is about to fill. Thread: tier. Raises `PoolCut`."""
+        """Mark a slot that a tier is about to write. Thread: tier. Raises `PoolCut`."""
         self.file.check()
         with self._lock:
             labels = self._unmarked.pop(slot, None)
-        if labels is not None and self._fillings is not None:
-            self._fillings.begin_tier_write(labels)
+        if labels is not None and self._sealer is not None:
+            self._sealer.begin_tier_write(labels)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no thread reads slots that have left the pool; return whether that happened in time.
 
         Requires: no lock held.
         """
-        return self._fillings is None or self._fillings.settle(timeout_s)
+        return self._sealer is None or self._sealer.settle(timeout_s)
 
     def start(self) -> None:
         """Start the thread unless it runs. After a thread's death its unfinished round is written again."""

@@ -100,11 +100,11 @@ class KeptCopies:
         return early + results
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
-        """See `Fillings`. Thread: any but the engine's."""
+        """See `TierWriteSealer`. Thread: any but the engine's."""
         self._headers.begin(labels)
 
     def end_tier_write(self, labels: SlotLabels) -> None:
-        """See `Fillings`. The slots are sealed like those of stores. Any thread."""
+        """See `TierWriteSealer`. The slots are sealed like those of stores. Any thread."""
         with self._changed:
             if not self._closing:
                 self._to_seal.append(labels)

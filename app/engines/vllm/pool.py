@@ -136,7 +136,7 @@ def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLa
 
 
 class TierSealer:
-    """Seals slots that tiers wrote to; implements `Fillings` of a pool record. Thread: any, except `close`."""
+    """Seals slots that tiers wrote to; implements `TierWriteSealer` of a pool record. Thread: any, except `close`."""
 
     def __init__(self, headers: Sequence[SlotHeaders]) -> None:
         """Create a sealer of the headers of each column."""
@@ -145,19 +145,19 @@ class TierSealer:
         self._last: Future[None] | None = None
 
     def begin_tier_write(self, labels: SlotLabels) -> None:
-        """See `Fillings`. Thread: any except the engine's."""
+        """See `TierWriteSealer`. Thread: any except the engine's."""
         for headers in self._headers:
             headers.begin(labels)
 
     def end_tier_write(self, labels: SlotLabels) -> None:
-        """See `Fillings`."""
+        """See `TierWriteSealer`."""
         try:
             self._last = self._thread.submit(self._seal, labels)
         except RuntimeError as error:
             _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
 
     def settle(self, timeout_s: float) -> bool:
-        """See `Fillings`."""
+        """See `TierWriteSealer`."""
         last = self._last
         return last is None or bool(wait([last], timeout_s).done)
 
