@@ -1,7 +1,7 @@
 """Block store: the interface of a place whose calls may block. `ThreadedTier` makes a tier of one.
 
-Several threads call it at once, at most one of them `tend` or `reset`. A call may block, fail or never return; only
-`glance`, `is_writable`, `drop`, `health` and `size`, which the engine thread calls, answer from memory.
+Several threads call it at once, at most one of them `maintain` or `reset`. A call may block, fail or never return; only
+`find_in_memory`, `is_writable`, `drop`, `health` and `size`, which the engine thread calls, answer from memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Interrupted(Exception):
 class BlockStore(Protocol):
     """Blocks by key, bounded in bytes. A block whose call raises counts as failed; the error is logged at intervals."""
 
-    def glance(self, keys: Sequence[Key]) -> Sequence[bool] | None:
+    def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool] | None:
         """Return which keys are present, from memory; None if that takes a call of `find`."""
 
     def find(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Return which keys are present. Called when `glance` returned None."""
+        """Return which keys are present. Called when `find_in_memory` returned None."""
 
     def is_writable(self) -> bool:
         """Return whether `put` can succeed now; otherwise no block is copied for it."""
@@ -60,7 +60,7 @@ class BlockStore(Protocol):
         Returns the blocks and bytes that were dropped. Raises `Interrupted` once `stop` turns true half-way.
         """
 
-    def tend(self, stop: Callable[[], bool]) -> None:
+    def maintain(self, stop: Callable[[], bool]) -> None:
         """Do housekeeping. Called about once a second. Raises `Interrupted` once `stop` turns true half-way."""
 
     def health(self) -> Sequence[str]:

@@ -73,13 +73,13 @@ class ThreadedTier:
 
     def look_up(self, number: int, keys: Sequence[Key]) -> None:
         """See `Tier`."""
-        found = [False] * len(keys) if self._is_shut() else self._store.glance(keys)
+        found = [False] * len(keys) if self._is_shut() else self._store.find_in_memory(keys)
         ok = np.array([False] * len(keys) if found is None else found, dtype=np.bool_)
         self._queue.submit(OpenJob(JobKind.LOOK_UP, number, keys, ok), [0] if found is None else [])
 
     def store(self, job: TierJob) -> None:
         """See `Tier`. Drops blocks while all threads hang or the store is not writable."""
-        found = None if self._is_shut() else self._store.glance(job.keys)
+        found = None if self._is_shut() else self._store.find_in_memory(job.keys)
         ok = np.array([False] * len(job) if found is None else found, dtype=np.bool_)
         wanted = np.flatnonzero(~ok).tolist()
         todo = [] if self._is_shut() or not self._store.is_writable() else wanted
@@ -247,7 +247,7 @@ class ThreadedTier:
             self._reset_asked.clear()
 
     def _tend(self) -> None:
-        self._store.tend(lambda: self._queue.is_closed or self._queue.next_reset is not None)
+        self._store.maintain(lambda: self._queue.is_closed or self._queue.next_reset is not None)
 
     def _do_resets(self) -> None:
         while (reset := self._queue.next_reset) is not None and not self._queue.is_closed:

@@ -12,7 +12,10 @@ from kvferry.core.tiers.base import TierCounts
 
 
 class DictionaryStore:
-    """See `BlockStore`. It answers no `glance`, as a server elsewhere would not. `gate` is shut to hang its calls."""
+    """See `BlockStore`. It answers no `find_in_memory`, as a server elsewhere would not.
+
+    `gate` is shut to hang its calls.
+    """
 
     def __init__(self, max_bytes: int = 1 << 40) -> None:
         self.blocks: OrderedDict[Key, tuple[bytes, RequestIdentity]] = OrderedDict()
@@ -29,7 +32,7 @@ class DictionaryStore:
         self._lock = threading.Lock()
         self._evicted = 0
 
-    def glance(self, keys: Sequence[Key]) -> None:
+    def find_in_memory(self, keys: Sequence[Key]) -> None:
         return None
 
     def is_writable(self) -> bool:
@@ -77,7 +80,7 @@ class DictionaryStore:
             meant = [key for key, (_, origin) in self.blocks.items() if match is None or match.matches(origin)]
             return len(meant), sum(len(self.blocks.pop(key)[0]) for key in meant)
 
-    def tend(self, stop: Callable[[], bool]) -> None:
+    def maintain(self, stop: Callable[[], bool]) -> None:
         self.tended.set()
 
     def health(self) -> Sequence[str]:

@@ -74,7 +74,7 @@ class FileStore:
 
     # --- what answers at once -----------------------------------------------------------------------------------
 
-    def glance(self, keys: Sequence[Key]) -> Sequence[bool]:
+    def find_in_memory(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
         if not self._is_readable():
             return [False] * len(keys)
@@ -105,7 +105,7 @@ class FileStore:
 
     def find(self, keys: Sequence[Key]) -> Sequence[bool]:
         """See `BlockStore`."""
-        return self.glance(keys)
+        return self.find_in_memory(keys)
 
     def put(self, key: Key, data: memoryview, origin: RequestIdentity) -> Outcome:
         """See `BlockStore`."""
@@ -199,7 +199,7 @@ class FileStore:
         left, left_bytes = self._index.clear()
         return count + left, num_bytes + left_bytes
 
-    def tend(self, stop: Callable[[], bool]) -> None:
+    def maintain(self, stop: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         self._check_folder()
         if self._trouble is not None and self._trouble.cause not in READABLE:
