@@ -214,20 +214,20 @@ class MaskingStreamHandler(logging.StreamHandler[IO[str]]):
 class LogPipe:
     """Logging as set up by `start_logging`, until closed. A context manager.
 
-    It handles all loggers of a process, or as a `guest` in an engine's process those of kvferry and uvicorn. uvicorn
-    needs `log_config=None`, or it replaces the handlers.
+    It handles all loggers of a process, or with `own_loggers_only` those of kvferry and uvicorn, in an engine's
+    process. uvicorn needs `log_config=None`, or it replaces the handlers.
     """
 
-    def __init__(self, settings: Settings, *, stream: IO[str] | None = None, guest: bool = False) -> None:
+    def __init__(self, settings: Settings, *, stream: IO[str] | None = None, own_loggers_only: bool = False) -> None:
         records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_RECORDS)
         self._entrance = BoundedQueueHandler(records)
         writer = MaskingStreamHandler(stream or sys.stderr, SecretMask.of(settings), self._entrance)
         writer.setFormatter(JsonFormatter() if settings.log_format is LogFormat.JSON else _UtcFormatter(_TEXT_LINE))
         self._listener = QueueListener(records, writer)
-        names = [*OWN_LOGGERS, *UVICORN_LOGGERS] if guest else [None, *UVICORN_LOGGERS]
+        names = [*OWN_LOGGERS, *UVICORN_LOGGERS] if own_loggers_only else [None, *UVICORN_LOGGERS]
         self._loggers = [logging.getLogger(name) for name in names]
         self._before = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in self._loggers]
-        children = set(UVICORN_LOGGERS[1:]) if guest else set(UVICORN_LOGGERS)
+        children = set(UVICORN_LOGGERS[1:]) if own_loggers_only else set(UVICORN_LOGGERS)
         for logger in self._loggers:
             logger.handlers = [] if logger.name in children else [self._entrance]
             logger.propagate = logger.name in children
@@ -268,9 +268,9 @@ class LogPipe:
         self.close()
 
 
-def start_logging(settings: Settings, *, stream: IO[str] | None = None, guest: bool = False) -> LogPipe:
+def start_logging(settings: Settings, *, stream: IO[str] | None = None, own_loggers_only: bool = False) -> LogPipe:
     """Set up logging by the settings, and log their notices."""
-    pipe = LogPipe(settings, stream=stream, guest=guest)
+    pipe = LogPipe(settings, stream=stream, own_loggers_only=own_loggers_only)
     for notice in settings.notices:
         logging.getLogger(__name__).warning("%s", notice)
     return pipe

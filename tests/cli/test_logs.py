@@ -75,11 +75,11 @@ def test_level_may_change_while_running() -> None:
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["two"]
 
 
-@pytest.mark.parametrize("guest", [False, True])
-def test_events_of_streams_are_not_logged_at_any_level(guest: bool) -> None:
+@pytest.mark.parametrize("own_loggers_only", [False, True])
+def test_events_of_streams_are_not_logged_at_any_level(own_loggers_only: bool) -> None:
     """It is users' text, and the library would log each event that it sends."""
     stream = io.StringIO()
-    with start_logging(Settings(log_level="debug"), stream=stream, guest=guest) as pipe:
+    with start_logging(Settings(log_level="debug"), stream=stream, own_loggers_only=own_loggers_only) as pipe:
         pipe.set_level(LogLevel.DEBUG)
         logging.getLogger("sse_starlette.sse").debug("chunk: %s", "private text")
         logging.getLogger("kvferry.cuda_ops.pool").debug("ours")
@@ -179,12 +179,12 @@ def test_uvicorn_logs_in_the_same_format() -> None:
     ]
 
 
-def test_a_guest_leaves_its_hosts_logging_alone() -> None:
+def test_log_pipe_with_own_loggers_only_leaves_others_alone() -> None:
     stream, host = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(host)
     logging.getLogger().addHandler(handler)
     try:
-        with LogPipe(Settings(), stream=stream, guest=True):
+        with LogPipe(Settings(), stream=stream, own_loggers_only=True):
             logging.getLogger("vllm.engine").warning("host's")
             logging.getLogger("kvferry.app.engines").warning("ours")
             logging.getLogger("uvicorn.error").warning("the server's")

@@ -157,7 +157,7 @@ def serving(folder: Path, **settings: object) -> Iterator[Service]:
     with ExitStack() as undo:
         made = Settings(_env_file=None, **given)  # type: ignore[arg-type]
         log = undo.enter_context((folder / "log").open("w"))
-        logs = undo.enter_context(LogPipe(made, stream=log, guest=True))
+        logs = undo.enter_context(LogPipe(made, stream=log, own_loggers_only=True))
         listener = undo.enter_context(listen("127.0.0.1", 0))
         process = Process(made, logs)
         undo.callback(process.close)

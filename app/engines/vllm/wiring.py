@@ -64,7 +64,7 @@ class SharedLogs:
         self._is_open = True
         with SharedLogs._lock:
             if SharedLogs._pipe is None:
-                SharedLogs._pipe = start_logging(settings, guest=True)
+                SharedLogs._pipe = start_logging(settings, own_loggers_only=True)
             SharedLogs._num_open += 1
 
     def set_level(self, level: LogLevel) -> None:
