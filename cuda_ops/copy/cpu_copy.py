@@ -139,7 +139,7 @@ class CpuCopyEngine:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-            self._bury(thread)
+            self._fail_unfinished(thread)
         while self._work:
             self._fail(self._work.popleft(), "all copy threads died")
         for job in waiting:
@@ -250,11 +250,12 @@ class CpuCopyEngine:
         for index, thread in enumerate(self._threads):
             if not thread.is_alive():
                 _log.error("copy thread died: its work fails, and a new thread is started")
-                self._bury(thread)
+                self._fail_unfinished(thread)
                 self._threads[index] = _CopyThread(self._serve, self._cpus, thread.is_ahead)
                 self._threads[index].start()
 
-    def _bury(self, thread: _CopyThread) -> None:
+    def _fail_unfinished(self, thread: _CopyThread) -> None:
+        """Fail the work that a dead thread has not finished."""
         if thread.in_hand is not None:
             self._fail(thread.in_hand, "the copy thread died")
             thread.in_hand = None

@@ -85,18 +85,18 @@ class CudaCopyEngine:
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._closed = False
-        self._lanes: dict[Direction, _Lane] = {}
-        self._ahead: _Lane | None = None
-        self._late: _Gate | None = None
+        self._streams: dict[Direction, _CopyStream] = {}
+        self._ahead: _CopyStream | None = None
+        self._late: _AheadWait | None = None
         try:
             with driver.current(self._context):
                 for direction in Direction:
-                    self._lanes[direction] = self._new_lane(direction)
+                    self._streams[direction] = self._new_stream(direction)
         except BaseException:
             self._give_back()
             raise
-        for lane in self._lanes.values():
-            lane.start()
+        for copy_stream in self._streams.values():
+            copy_stream.start()
 
     def submit(self, job: TransferJob) -> None:
         """See `CopyEngine`. After `close`, or on an unusable device, the job fails at once."""
@@ -110,7 +110,7 @@ class CudaCopyEngine:
                 except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
                     # A copy thread checks whether the device is still usable, because that may block.
                     ready = failure
-                self._lanes[job.direction].put(_Waiting(job, ready))
+                self._streams[job.direction].put(_Waiting(job, ready))
                 return
         self._ledger.end(job, error)
 
@@ -120,7 +120,7 @@ class CudaCopyEngine:
         The caller waits until the copies are queued, not until they have run.
         """
         self._ledger.open(job)
-        gate: _Gate | None = None
+        ahead_wait: _AheadWait | None = None
         with self._lock:
             error = "the copy engine is closed" if self._closed else self._broken
             if error is None and self._late is not None and not self._late.is_open:
@@ -128,16 +128,16 @@ class CudaCopyEngine:
             if error is None:
                 try:
                     if self._ahead is None:
-                        self._ahead = self._new_lane("ahead")
+                        self._ahead = self._new_stream("ahead")
                         self._ahead.start()
-                    gate = _Gate(self._current_stream())
-                    self._ahead.put(_Waiting(job, self._mark_compute(), gate))
+                    ahead_wait = _AheadWait(self._current_stream())
+                    self._ahead.put(_Waiting(job, self._mark_compute(), ahead_wait))
                 except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-                    gate, error = None, _describe(failure)
-        if gate is None:
+                    ahead_wait, error = None, _describe(failure)
+        if ahead_wait is None:
             self._ledger.end(job, error)
-        elif not gate.wait(AHEAD_S):
-            self._late = gate
+        elif not ahead_wait.wait(AHEAD_S):
+            self._late = ahead_wait
 
     def poll(self) -> list[TransferResult]:
         """See `CopyEngine`. Work queued later on the current stream is ordered after the loads returned here."""
@@ -157,7 +157,7 @@ class CudaCopyEngine:
 
     def is_alive(self) -> bool:
         """See `CopyEngine`."""
-        return not self._closed and self._broken is None and all(lane.is_alive() for lane in self._all_lanes())
+        return not self._closed and self._broken is None and all(one.is_alive() for one in self._all_streams())
 
     def close(self) -> None:
         """See `CopyEngine`. Waits for copies queued on the device, because their memory may be freed afterwards."""
@@ -165,11 +165,11 @@ class CudaCopyEngine:
             if self._closed:
                 return
             self._closed = True
-        for lane in self._all_lanes():
-            for waiting in lane.close():
+        for copy_stream in self._all_streams():
+            for waiting in copy_stream.close():
                 self._ledger.end(waiting.job, "the copy engine was closed before the job started")
-        for lane in self._all_lanes():
-            lane.join()
+        for copy_stream in self._all_streams():
+            copy_stream.join()
         self._give_back()
 
     # ---- on the copy threads -----------------------------------------------------------------------------------------
@@ -178,19 +178,19 @@ class CudaCopyEngine:
         """Set up a copy thread."""
         try:
             with self._driver.current(self._context):
-                self._driver.stand_beside_captures()
+                self._driver.allow_calls_during_capture()
         except Exception as error:  # # noqa: BLE001 - jobs can be copied all the same
             _log.warning("CUDA graph capture may fail while blocks are copied: %s", error)
 
-    def _issue(self, lane: _Lane, waiting: _Waiting) -> _Running | None:
+    def _issue(self, copy_stream: _CopyStream, waiting: _Waiting) -> _Running | None:
         """Plan a job and queue its copies; return None if the job has ended already."""
         job = waiting.job
         if self._broken is not None:
             self._ledger.end(job, self._broken)
             return None
-        ready, gate = waiting.ready, waiting.gate
+        ready, ahead_wait = waiting.ready, waiting.ahead_wait
         if isinstance(ready, Exception):
-            self._settle(lane)
+            self._settle(copy_stream)
             self._ledger.end(job, _describe(ready))
             return None
         buffer: SegmentBuffer | None = None
@@ -205,7 +205,7 @@ class CudaCopyEngine:
                 start, end = self._timing_events.take(), self._timing_events.take()
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
             if isinstance(failure, CudaError):
-                self._settle(lane)
+                self._settle(copy_stream)
             if buffer is not None:
                 self._buffers.append(buffer)
             self._ready_events.give(ready)
@@ -214,28 +214,28 @@ class CudaCopyEngine:
         running = _Running(job, start, end, buffer, table, num_bytes)
         try:
             with self._driver.current(self._context):
-                if gate is not None and not gate.begin():
+                if ahead_wait is not None and not ahead_wait.begin():
                     raise TimeoutError(OVERTAKEN)
-                self._driver.wait_event(lane.stream, ready)
-                self._driver.record_event(start, lane.stream)
+                self._driver.wait_event(copy_stream.handle, ready)
+                self._driver.record_event(start, copy_stream.handle)
                 if len(segments.sizes):
-                    self._mover.move(job.direction, segments, lane.stream)
-                self._driver.record_event(end, lane.stream)
-                if gate is not None:
-                    self._driver.wait_event(gate.compute_stream, end)
+                    self._mover.move(job.direction, segments, copy_stream.handle)
+                self._driver.record_event(end, copy_stream.handle)
+                if ahead_wait is not None:
+                    self._driver.wait_event(ahead_wait.compute_stream, end)
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-            if gate is not None:
+            if ahead_wait is not None:
                 # The failed store is not published, so its blocks may be overwritten now.
-                gate.open()
+                ahead_wait.open()
             # Copies may be queued that read the buffer and the pool.
-            self._fail(lane, running, failure)
+            self._fail(copy_stream, running, failure)
             return None
         finally:
             self._ready_events.give(ready)
         return running
 
     def _take_buffer(self) -> SegmentBuffer:
-        """Return a free buffer or a new one. Testing for a free one first would race with the other lane."""
+        """Return a free buffer or a new one. Testing for a free one first would race with the other copy stream."""
         try:
             return self._buffers.pop()
         except IndexError:
@@ -247,14 +247,14 @@ class CudaCopyEngine:
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
 
-    def _finish(self, lane: _Lane, running: _Running) -> None:
+    def _finish(self, copy_stream: _CopyStream, running: _Running) -> None:
         """Wait until a job's copies have run, and end the job."""
         try:
             with self._driver.current(self._context):
                 self._driver.synchronize_event(running.end)
                 seconds = self._driver.elapsed_s(running.start, running.end)
         except Exception as failure:  # # noqa: BLE001 - the job must end, whatever failed
-            self._fail(lane, running, failure)
+            self._fail(copy_stream, running, failure)
             return
         self._buffers.append(running.buffer)
         self._timing_events.give(running.start)
@@ -264,20 +264,20 @@ class CudaCopyEngine:
             self._timing_events.give(running.end)
         self._ledger.end(running.job, None, running.num_bytes, seconds)
 
-    def _fail(self, lane: _Lane, running: _Running, failure: Exception) -> None:
+    def _fail(self, copy_stream: _CopyStream, running: _Running, failure: Exception) -> None:
         """Fail a job whose copies may be queued."""
-        self._settle(lane)
+        self._settle(copy_stream)
         self._buffers.append(running.buffer)
         self._timing_events.give(running.start)
         self._timing_events.give(running.end)
         self._ledger.end(running.job, _describe(failure))
 
-    def _end_lost(self, lane: _Lane, job: TransferJob, failure: BaseException) -> None:
+    def _end_lost(self, copy_stream: _CopyStream, job: TransferJob, failure: BaseException) -> None:
         """Fail a job after an unexpected exception, once none of its copies runs. A job that has ended is unchanged."""
-        self._settle(lane)
+        self._settle(copy_stream)
         self._ledger.end(job, _describe(failure))
 
-    def _settle(self, lane: _Lane) -> None:
+    def _settle(self, copy_stream: _CopyStream) -> None:
         """Wait without limit, after an error, until nothing runs on the stream.
 
         A lost device runs nothing. Any other error is retried, because copies may still run.
@@ -286,7 +286,7 @@ class CudaCopyEngine:
         while True:
             try:
                 with self._driver.current(self._context):
-                    self._driver.synchronize_stream(lane.stream)
+                    self._driver.synchronize_stream(copy_stream.handle)
                 return
             except Exception as error:  # # noqa: BLE001 - copies may still run, whatever failed
                 if isinstance(error, CudaError) and error.ends_all:
@@ -305,12 +305,14 @@ class CudaCopyEngine:
             self._broken = f"CUDA device unusable: {error}"
         _log.error("copy engine stopped: %s; its jobs fail until the process is restarted", error)
 
-    def _all_lanes(self) -> list[_Lane]:
-        return [*self._lanes.values(), *([] if self._ahead is None else [self._ahead])]
+    def _all_streams(self) -> list[_CopyStream]:
+        return [*self._streams.values(), *([] if self._ahead is None else [self._ahead])]
 
-    def _new_lane(self, name: str) -> _Lane:
+    def _new_stream(self, name: str) -> _CopyStream:
         with self._driver.current(self._context):
-            return _Lane(name, self._driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost)
+            return _CopyStream(
+                name, self._driver.create_stream(), self._begin, self._issue, self._finish, self._end_lost
+            )
 
     def _mark_compute(self) -> int:
         """Record and return an event that completes when the compute queued so far has run."""
@@ -336,8 +338,8 @@ class CudaCopyEngine:
         """Release streams, events, memory and the context. Requires: nothing runs. An unusable device may refuse."""
         try:
             with self._driver.current(self._context):
-                for lane in self._all_lanes():
-                    self._driver.destroy_stream(lane.stream)
+                for copy_stream in self._all_streams():
+                    self._driver.destroy_stream(copy_stream.handle)
                 self._mover.close()
                 while self._pinned:
                     self._driver.free_host(self._pinned.popleft())
@@ -353,15 +355,15 @@ class _Waiting:
     """A job without queued copies.
 
     `ready` is the event that its copies wait for, or the exception that prevented it. A job ahead of a step has a
-    `gate`, at which the caller waits.
+    `ahead_wait`, at which the caller waits.
     """
 
     job: TransferJob
     ready: int | Exception
-    gate: _Gate | None = None
+    ahead_wait: _AheadWait | None = None
 
 
-class _Gate:
+class _AheadWait:
     """Synchronization of a caller with a job ahead of its step: the caller waits until the copies are queued.
 
     `compute_stream` is made to wait for those copies.
@@ -411,22 +413,22 @@ class _Running:
     num_bytes: int
 
 
-class _Lane:
+class _CopyStream:
     """A stream with its queues of waiting and running jobs, and one thread per queue.
 
-    There is one lane per direction, and one for stores ahead of steps.
+    There is one copy stream per direction, and one for stores ahead of steps.
     """
 
     def __init__(
         self,
         name: str,
-        stream: int,
+        handle: int,
         begin: Callable[[], None],
-        issue: Callable[[_Lane, _Waiting], _Running | None],
-        finish: Callable[[_Lane, _Running], None],
-        end_lost: Callable[[_Lane, TransferJob, BaseException], None],
+        issue: Callable[[_CopyStream, _Waiting], _Running | None],
+        finish: Callable[[_CopyStream, _Running], None],
+        end_lost: Callable[[_CopyStream, TransferJob, BaseException], None],
     ) -> None:
-        self.stream = stream
+        self.handle = handle
         self._begin = begin
         self._issue = issue
         self._finish = finish
@@ -473,10 +475,10 @@ class _Lane:
             try:
                 running = self._issue(self, waiting)
             except BaseException as failure:  # # noqa: BLE001 - this job and the next ones must end
-                self._end_surely(waiting.job, failure)
+                self._end_with_retries(waiting.job, failure)
             finally:
-                if waiting.gate is not None:
-                    waiting.gate.open()
+                if waiting.ahead_wait is not None:
+                    waiting.ahead_wait.open()
             if running is None:
                 self._note_end()
                 continue
@@ -495,11 +497,11 @@ class _Lane:
             try:
                 self._finish(self, running)
             except BaseException as failure:  # noqa: BLE001 - this job and the next ones must end
-                self._end_surely(running.job, failure)
+                self._end_with_retries(running.job, failure)
             self._note_end()
             del running
 
-    def _end_surely(self, job: TransferJob, failure: BaseException) -> None:
+    def _end_with_retries(self, job: TransferJob, failure: BaseException) -> None:
         """End a job that an exception may have left open: an open job would hold its device blocks forever."""
         _log.error("unexpected error on a copy thread: its job fails", exc_info=failure)
         while True:

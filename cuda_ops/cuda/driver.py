@@ -201,7 +201,7 @@ class CudaDriver:
         """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
-    def stand_beside_captures(self) -> None:
+    def allow_calls_during_capture(self) -> None:
         """Allow this thread to call the driver while another thread captures a graph.
 
         Without it, waiting for an event during a capture fails and invalidates the capture.
