@@ -83,7 +83,7 @@ class Journal(EventSink):
         self._seen_s = float("-inf")
         self._claimed_s = float("-inf")
         self._rival: str | None = None
-        self._beat_s = 0.0
+        self._progress_s = 0.0
         self._failing: dict[str, Shortfall] = {}
         self._seldom = RateLimitedLogger(_log, interval_s=LOG_INTERVAL_S)
         self._logged: set[str] = set()
@@ -113,7 +113,7 @@ class Journal(EventSink):
         if self.is_alive():
             return
         self._started_at_s = self._clock()
-        self._beat_s = time.monotonic()
+        self._progress_s = time.monotonic()
         self._closing.clear()
         self._thread = threading.Thread(target=self._run, args=(source,), name="kvferry-journal", daemon=True)
         self._thread.start()
@@ -175,8 +175,8 @@ class Journal(EventSink):
                 text = f"the journal failed at {name}: {text}"
             since_s[text] = min(failure.since_s, since_s.get(text, now_s))
         reasons = [f"{text} (for {now_s - start_s:.0f} s)" for text, start_s in since_s.items()]
-        if now_s - self._beat_s > STUCK_S:
-            reasons.append(f"the journal: one write has taken {now_s - self._beat_s:.0f} s")
+        if now_s - self._progress_s > STUCK_S:
+            reasons.append(f"the journal: one write has taken {now_s - self._progress_s:.0f} s")
         rival = self._rival
         if rival is not None:
             reasons.append(rival)
@@ -199,7 +199,7 @@ class Journal(EventSink):
 
     def _round(self, source: Inventory) -> tuple[bool, bool]:
         """Run every step once; return whether more work waits, and whether a step failed."""
-        self._beat_s = time.monotonic()
+        self._progress_s = time.monotonic()
         steps: tuple[tuple[str, Callable[[], bool | None]], ...] = (
             ("connection", self._database.check),
             ("engine name", self._keep_name),
