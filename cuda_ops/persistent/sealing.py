@@ -34,14 +34,14 @@ class KeptCopies:
         worker: int = 0,
         cpus: Collection[int] | None = None,
     ) -> None:
-        """Start the hashing thread.
+        """Start the checksum thread.
 
         Args:
             copies: the wrapped engine, which calls `headers.before_copy` before each job.
             headers: this rank's slot headers.
-            on_finished: called on the hashing thread when there are results; may only notify.
+            on_finished: called on the checksum thread when there are results; may only notify.
             worker: rank reported in results.
-            cpus: processors of the hashing thread; by default those of the calling thread.
+            cpus: processors of the checksum thread; by default those of the calling thread.
         """
         self._copies = copies
         self._headers = headers
@@ -116,13 +116,13 @@ class KeptCopies:
         wanted = set(job_ids)
         while True:
             with self._changed:
-                hashing = any(job.job_id in wanted for job in self._to_verify)
-                if hashing:
+                is_verifying = any(job.job_id in wanted for job in self._to_verify)
+                if is_verifying:
                     self._changed.wait(min(max(deadline_s - time.monotonic(), 0.0), _RECHECK_S))
             self._replace_dead_thread()
             self._go_on()
             left_s = deadline_s - time.monotonic()
-            if not hashing:
+            if not is_verifying:
                 return self._copies.wait(job_ids, max(left_s, 0.0))
             if left_s <= 0:
                 return False
@@ -130,7 +130,7 @@ class KeptCopies:
     def settle(self, timeout_s: float) -> bool:
         """Wait until all slots stored so far are sealed; return whether that happened in time. Any thread.
 
-        Until then the hashing thread reads slots that may have left the pool: their memory must not be freed.
+        Until then the checksum thread reads slots that may have left the pool: their memory must not be freed.
         """
         with self._changed:
             wanted = self._num_sealed + len(self._to_seal)
@@ -163,10 +163,10 @@ class KeptCopies:
         """Restart a dead thread. Its current job fails: a load is not verified, a store is not sealed."""
         if self._thread.is_alive() or self._closing:
             return
-        _log.error("hashing thread died: its current job fails, and the thread is restarted")
+        _log.error("checksum thread died: its current job fails, and the thread is restarted")
         with self._changed:
             if self._to_verify:
-                self._verified.append((self._to_verify.popleft(), (), "not verified: the hashing thread died"))
+                self._verified.append((self._to_verify.popleft(), (), "not verified: the checksum thread died"))
             elif self._to_seal:
                 self._to_seal.popleft()
                 self._num_sealed += 1
@@ -185,7 +185,7 @@ class KeptCopies:
                     error = f"not submitted: {failure}"
             self._early.append(TransferResult(job.job_id, self._worker, error, corrupt=corrupt))
 
-    # ---- on the hashing thread ---------------------------------------------------------------------------------------
+    # ---- on the checksum thread --------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         run_on(self._cpus)

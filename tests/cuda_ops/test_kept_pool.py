@@ -479,7 +479,7 @@ def test_a_dead_sealing_thread_is_replaced_and_later_jobs_end(path: Path, monkey
         monkeypatch.undo()
         assert copies.wait([1], 30)
         (result,) = copies.poll()
-        assert "the hashing thread died" in str(result.error)
+        assert "the checksum thread died" in str(result.error)
         assert copies.is_alive()
         copies.submit(job(2, Direction.LOAD, SLOTS[:1], SLOTS[:1], verify=np.array([0])))
         assert copies.wait([2], 30)
