@@ -39,7 +39,7 @@ from kvferry.cuda_ops.pool.limits import NotEnoughMemory
 from kvferry.cuda_ops.pool.prepare import Preparation
 
 if TYPE_CHECKING:
-    from kvferry.app.engines.cuda import CudaSide
+    from kvferry.app.engines.cuda import CudaDevice
     from kvferry.app.engines.embedded import EmbeddedEngine
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Process:
         self._stopping = threading.Event()
         self.engine: EmbeddedEngine | None = None
         self.copies: CopyEngine | None = None
-        self._cuda: CudaSide | None = None
+        self._cuda: CudaDevice | None = None
         self._kept: KeptRecord | None = None
         with ExitStack() as undo:
             try:
@@ -169,9 +169,9 @@ class Process:
         self._progress.note(f"loading the model {settings.model}")
         self.engine = engine = EmbeddedEngine(settings)
         if engine.model.device.type == "cuda":
-            from kvferry.app.engines.cuda import CudaSide
+            from kvferry.app.engines.cuda import CudaDevice
 
-            self._cuda = CudaSide(engine.model.device)
+            self._cuda = CudaDevice(engine.model.device)
             undo.callback(self._cuda.close)
 
     def _bind_engine(self, undo: ExitStack) -> tuple[EngineBinding, int, NameClaim]:

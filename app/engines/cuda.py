@@ -20,7 +20,7 @@ from kvferry.cuda_ops.pool.processors import node_of_pci_device
 CROSSOVER_FILE = "copy-crossover.json"
 
 
-class CudaSide:
+class CudaDevice:
     """Pool preparation and copy engine of one device; outlives the pool."""
 
     def __init__(

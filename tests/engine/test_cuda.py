@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.cuda import CudaDevice
 from kvferry.app.logs import LogPipe
 from kvferry.app.process import Process
 from kvferry.app.settings import Settings
@@ -70,7 +70,7 @@ def test_answers_are_the_same_after_the_device_refuses_to_copy(
 
 def test_pool_is_pinned_and_unregistered_before_the_device_closes(tmp_path: Path) -> None:
     cuda = FakeCuda()
-    side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
+    side = CudaDevice(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     pool = HostPool(4, 4096, preparation=side.preparation())
     assert pool.is_pinned
     copies = side.copies(
@@ -92,7 +92,7 @@ def test_pool_is_pinned_and_unregistered_before_the_device_closes(tmp_path: Path
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
 )
 def test_a_pinned_pool_asks_for_huge_pages() -> None:
-    side = CudaSide(torch.device("cuda", 0), CudaDriver(FakeCuda().resolve))
+    side = CudaDevice(torch.device("cuda", 0), CudaDriver(FakeCuda().resolve))
     pool = HostPool(4, 1 << 20, preparation=side.preparation())
     address, inside, flags = pool.slot(0).ctypes.data, False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -107,12 +107,12 @@ def test_a_pinned_pool_asks_for_huge_pages() -> None:
 
 def test_a_device_that_the_driver_does_not_have_is_refused() -> None:
     with pytest.raises(CudaUnavailable, match=r"cuda:1 cannot be used for copies .*; set KVFERRY_DEVICE=cpu"):
-        CudaSide(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
+        CudaDevice(torch.device("cuda", 1), CudaDriver(FakeCuda().resolve))
 
 
 def test_a_device_that_gives_no_stream_is_refused(tmp_path: Path) -> None:
     cuda = FakeCuda()
-    side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve))
+    side = CudaDevice(torch.device("cuda", 0), CudaDriver(cuda.resolve))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
     with pytest.raises(CudaUnavailable, match=r"cuda:0 gives no copy engine .*ILLEGAL_ADDRESS.*set KVFERRY_DEVICE"):
         side.copies(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.cuda import CudaDevice
 from kvferry.app.engines.vllm import wiring
 from kvferry.app.engines.vllm.copies import RankCopies, check_caches, cuda_device, pool_preparation
 from kvferry.app.engines.vllm.layout import VllmLayout, read_layout
@@ -48,7 +48,7 @@ class Rig:
         found = read_layout(self.config)
         self.caches = allocate(self.config)
         check_caches(found, self.caches)
-        side = CudaSide(torch.device("cuda", 0), CudaDriver(self.cuda.resolve), lambda: self.cuda.compute)
+        side = CudaDevice(torch.device("cuda", 0), CudaDriver(self.cuda.resolve), lambda: self.cuda.compute)
         slot_bytes = found.group_layout(1, 1).slot_bytes
         self.pool = HostPool(4, slot_bytes, 4 * slot_bytes, preparation=pool_preparation(side))
         assert self.pool.is_pinned
@@ -236,7 +236,7 @@ def test_device_without_driver_is_refused_with_advice() -> None:
 def test_device_without_streams_is_refused_and_closed(tmp_path: Path) -> None:
     cuda, config = FakeCuda(), cache_config(KVCacheLayout.LBNHC, groups_of(fake.FULL))
     layout = read_layout(config)
-    side = CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
+    side = CudaDevice(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
     pool = HostPool(4, layout.group_layout(1, 1).slot_bytes, preparation=pool_preparation(side))
     cuda.fail("cuStreamCreateWithPriority", ILLEGAL_ADDRESS)
     settings = Settings(_env_file=None, state_dir=tmp_path, kernel_below_bytes=1)
@@ -264,8 +264,8 @@ def test_vllm_with_full_device_cache_gives_the_same_answers(
         truth = engine.generate(prompts)
     cuda = FakeCuda(7)
 
-    def on_a_device(_layout: VllmLayout, _caches: object) -> CudaSide:
-        return CudaSide(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
+    def on_a_device(_layout: VllmLayout, _caches: object) -> CudaDevice:
+        return CudaDevice(torch.device("cuda", 0), CudaDriver(cuda.resolve), lambda: cuda.compute)
 
     monkeypatch.setattr(wiring, "cuda_device", on_a_device)
     transfer = transfer_config(kernel_below_bytes=1, load_decision="always")

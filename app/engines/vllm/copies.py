@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.app.engines.cuda import CudaSide
+from kvferry.app.engines.cuda import CudaDevice
 from kvferry.app.engines.vllm.extents import RankExtents
 from kvferry.app.engines.vllm.layout import BlockRegion, VllmLayout
 from kvferry.app.engines.vllm.pool import MappedPool
@@ -44,7 +44,7 @@ class RankCopies:
         caches: Mapping[str, Any],
         mapped: MappedPool,
         on_finished: Callable[[], None],
-        cuda: CudaSide | None = None,
+        cuda: CudaDevice | None = None,
         cpus: Collection[int] | None = None,
     ) -> None:
         """Start copying.
@@ -162,7 +162,7 @@ class RankCopies:
         return self._engine.settle(timeout_s) if isinstance(self._engine, KeptCopies) else True
 
 
-def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | None:
+def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaDevice | None:
     """Return the CUDA device of the caches, or None if they are in host memory.
 
     Raises:
@@ -171,10 +171,10 @@ def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaSide | Non
     device = _tensor_of(caches, layout.groups[0].regions[0]).device
     if device.type == "cpu":
         return None
-    return CudaSide(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
+    return CudaDevice(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
 
 
-def pool_preparation(cuda: CudaSide | None, *, is_private: bool = True) -> Preparation:
+def pool_preparation(cuda: CudaDevice | None, *, is_private: bool = True) -> Preparation:
     """Return how the pool's memory is prepared for the device; progress is logged.
 
     Private memory is allocated at start, because the kernel allocates pages more slowly than blocks are copied.
