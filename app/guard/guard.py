@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvferry.app.guard.wrappers import ErrorLog
-from kvferry.app.shortfall import Cause, Shortfall
 from kvferry.core.engine_api import BlockTables, EngineRequest, StepProgress
 from kvferry.core.scheduler.scheduler import MatchResult, Miss, OffloadScheduler
 from kvferry.core.transfers import LoadOutcome, StepPlan, TransferJob, TransferResult
@@ -111,8 +110,8 @@ class OffloadGuard:
     wait for another load recompute. Blocks in the pool stay, unless the exception interrupted a change of the pool.
     After `MAX_ERRORS` within `ERROR_WINDOW_S` offloading is off until `resume`.
 
-    Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded`, `shut` and `resume`, which
-    any thread may call.
+    Thread: engine, except `guarding`, `record_error`, `count_error`, `status`, `degraded`, `disable` and `resume`,
+    which any thread may call.
     """
 
     def __init__(
@@ -131,8 +130,10 @@ class OffloadGuard:
         self._clock = clock
         self._switch_lock = threading.Lock()
         self._recent_s: deque[float] = deque(maxlen=MAX_ERRORS)
-        self._off: Shortfall | None = None
-        """Why offloading is off; with `Cause.GONE`, for the rest of the process."""
+        self._off_reason: str | None = None
+        """Why offloading is off; None while it is on."""
+        self._is_disabled = False
+        """Whether it is off for the rest of the process."""
         self._waits = LoadWaits(num_workers)
         self._planned: list[int] = []
         self._last_sent = 0
@@ -303,32 +304,33 @@ class OffloadGuard:
     @property
     def status(self) -> OffloadStatus:
         """Whether offloading is on, and the errors so far."""
-        off = self._off
-        return OffloadStatus(off is None, None if off is None else off.text, self._errors.count, self._errors.last)
+        reason = self._off_reason
+        return OffloadStatus(reason is None, reason, self._errors.count, self._errors.last)
 
     def degraded(self) -> list[str]:
-        """Return why offloading is off; empty while it is on, or shut, which is reported by its cause."""
-        off = self._off
-        if off is None or off.cause is Cause.GONE:
+        """Return why offloading is off; empty while it is on, or disabled, which is reported by its cause."""
+        reason = self._off_reason
+        if reason is None or self._is_disabled:
             return []
-        return [f"offloading is off: {off.text}; see the log, then POST /admin/v1/reset"]
+        return [f"offloading is off: {reason}; see the log, then POST /admin/v1/reset"]
 
-    def shut(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Switch offloading off for the rest of the process."""
         self._must_discard = True
         with self._switch_lock:
-            self._off = Shortfall(Cause.GONE, reason)
+            self._is_disabled = True
+            self._off_reason = reason
 
     def resume(self) -> None:
-        """Switch offloading on again, unless it was shut."""
+        """Switch offloading on again, unless it is disabled."""
         # Set first: every hook reads it before the reason.
         if self._is_unusable:
             self._must_discard = True
         with self._switch_lock:
             self._recent_s.clear()
-            was_off = self._off is not None and self._off.cause is not Cause.GONE
+            was_off = self._off_reason is not None and not self._is_disabled
             if was_off:
-                self._off = None
+                self._off_reason = None
         if was_off:
             _log.warning("offloading is switched on again")
 
@@ -346,24 +348,23 @@ class OffloadGuard:
         """Return whether the scheduler may be called. Discards its state first if that is due."""
         if self._must_discard or (self._is_unusable and now_s - self._discarded_s >= DISCARD_EVERY_S):
             self._discard(now_s)
-        return self._off is None
+        return self._off_reason is None
 
     def _count(self, text: str, now_s: float) -> None:
         """Count an unexpected error, and switch offloading off if errors repeat."""
         with self._switch_lock:
             self._recent_s.append(now_s)
             repeats = len(self._recent_s) == MAX_ERRORS and now_s - self._recent_s[0] <= ERROR_WINDOW_S
-        if repeats and self._off is None:
+        if repeats and self._off_reason is None:
             self._switch_off(f"{MAX_ERRORS} unexpected errors within {ERROR_WINDOW_S:g} s, the last one {text}")
             # Requests go on without calls, and what is known of their blocks becomes stale.
             self._must_discard = True
 
     def _switch_off(self, reason: str) -> None:
-        """Switch offloading off until `resume`, unless it is shut."""
-        off = Shortfall(Cause.INTERNAL, reason)
+        """Switch offloading off until `resume`, unless it is disabled."""
         with self._switch_lock:
-            if self._off is None or self._off.cause is not Cause.GONE:
-                self._off = off
+            if not self._is_disabled:
+                self._off_reason = reason
         _log.error("offloading is switched off: %s; POST /admin/v1/reset switches it on again", reason)
 
     def _discard(self, now_s: float) -> None:

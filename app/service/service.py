@@ -325,7 +325,7 @@ class OffloadService:
     def _on_pool_cut(self, reason: str) -> None:
         """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
         self.scheduler.resets.reset(time.time(), places=[HOST])
-        self.guard.shut(reason)
+        self.guard.disable(reason)
 
     # --- supervision ----------------------------------------------------------------------------------------------
 
