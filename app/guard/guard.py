@@ -257,7 +257,7 @@ class OffloadGuard:
         self._count(self._errors.record(where, error), now_s)
         self._discard(now_s)
 
-    def lose_plan(self, now_s: float) -> None:
+    def fail_plan(self, now_s: float) -> None:
         """End the jobs of the latest plan as failed: the adapter could not send it to the workers."""
         lost = [
             TransferResult(job_id, rank, "not submitted")

@@ -26,7 +26,7 @@ _FIRST = -1
 """Turn of requests that have run before: they start before all others."""
 MAX_IDLE_CALLERS = 64
 """Callers remembered without waiting requests, besides one for each waiting request."""
-_Place = tuple[int, int, int, str]
+_QueueKey = tuple[int, int, int, str]
 
 
 class Admission:
@@ -96,8 +96,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._order: list[_Place] = []
-        self._requests: dict[str, tuple[Request, _Place]] = {}
+        self._order: list[_QueueKey] = []
+        self._requests: dict[str, tuple[Request, _QueueKey]] = {}
         self._started = (0, 0)
         self._last_of: dict[tuple[str, str | None], tuple[int, int]] = {}
         self._last_again = (0, 0)
@@ -140,18 +140,18 @@ class WaitingQueue:
         turn, rank, *_ = self._remove(request.request_id)
         self._started = max(self._started, (turn, rank))
         if len(self._last_of) > 2 * len(self._order) + MAX_IDLE_CALLERS:
-            self._last_of = {caller: place for caller, place in self._last_of.items() if place > self._started}
+            self._last_of = {caller: key for caller, key in self._last_of.items() if key > self._started}
 
     def discard(self, request: Request) -> None:
         """Remove a request, if it waits."""
         if request.request_id in self._requests:
             self._remove(request.request_id)
 
-    def _insert(self, request: Request, place: _Place) -> None:
-        insort(self._order, place)
-        self._requests[request.request_id] = request, place
+    def _insert(self, request: Request, key: _QueueKey) -> None:
+        insort(self._order, key)
+        self._requests[request.request_id] = request, key
 
-    def _remove(self, request_id: str) -> _Place:
-        _, place = self._requests.pop(request_id)
-        del self._order[bisect_left(self._order, place)]
-        return place
+    def _remove(self, request_id: str) -> _QueueKey:
+        _, key = self._requests.pop(request_id)
+        del self._order[bisect_left(self._order, key)]
+        return key

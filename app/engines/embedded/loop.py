@@ -174,7 +174,7 @@ class EngineLoop:
         delta = chunk.request.append(token, token in self._eos_token_ids)
         if delta.finish_reason is not None:
             self._finish(chunk.request, now_s)
-        chunk.request.tell(delta)
+        chunk.request.send(delta)
 
     def _submit(self, jobs: Iterable[TransferJob]) -> None:
         """Submit jobs to the copy engine, which reports refused ones as failed."""
@@ -199,7 +199,7 @@ class EngineLoop:
                 self._announce(request, now_s)
             elif self._scheduler.is_live(request):
                 self._finish(request, now_s)
-                request.tell(request.end(FinishReason.ABORT))
+                request.send(request.end(FinishReason.ABORT))
 
     def _announce(self, request: Request, now_s: float) -> None:
         try:
@@ -207,7 +207,7 @@ class EngineLoop:
         except Exception as error:  # # noqa: BLE001 - only this request is affected
             self.errors.record("announcing a request", error)
             self._on_ended(request.request_id)
-            request.tell(request.end(FinishReason.ERROR, _public(error)))
+            request.send(request.end(FinishReason.ERROR, _public(error)))
             return
         self._scheduler.add(request)
 
@@ -229,7 +229,7 @@ class EngineLoop:
                 self._finish(request, self._clock())
             except Exception as another:  # # noqa: BLE001 - the other requests must end
                 self.errors.record("finishing a failed request", another)
-            request.tell(request.end(FinishReason.ERROR, _public(error)))
+            request.send(request.end(FinishReason.ERROR, _public(error)))
 
     def _fail_planned(self, error: Exception) -> None:
         """offload: end every planned job, also those that the failed step did not submit."""
@@ -248,7 +248,7 @@ class EngineLoop:
             self._read_inbox(now_s)
             for request in self._scheduler.requests():
                 self._finish(request, now_s)
-                request.tell(request.end(FinishReason.ABORT))
+                request.send(request.end(FinishReason.ABORT))
             while True:
                 now_s = self._clock()
                 self._end_transfers(self._copies.poll(), now_s)

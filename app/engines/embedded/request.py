@@ -165,7 +165,7 @@ class Request:
         """Return the prompt tokens served from a cache; final when the prefill is done."""
         return self._cached_tokens or 0
 
-    def note_cached(self, num_tokens: int) -> None:
+    def record_cached(self, num_tokens: int) -> None:
         """Record how many tokens of a starting prefill are served from a cache.
 
         After a preemption, the blocks found may have been computed by this request itself: the lower count is kept.
@@ -196,7 +196,7 @@ class Request:
         """Send the last output when something other than a token ends the answer."""
         return self._delta((), self._text.flush(), reason, error)
 
-    def tell(self, delta: OutputDelta) -> None:
+    def send(self, delta: OutputDelta) -> None:
         """Send output to the client."""
         if self.sink is not None:
             self.sink(delta)

@@ -136,12 +136,12 @@ class StepScheduler:
             return
         if outcome.ok:
             request.num_computed_tokens += request.num_loading_tokens
-            request.note_cached(request.num_computed_tokens)
+            request.record_cached(request.num_computed_tokens)
             self.running[request.request_id] = request
             first = outcome.first_token // self.block_size
             self._register(request, first, first + outcome.num_tokens // self.block_size)
         else:
-            self._give_back(request)
+            self._free_blocks(request)
             self.waiting.add_first(request)
         request.num_loading_tokens = 0
 
@@ -153,7 +153,7 @@ class StepScheduler:
         try:
             self.offload.on_request_finished(request.request_id, now_s)
         finally:
-            self._give_back(request)
+            self._free_blocks(request)
 
     def _running_in_order(self) -> list[Request]:
         """Return decodes, then prefills, each by arrival."""
@@ -185,7 +185,7 @@ class StepScheduler:
             if num_load:
                 self.loading[request.request_id] = request
             else:
-                request.note_cached(num_hit)
+                request.record_cached(num_hit)
                 self.running[request.request_id] = request
                 step.add(request, num_new)
             self.offload.commit(request.request_id, (table,), num_load, now_s)
@@ -221,9 +221,9 @@ class StepScheduler:
         try:
             self.offload.on_preempted(request.request_id, now_s)
         finally:
-            self._give_back(request)
+            self._free_blocks(request)
 
-    def _give_back(self, request: Request) -> None:
+    def _free_blocks(self, request: Request) -> None:
         self.pool.free(request.block_table)
         request.block_table = []
         request.num_computed_tokens = 0

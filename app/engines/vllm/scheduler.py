@@ -214,7 +214,7 @@ class ConnectorScheduler:
         """Handle an exception in `plan`: its jobs fail, but failed loads are still sent to the worker ranks."""
         now_s = self._clock()
         self.offload.fail("build_connector_meta", error, now_s)
-        self.offload.lose_plan(now_s)
+        self.offload.fail_plan(now_s)
         self._collect_failed_loads(now_s)
         failed, self._failed_loads = self._failed_loads, []
         planned, self.planned = self.planned or StepMetadata(), None
