@@ -127,7 +127,7 @@ class Process:
         if self.engine is not None:
             self.engine.start()
         if self._kept is not None:
-            self._kept.file.goes_if_new = False
+            self._kept.file.remove_if_new = False
 
     def context(self, closing: Callable[[], bool]) -> AdminContext:
         """Return the parts that the admin API uses; `closing` returns true once the server stops."""
@@ -228,7 +228,7 @@ class Process:
         file = open_kept_file(settings, engine.name, engine.fingerprint, plan, slot_bytes)
         if file is not None:
             # Removed if the start fails: a new file holds nothing yet.
-            file.goes_if_new = True
+            file.remove_if_new = True
             plan = file.shape.plan
             self._kept = KeptRecord(file)
         self._log_pool_size(plan, slot_bytes, device_bytes)

@@ -136,7 +136,7 @@ class KeptFile:
         """
         self.path = path
         self.shape = shape
-        self.goes_if_new = False
+        self.remove_if_new = False
         """Whether `close` removes a file created by this process: true until the pool is used."""
         self.num_cut_off = 0
         """Blocks lost because the file was truncated, counted by `share`: joining processes do not see them."""
@@ -232,7 +232,7 @@ class KeptFile:
 
     def close(self) -> None:
         """Refuse further mappings and release the lock. Existing mappings stay."""
-        if self.goes_if_new and self.found.is_new and self._shared.fileno() >= 0:
+        if self.remove_if_new and self.found.is_new and self._shared.fileno() >= 0:
             self._shared.unlink()
         self._shared.close()
         self._lock.close()
