@@ -96,7 +96,7 @@ class NoDevice:
         """See `DeviceView`."""
         return [False] * len(keys)
 
-    def take_given_out(self, among: Container[int]) -> Mapping[int, bytes | None]:
+    def take_allocated(self, among: Container[int]) -> Mapping[int, bytes | None]:
         """See `DeviceView`."""
         return {}
 

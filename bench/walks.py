@@ -191,7 +191,7 @@ class Device:
     def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [False] * len(keys)
 
-    def take_given_out(self, among: Container[int]) -> Mapping[int, bytes | None]:
+    def take_allocated(self, among: Container[int]) -> Mapping[int, bytes | None]:
         return {}
 
 

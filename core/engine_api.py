@@ -78,11 +78,11 @@ class DeviceView(Protocol):
     def resident(self, keys: Sequence[Key]) -> Sequence[bool]:
         """Return which of these keys the device holds in a block, free ones included."""
 
-    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
-        """Return the blocks of `among` that were given out of the free queue since the last call, and forget them all.
+    def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
+        """Return the blocks of `among` that were allocated since the last call, and forget them all.
 
         Each comes with the hash and group that it could be found by before the first time, None where there was none.
-        The engine's scheduler gives blocks out before `plan_step`, and nothing of that step has written to them yet. A
+        The engine's scheduler allocates blocks before `plan_step`, and nothing of that step has written to them yet. A
         block that will have been written to before stores ahead of the step comes with `OVERWRITTEN`.
         """
 

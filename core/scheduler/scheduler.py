@@ -223,7 +223,7 @@ class OffloadScheduler:
                 self._stores.end_disowned(now_s)
             # Also in eager mode, as the device keeps the blocks until they are taken. Before the tables below are
             # updated: the contents of reused blocks were recorded by earlier steps.
-            reused = self._device.take_given_out(lazy.pending)
+            reused = self._device.take_allocated(lazy.pending)
             if reused:
                 lazy.store_reused(reused, now_s)
             num_prefill_tokens = num_tokens = 0

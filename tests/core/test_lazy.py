@@ -328,7 +328,7 @@ def test_windows_that_the_device_cannot_find_are_stored_when_taken() -> None:
 def test_lazy_block_when_refilled_unnoticed_counts_as_left_device() -> None:
     """An engine that does not report given-out blocks: what a block holds by now decides."""
     engine = lazy_engine(64, 8, watermark=1)
-    engine.device.take_given_out = lambda among: {}
+    engine.device.take_allocated = lambda among: {}
     for number in range(4):
         answer(engine, f"r{number}", 5, first=1000 * number)
     assert engine.offload.snapshot().store.skipped["left_device"] > 0

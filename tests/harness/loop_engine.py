@@ -153,7 +153,7 @@ class LoopEngine:
     def resident(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys)
 
-    def take_given_out(self, among: object) -> dict[int, bytes | None]:
+    def take_allocated(self, among: object) -> dict[int, bytes | None]:
         return {}
 
     def release(self, block_ids: Sequence[int], *, reuse_first: bool = False) -> None:

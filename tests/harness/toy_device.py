@@ -34,7 +34,7 @@ class ToyDevice:
         self.names: dict[int, tuple[int, bytes]] = {}
         self.values = [[self.junk.next() for _ in range(num_blocks)] for _ in range(num_ranks)]
         self.num_usable = len(self.free)
-        self.given_out: dict[int, tuple[int, bytes] | None] = {}
+        self.allocated: dict[int, tuple[int, bytes] | None] = {}
         self.outdated: set[int] = set()
 
     # --- what the offload scheduler asks ----------------------------------------------------------------------------
@@ -67,8 +67,8 @@ class ToyDevice:
     def resident(self, keys: Sequence[bytes]) -> list[bool]:
         return [(key[-1], key[:-1]) in self.cached for key in keys]
 
-    def take_given_out(self, among: Container[int]) -> dict[int, bytes | None]:
-        taken, self.given_out = self.given_out, {}
+    def take_allocated(self, among: Container[int]) -> dict[int, bytes | None]:
+        taken, self.allocated = self.allocated, {}
         return {b: None if name is None else name[1] + bytes([name[0]]) for b, name in taken.items() if b in among}
 
     # --- what its engine does ---------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class ToyDevice:
         taken = []
         for _ in range(count):
             block_id, _ = self.free.popitem(last=False)
-            self.given_out.setdefault(block_id, self.names.get(block_id))
+            self.allocated.setdefault(block_id, self.names.get(block_id))
             self.forget(block_id)
             self.outdated.add(block_id)
             self.refs[block_id] = 1

@@ -82,7 +82,7 @@ class Device:
     def resident(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [False] * len(keys)
 
-    def take_given_out(self, among: object) -> dict[int, bytes | None]:
+    def take_allocated(self, among: object) -> dict[int, bytes | None]:
         return {}
 
 

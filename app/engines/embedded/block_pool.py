@@ -64,7 +64,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._free = OrderedDict.fromkeys(range(num_blocks))
         """Free blocks in the order of their allocation."""
-        self._given_out: dict[int, bytes | None] = {}
+        self._allocated: dict[int, bytes | None] = {}
         self._num_held = 0
         self._has_logged_release = False
 
@@ -150,19 +150,19 @@ class BlockPool:
         """See `kvferry.core.engine_api.DeviceView`."""
         return [hash_of(key) in self._block_of for key in keys]
 
-    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
+    def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `kvferry.core.engine_api.DeviceView`. There is one group."""
-        given_out, self._given_out = self._given_out, {}
+        allocated, self._allocated = self._allocated, {}
         return {
             block: None if block_hash is None else make_keys((block_hash,), 0)[0]
-            for block, block_hash in given_out.items()
+            for block, block_hash in allocated.items()
             if block in among
         }
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
         block_hash = self._hash_of[block]
-        self._given_out.setdefault(block, block_hash)
+        self._allocated.setdefault(block, block_hash)
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None

@@ -33,7 +33,7 @@ class VllmDevice:
         self._hash_bytes = hash_bytes
         self._pool: Any = None
         self._holds: dict[int, int] = {}
-        self._given_out: dict[int, bytes | None] = {}
+        self._allocated: dict[int, bytes | None] = {}
         self._has_logged_release = False
 
     def bind(self, pool: Any) -> None:
@@ -47,7 +47,7 @@ class VllmDevice:
             hashes = [(block.block_id, block.block_hash) for block in head]
             blocks = allocate(num_blocks)
             for block_id, block_hash in hashes:
-                self._given_out.setdefault(block_id, block_hash)
+                self._allocated.setdefault(block_id, block_hash)
             return blocks
 
         # vLLM clears a block's hash when it allocates the block and has no public hook for that.
@@ -100,20 +100,20 @@ class VllmDevice:
             find(hash_of(key)[:size] + group_of(key).to_bytes(_VLLM_GROUP_BYTES, "big")) is not None for key in keys
         ]
 
-    def take_given_out(self, among: Container[int]) -> Mapping[int, Key | None]:
+    def take_allocated(self, among: Container[int]) -> Mapping[int, Key | None]:
         """See `DeviceView`."""
-        given_out, self._given_out = self._given_out, {}
+        allocated, self._allocated = self._allocated, {}
         return {
             block: OVERWRITTEN if block_hash == OVERWRITTEN else self._key_of(block_hash)
-            for block, block_hash in given_out.items()
+            for block, block_hash in allocated.items()
             if block in among
         }
 
     def mark_overwritten(self, block_ids: Iterable[int] | None) -> None:
         """Mark allocated blocks that the model runner writes to before stores ahead of the step; None marks all."""
-        for block in list(self._given_out) if block_ids is None else block_ids:
-            if block in self._given_out:
-                self._given_out[block] = OVERWRITTEN
+        for block in list(self._allocated) if block_ids is None else block_ids:
+            if block in self._allocated:
+                self._allocated[block] = OVERWRITTEN
 
     def _key_of(self, block_hash: bytes | None) -> Key | None:
         if block_hash is None:
