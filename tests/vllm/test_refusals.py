@@ -23,6 +23,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 
 
@@ -132,6 +133,22 @@ def test_option_when_invalid_is_refused_before_weights_are_loaded(
     with pytest.raises(ValueError, match=words):
         options.create_engine_config()
     assert re.search("kvferry does not start: .*" + words, caplog.text)
+
+
+class BrokenConfig:
+    """A part of vLLM's configuration that cannot be read."""
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        raise ValueError("a bug, says the test")
+
+
+def test_start_when_an_unexpected_value_error_is_raised_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(kv_transfer_config=transfer(), cache_config=BrokenConfig())
+    with pytest.raises(ValueError, match="a bug, says the test") as raised:
+        entry.KVFerryConnector(config, KVConnectorRole.WORKER, None)
+    assert not isinstance(raised.value, StartError)
+    assert "kvferry does not start" not in caplog.text
 
 
 def test_parallelism_that_changes_blocks_is_refused() -> None:

@@ -371,12 +371,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """If the connector does not start, log why, with settings spelled as the user did, and close all parts."""
+        """If the connector does not start, close all parts, and log a refusal with settings spelled as the user did."""
         try:
             yield
         except BaseException as error:
             refused = None
-            if isinstance(error, ValueError):
+            if isinstance(error, StartError):
                 text = str(error)
                 refused = StartError(text if self._settings is None else self._settings.as_written(text))
                 log_refusal(refused)
