@@ -195,14 +195,11 @@ def revision_of(name: str, content: ContentDigest | None, config: Any, start: st
     Returns:
         None where the weights are not known, or their content is not needed.
     """
-    if os.path.exists(name):
-        return None if content is None else content_revision(name, content, start)
-    commit = getattr(config, "_commit_hash", None)
-    return str(commit) if commit else None
-
-
-def content_revision(name: str, content: ContentDigest, start: str) -> str | None:
-    """Return the revision of local files; see `revision_of`."""
+    if not os.path.exists(name):
+        commit = getattr(config, "_commit_hash", None)
+        return str(commit) if commit else None
+    if content is None:
+        return None
     if content.is_reading():
         _log.info("reading model files for their digest, which is then cached: %s", name)
     try:
