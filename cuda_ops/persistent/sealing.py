@@ -1,7 +1,7 @@
-"""Copy engine for a kept pool, a wrapper around any other.
+"""Sealing of the slots of a kept pool: after stores, by a copy engine around any other, and after writes of tiers.
 
-It seals slots after a store, and verifies slots of an earlier process before their first load, both on a thread of its
-own. Slots are marked by the copying threads.
+The copy engine seals slots after a store, and verifies slots of an earlier process before their first load, both on a
+thread of its own. Slots are marked by the copying threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from kvferry.core.transfers import Direction, SlotLabels, TransferJob, TransferResult
 from kvferry.cuda_ops.copy.engine import CopyEngine
@@ -231,3 +232,43 @@ class KeptCopies:
             self._to_seal.popleft()
             self._num_sealed += 1
             self._changed.notify_all()
+
+
+class TierSealer:
+    """Seals slots that tiers wrote to; implements `TierWriteSealer` of a pool record. Thread: any, except `close`."""
+
+    def __init__(self, headers: Sequence[SlotHeaders]) -> None:
+        """Create a sealer of the headers of each column."""
+        self._headers = headers
+        self._thread = ThreadPoolExecutor(1, "kvferry-seal")
+        self._last: Future[None] | None = None
+
+    def begin_tier_write(self, labels: SlotLabels) -> None:
+        """See `TierWriteSealer`. Thread: any except the engine's."""
+        for headers in self._headers:
+            headers.begin(labels)
+
+    def end_tier_write(self, labels: SlotLabels) -> None:
+        """See `TierWriteSealer`."""
+        try:
+            self._last = self._thread.submit(self._seal, labels)
+        except RuntimeError as error:
+            _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
+
+    def settle(self, timeout_s: float) -> bool:
+        """See `TierWriteSealer`."""
+        last = self._last
+        return last is None or bool(wait([last], timeout_s).done)
+
+    def close(self) -> None:
+        """Seal the remaining slots within `CLOSE_S`."""
+        if not self.settle(CLOSE_S):
+            _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
+        self._thread.shutdown(cancel_futures=True)
+
+    def _seal(self, labels: SlotLabels) -> None:
+        try:
+            for headers in self._headers:
+                headers.seal(labels)
+        except Exception:  # noqa: BLE001 - only these blocks are lost at a restart
+            _log.exception("slots could not be sealed")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -26,8 +24,6 @@ from kvferry.app.settings.fields import PoolKind
 from kvferry.core.engine_api import StoreMode
 from kvferry.core.errors import StartError
 from kvferry.core.groups import GroupLayout
-from kvferry.core.transfers import SlotLabels
-from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.pool_file import KeptFile, read_boot_id
 from kvferry.cuda_ops.persistent.transient_file import TransientFile, sweep_names
 from kvferry.cuda_ops.pool.extents import PoolPlan, plan_pool
@@ -38,7 +34,6 @@ from kvferry.cuda_ops.pool.processors import allowed_processors
 
 _log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
 _MAX_UNUSED_FRACTION = 0.25
 """Fraction of unused bytes in slots above which a warning is logged."""
 
@@ -88,7 +83,7 @@ class PoolGeometry:
 
 
 def pool_geometry(settings: Settings, layout: VllmLayout, parallel: Any) -> PoolGeometry:
-    """Compute the pool for the setting `pool_bytes`. Raises `ValueError`."""
+    """Compute the pool for the setting `pool_bytes`. Raises `StartError`."""
     num_ranks, ranks_per_copy = int(parallel.world_size), layout.ranks_per_copy
     slots = layout.group_layout(settings.blocks_per_slot, num_ranks // ranks_per_copy)
     extents = plan_pool(settings.pool_bytes, slots.slot_bytes, largest_pool_bytes(settings))
@@ -135,46 +130,6 @@ def check_pool_memory(geometry: PoolGeometry, settings: Settings, layout: VllmLa
         check_fits("pool_bytes", geometry.num_bytes, memory_limits())
 
 
-class TierSealer:
-    """Seals slots that tiers wrote to; implements `TierWriteSealer` of a pool record. Thread: any, except `close`."""
-
-    def __init__(self, headers: Sequence[SlotHeaders]) -> None:
-        """Create a sealer of the headers of each column."""
-        self._headers = headers
-        self._thread = ThreadPoolExecutor(1, "kvferry-seal")
-        self._last: Future[None] | None = None
-
-    def begin_tier_write(self, labels: SlotLabels) -> None:
-        """See `TierWriteSealer`. Thread: any except the engine's."""
-        for headers in self._headers:
-            headers.begin(labels)
-
-    def end_tier_write(self, labels: SlotLabels) -> None:
-        """See `TierWriteSealer`."""
-        try:
-            self._last = self._thread.submit(self._seal, labels)
-        except RuntimeError as error:
-            _log.warning("blocks from a tier are not sealed and lost at a restart: %d: %s", len(labels.slots), error)
-
-    def settle(self, timeout_s: float) -> bool:
-        """See `TierWriteSealer`."""
-        last = self._last
-        return last is None or bool(wait([last], timeout_s).done)
-
-    def close(self) -> None:
-        """Seal the remaining slots within `CLOSE_S`."""
-        if not self.settle(CLOSE_S):
-            _log.warning("blocks from tiers were not sealed within %.0f s and are lost at a restart", CLOSE_S)
-        self._thread.shutdown(cancel_futures=True)
-
-    def _seal(self, labels: SlotLabels) -> None:
-        try:
-            for headers in self._headers:
-                headers.seal(labels)
-        except Exception:  # noqa: BLE001 - only these blocks are lost at a restart
-            _log.exception("slots could not be sealed")
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """vLLM's configuration, kvferry's settings, and what every process of an engine computes from them."""
@@ -187,7 +142,7 @@ class EngineConfig:
 
     @classmethod
     def make(cls, vllm_config: Any, cache: Any, settings: Settings) -> EngineConfig:
-        """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `ValueError`."""
+        """Compute layout and pool from a `VllmConfig` and a `KVCacheConfig`. Raises `StartError`."""
         layout = read_layout(cache, hash_block_size(vllm_config, cache))
         return cls(vllm_config, cache, settings, layout, pool_geometry(settings, layout, vllm_config.parallel_config))
 

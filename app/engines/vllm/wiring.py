@@ -24,7 +24,6 @@ from kvferry.app.engines.vllm.metrics import COUNTERS, GAUGES, KVFerryStats
 from kvferry.app.engines.vllm.pool import (
     EngineConfig,
     MappedPool,
-    TierSealer,
     check_pool_memory,
     copy_processors,
     map_for_rank,
@@ -44,6 +43,7 @@ from kvferry.core.pool.inventory import Inventory
 from kvferry.cuda_ops.persistent.headers import SlotHeaders
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.persistent.recovery import DropReason
+from kvferry.cuda_ops.persistent.sealing import TierSealer
 
 _log = logging.getLogger(__name__)
 
