@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvferry.cuda_ops.persistent.pool_file import PoolCut
+from kvferry.cuda_ops.persistent.pool_file import PoolTruncated
 from kvferry.cuda_ops.persistent.record import KeptRecord
 from kvferry.cuda_ops.pool.host_pool import HostPool
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 class PoolWatch:
     """Checks of the file of a kept pool. Thread: `check` on the supervisor's, the rest on any."""
 
-    def __init__(self, record: KeptRecord, mapped: HostPool, on_cut: Callable[[str], None]) -> None:
-        """`on_cut` is called once, with the reason, when no byte of the pool may be accessed any more."""
+    def __init__(self, record: KeptRecord, mapped: HostPool, on_truncated: Callable[[str], None]) -> None:
+        """`on_truncated` is called once, with the reason, when no byte of the pool may be accessed any more."""
         self._record = record
         self._mapped = mapped
-        self._on_cut = on_cut
-        self._cut: str | None = None
+        self._on_truncated = on_truncated
+        self._truncation: str | None = None
         self._moved: str | None = None
 
     def check(self) -> None:
@@ -28,14 +28,14 @@ class PoolWatch:
         file = self._record.file
         try:
             file.check(lambda: self._mapped.hold().end_offset)
-        except PoolCut as error:
-            if self._cut is None:
-                self._cut = (
+        except PoolTruncated as error:
+            if self._truncation is None:
+                self._truncation = (
                     f"{error}: offloading is off, and the process may end with SIGBUS; stop the engine, remove the "
                     "file and start the engine again"
                 )
-                _log.error("pool: %s", self._cut)
-                self._on_cut(self._cut)
+                _log.error("pool: %s", self._truncation)
+                self._on_truncated(self._truncation)
             return
         moved = file.moved()
         if moved is not None and self._moved is None:
@@ -50,8 +50,8 @@ class PoolWatch:
 
     def degraded(self) -> list[str]:
         """Return what is wrong with the file, and what to do."""
-        if self._cut is not None:
-            return [self._cut]
+        if self._truncation is not None:
+            return [self._truncation]
         if self._moved is not None:
             return [
                 f"{self._moved}: blocks stored from now on do not survive a restart; restart the engine, and stop it "

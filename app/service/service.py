@@ -160,7 +160,7 @@ class OffloadService:
                 guarding=self.guard.guarding,
             )
             self._pool_watch = (
-                None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_cut)
+                None if kept is None or pool.mapped is None else PoolWatch(kept, pool.mapped, self._on_pool_truncated)
             )
             self.settings = LiveSettings(settings, self._apply, check=self._check)
             self._supervisor = Supervisor(stopping, self._checks())
@@ -322,7 +322,7 @@ class OffloadService:
             self.settings.fall_short("pool_bytes", end.asked_bytes, end.bytes, end.error)
         self.feed.changed(EventType.RESIZED, asdict(end), time.time())
 
-    def _on_pool_cut(self, reason: str) -> None:
+    def _on_pool_truncated(self, reason: str) -> None:
         """Drop all blocks of the pool, whose memory must not be accessed any more, and switch offloading off."""
         self.scheduler.resets.reset(time.time(), places=[HOST])
         self.guard.disable(reason)

@@ -61,13 +61,13 @@ class SlotHeaders:
         self._lock = threading.Lock()
 
     def before_copy(self, job: TransferJob) -> None:
-        """Mark the slots of a store before its copy. Thread: copy. Raises `PoolCut` for any job."""
+        """Mark the slots of a store before its copy. Thread: copy. Raises `PoolTruncated` for any job."""
         self._check()
         if job.direction is Direction.STORE and job.labels is not None:
             self.begin(job.labels)
 
     def begin(self, labels: SlotLabels) -> None:
-        """Mark slots as *writing* before their bytes are overwritten. Raises `PoolCut`."""
+        """Mark slots as *writing* before their bytes are overwritten. Raises `PoolTruncated`."""
         self._check()
         marks = np.zeros(len(labels.slots), dtype=SLOT_HEADER)
         marks["state"], marks["generation"] = HeaderState.WRITING, labels.generations
@@ -75,11 +75,11 @@ class SlotHeaders:
             self._scatter_columns(self._words, labels.slots, _MARKED, _as_words(marks))
 
     def seal(self, labels: SlotLabels) -> int:
-        """Seal slots whose store has ended; return how many are valid now. Raises `PoolCut`."""
+        """Seal slots whose store has ended; return how many are valid now. Raises `PoolTruncated`."""
         return sum(self._seal(labels.part(at, at + SEAL_SLOTS)) for at in range(0, len(labels.slots), SEAL_SLOTS))
 
     def verify(self, slots: Slots) -> Slots:
-        """Return those of these valid slots whose bytes do not match their headers. Raises `PoolCut`."""
+        """Return those of these valid slots whose bytes do not match their headers. Raises `PoolTruncated`."""
         self._check()
         headers = self._read(slots)
         good = are_sound(headers, self._pool.slot_bytes)

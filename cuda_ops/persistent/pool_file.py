@@ -45,7 +45,7 @@ class NotAPool(ValueError):
     """The file has no pool header that this version can read; the message names the field."""
 
 
-class PoolCut(RuntimeError):
+class PoolTruncated(RuntimeError):
     """The pool's file is shorter than its mapping: accessing the missing part would kill the process."""
 
 
@@ -138,7 +138,7 @@ class KeptFile:
         self.shape = shape
         self.remove_if_new = False
         """Whether `close` removes a file created by this process: true until the pool is used."""
-        self.num_cut_off = 0
+        self.num_truncated = 0
         """Blocks lost because the file was truncated, counted by `share`: joining processes do not see them."""
         self._foreign_keys: list[Key] = []
         text = json.dumps(fingerprint, sort_keys=True, default=str).encode()
@@ -148,7 +148,7 @@ class KeptFile:
             )
         self.namespace = namespace_of(text)
         """Part of every payload checksum."""
-        self.cut: str | None = None
+        self.fault: str | None = None
         """The reason why no byte may be accessed any more, set by `check` when the file was truncated."""
         self._lock = PoolLock(path, shared=join)
         try:
@@ -226,7 +226,7 @@ class KeptFile:
             _log.warning("kept pool was truncated: %s: slots lost: %s", self.path, f"{num_lost:,}")
             ranks = [self.headers(rank)[: self.num_slots] for rank in range(self.shape.num_ranks)]
             seen = read_slots(ranks, self.shape, self.min_epoch, self.found.num_whole)
-            self.num_cut_off = seen.dropped.get(DropReason.TRUNCATED, 0)
+            self.num_truncated = seen.dropped.get(DropReason.TRUNCATED, 0)
             self._clear_headers(self.found.num_whole, self.num_slots)
         self._lock.share()
 
@@ -278,12 +278,12 @@ class KeptFile:
     # ---- changes by other processes ----------------------------------------------------------------------------------
 
     def check(self, end_offset: Callable[[], int] = lambda: 0) -> None:
-        """Raise `PoolCut` if the headers, or the slots up to `end_offset`, are not entirely in the file. Any thread."""
+        """Raise `PoolTruncated` if the file ends before the headers do, or the slots up to `end_offset`. Any thread."""
         # Shrinking lowers the offset before it truncates the file: only a second test excludes that race.
-        if self.cut is None and self._is_short(end_offset()) and self._is_short(end_offset()):
-            self.cut = f"pool file {self.path} was truncated to {self._size():,} bytes by another process"
-        if self.cut is not None:
-            raise PoolCut(self.cut)
+        if self.fault is None and self._is_short(end_offset()) and self._is_short(end_offset()):
+            self.fault = f"pool file {self.path} was truncated to {self._size():,} bytes by another process"
+        if self.fault is not None:
+            raise PoolTruncated(self.fault)
 
     def moved(self) -> str | None:
         """Return why the file at the path is not the mapped one; None while it is. Any thread."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvferry.core.transfers import NO_SLOTS, SlotLabels, Slots
 from kvferry.cuda_ops.copy.native import word_copies
 from kvferry.cuda_ops.persistent.format import SLOT_HEADER, HeaderState
-from kvferry.cuda_ops.persistent.pool_file import KeptFile, PoolCut
+from kvferry.cuda_ops.persistent.pool_file import KeptFile, PoolTruncated
 from kvferry.cuda_ops.persistent.recovery import KeptSlots, read_slots
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class KeptRecord:
     # --- other threads ------------------------------------------------------------------------------------------------
 
     def before_tier_write(self, slot: int) -> None:
-        """Mark a slot that a tier is about to write. Thread: tier. Raises `PoolCut`."""
+        """Mark a slot that a tier is about to write. Thread: tier. Raises `PoolTruncated`."""
         self.file.check()
         with self._lock:
             labels = self._unmarked.pop(slot, None)
@@ -132,7 +132,7 @@ class KeptRecord:
     def start(self) -> None:
         """Start the thread unless it runs. After a thread's death its unfinished round is written again."""
         if self._thread is not None:
-            if self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
+            if self._thread.is_alive() or self._closing.is_set() or self.file.fault is not None:
                 return
             _log.error("invalidation thread died, restarting it")
         self._thread = threading.Thread(target=self._serve, name="kvferry-invalidate", daemon=True)
@@ -140,7 +140,7 @@ class KeptRecord:
 
     def problem(self) -> str | None:
         """Return why invalidations are not written, or None. A truncated file is reported elsewhere."""
-        if self._thread is None or self._thread.is_alive() or self._closing.is_set() or self.file.cut is not None:
+        if self._thread is None or self._thread.is_alive() or self._closing.is_set() or self.file.fault is not None:
             return None
         return "the thread that writes invalidations to the pool's headers has stopped; see its log lines"
 
@@ -160,7 +160,7 @@ class KeptRecord:
             try:
                 while self._write_round():
                     continue
-            except PoolCut as error:
+            except PoolTruncated as error:
                 _log.error("writing invalidations stopped: %s", error)
                 return
             if self._closing.is_set():

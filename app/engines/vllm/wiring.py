@@ -103,7 +103,7 @@ def attach_worker(config: EngineConfig, worker: ConnectorWorker, caches: Mapping
     if mapped.persistent is not None:
         handshake.drop_reason = mapped.persistent.found.dropped
         handshake.foreign_keys = mapped.persistent.take_foreign_keys()
-        handshake.num_truncated = mapped.persistent.num_cut_off
+        handshake.num_truncated = mapped.persistent.num_truncated
     return handshake
 
 
