@@ -28,7 +28,7 @@ LONG_WAIT_STEPS = 600
 STEP_BYTES = 1 << 30
 """Memory added per step, or an extent if that is more; between steps another size can be requested."""
 SETTLE_S = 1.0
-TROUBLE_S = 1.0
+RETRY_S = 1.0
 CLOSE_S = 10.0
 SHOWN_PINS = 10
 
@@ -91,8 +91,8 @@ class PoolResizer:
         self._error: str | None = None
         self._checked: tuple[int, int] | None = None
         """Bytes and slots of the size that was checked last, until `begin`."""
-        self._wanted_bytes, self._wanted_slots = pool.num_bytes, pool.num_slots
-        self._asked = threading.Event()
+        self._target_bytes, self._target_slots = pool.num_bytes, pool.num_slots
+        self._requested = threading.Event()
         self._closing = False
         self._num_waits = 0
         self._thread: threading.Thread | None = None
@@ -131,16 +131,16 @@ class PoolResizer:
         """Start a resize to the size that was checked last, if there is one; it replaces a resize under way."""
         size, self._checked = self._checked, None
         if size is not None:
-            self._wanted_bytes, self._wanted_slots = size
-            self._resize.request(self._wanted_slots)
-            self._asked.set()
+            self._target_bytes, self._target_slots = size
+            self._resize.request(self._target_slots)
+            self._requested.set()
 
     def degraded(self) -> list[str]:
         """Return which slots a resize has been waiting for, if it has waited for long."""
         if self._num_waits < LONG_WAIT_STEPS:
             return []
         return [
-            f"{SETTING}: the resize from {self._pool.num_slots:,} to {self._wanted_slots:,} slots waits for slots "
+            f"{SETTING}: the resize from {self._pool.num_slots:,} to {self._target_slots:,} slots waits for slots "
             f"in use: {self._resize.in_use()}"
         ]
 
@@ -156,7 +156,7 @@ class PoolResizer:
     def close(self) -> None:
         """Stop the thread; a kept pool keeps the size that a resize has reached."""
         self._closing = True
-        self._asked.set()
+        self._requested.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -171,7 +171,7 @@ class PoolResizer:
                 self._step()
             except Exception:  # noqa: BLE001 - the pool is used as it is, and the step is retried
                 _log.exception("pool resize: a step failed")
-                self._rest(TROUBLE_S)
+                self._sleep(RETRY_S)
 
     def _step(self) -> None:
         with self._guarding("resize"):
@@ -186,16 +186,16 @@ class PoolResizer:
             # Leases and pins end in steps, which an idle engine takes when it is woken.
             self._wake()
             self._count_wait()
-            self._rest(IN_USE_S)
+            self._sleep(IN_USE_S)
         else:
-            self._rest(None)
+            self._sleep(None)
             return
         if not self._resize.is_open:
             self._end()
 
-    def _rest(self, seconds: float | None) -> None:
-        self._asked.wait(seconds)
-        self._asked.clear()
+    def _sleep(self, seconds: float | None) -> None:
+        self._requested.wait(seconds)
+        self._requested.clear()
 
     def _count_wait(self) -> None:
         self._num_waits += 1
@@ -229,7 +229,7 @@ class PoolResizer:
         while pool.num_slots < num_slots:
             if self._closing:
                 return False
-            if self._wanted_slots < num_slots:
+            if self._target_slots < num_slots:
                 self._resize.fail()
                 return False
             try:
@@ -247,4 +247,4 @@ class PoolResizer:
         num_slots, num_bytes = self._pool.num_slots, self._pool.num_bytes
         _log.info("pool resize: the pool has %s slots, %s bytes", f"{num_slots:,}", f"{num_bytes:,}")
         self._wake()
-        self._on_end(ResizeEnd(num_slots, num_bytes, self._wanted_bytes, error))
+        self._on_end(ResizeEnd(num_slots, num_bytes, self._target_bytes, error))
