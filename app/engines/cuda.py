@@ -29,12 +29,12 @@ class CudaDevice:
         driver: CudaDriver | None = None,
         current_stream: Callable[[], int] | None = None,
         *,
-        instead: str = "set KVFERRY_DEVICE=cpu",
+        alternative: str = "set KVFERRY_DEVICE=cpu",
     ) -> None:
         """Load the driver and register with the device.
 
         Args:
-            instead: end of the error messages: what the user can do instead.
+            alternative: end of the error messages: what the user can do instead.
             driver: this machine's by default.
             current_stream: returns the calling thread's compute stream; torch's by default.
 
@@ -43,7 +43,7 @@ class CudaDevice:
         """
         self._device = device
         self._index = device.index or 0
-        self._instead = instead
+        self._alternative = alternative
         self._current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
         try:
             self._driver = load_driver() if driver is None else driver
@@ -91,4 +91,4 @@ class CudaDevice:
         self._registrar.close()
 
     def _unavailable(self, what: str, error: Exception) -> CudaUnavailable:
-        return CudaUnavailable(f"{self._device} {what} ({error}); {self._instead}")
+        return CudaUnavailable(f"{self._device} {what} ({error}); {self._alternative}")

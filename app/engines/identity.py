@@ -58,10 +58,10 @@ def model_files(path: Path) -> list[Path]:
         files |= {file for file in path.rglob("*") if file.suffix in WEIGHT_SUFFIXES + CONFIG_SUFFIXES}
     for index in [file for file in files if file.name.endswith(_INDEX_SUFFIX)]:
         files |= {index.parent / name for name in _shards(index)}
-    return sorted(file for file in files if _is_there(file))
+    return sorted(file for file in files if _is_loadable(file))
 
 
-def _is_there(file: Path) -> bool:
+def _is_loadable(file: Path) -> bool:
     """Return False for folders, dangling links, and missing shards named by an index: none can be loaded."""
     try:
         return not stat.S_ISDIR(file.stat().st_mode)
@@ -274,7 +274,7 @@ class DigestCache:
                 if FileId.of(os.fstat(fd)) != found:
                     raise FileUnknown(f"{path.name} changed while it was read")
                 if found.is_settled:
-                    self._keep(real, found, computed)
+                    self._save(real, found, computed)
                 return computed
 
     def _entry(self, folder: Path, real: str) -> Path:
@@ -295,7 +295,7 @@ class DigestCache:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _keep(self, real: str, found: FileId, digest: str) -> None:
+    def _save(self, real: str, found: FileId, digest: str) -> None:
         if self._folder is None:
             return
         try:

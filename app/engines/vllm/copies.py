@@ -171,7 +171,7 @@ def cuda_device(layout: VllmLayout, caches: Mapping[str, Any]) -> CudaDevice | N
     device = _tensor_of(caches, layout.groups[0].regions[0]).device
     if device.type == "cpu":
         return None
-    return CudaDevice(device, instead="run vLLM's CPU backend, or vLLM without kvferry")
+    return CudaDevice(device, alternative="run vLLM's CPU backend, or vLLM without kvferry")
 
 
 def pool_preparation(cuda: CudaDevice | None, *, is_private: bool = True) -> Preparation:
