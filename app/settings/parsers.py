@@ -228,7 +228,7 @@ name = _matching(
 )
 """Parses a name that can be part of a file name."""
 
-device = _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:<index>")
+device = _matching(r"auto|cpu|cuda(:\d{1,2})?", "auto, cpu, cuda or cuda:<index>")
 """Parses the device that a model runs on."""
 
 

@@ -80,7 +80,7 @@ def test_a_name_like_nothing_else_suggests_nothing(setenv: Setenv) -> None:
         ("host", ["", "a b", "http://127.0.0.1", "127.0.0.1:80"]),
         ("engine_name", ["", "../x", ".x", "a/b", "x" * 65, 5]),
         ("engine", ["", "vllm", 1]),
-        ("device", ["gpu", "cuda:", "cuda:x", 0]),
+        ("device", ["gpu", "cuda:", "cuda:x", "cuda:200", 0]),
         ("device_blocks", ["0", "many", False]),
         ("pool_bytes", ["0", "-1", "1.5", "8 Gib it", "GiB", "1e9", "9" * 30, 0, 1.5, True, "1XB"]),
         ("offload_prompt_only", ["maybe", "2", 1, 0, None, ""]),
