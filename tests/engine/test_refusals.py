@@ -42,7 +42,6 @@ from tests.harness.checkpoints import SMALL
     [
         ({"model": "/no/such/folder"}, "MODEL=/no/such/folder does not load: no such folder. Name"),
         ({"model": "~/no/such/folder"}, "MODEL=~/no/such/folder does not load: no such folder. Name"),
-        ({"device": "tpu"}, "DEVICE='tpu'"),
         ({"device": "cuda:99"}, "DEVICE=cuda:99"),
         ({"device_blocks": 1 << 40}, "DEVICE_BLOCKS=1099511627776 of 32,768 bytes need"),
     ],
