@@ -118,15 +118,14 @@ class BlockIndex(HashTable):
 
     def find(self, keys: Sequence[Key]) -> Numbers:
         """Return the number of each key, -1 where there is none."""
-        return self.find_and_hash(keys)[0]
+        return self.find_hashed(keys, self._hash_all(keys))[0]
 
-    def find_and_hash(self, keys: Sequence[Key]) -> tuple[Numbers, int, KeyHashes]:
-        """Return the number of each key, -1 where there is none, how many were found, and the hash of each key."""
-        hashes = self._hash_all(keys)
+    def find_hashed(self, keys: Sequence[Key], hashes: KeyHashes) -> tuple[Numbers, int]:
+        """Return the number of each key, -1 where there is none, and how many were found; `hashes` are of the keys."""
         numbers: Numbers = np.empty(len(hashes), dtype=np.int64)
         num_found = self._find(self._cells, self._shift, self._epoch, hashes, numbers)
         if not num_found:
-            return numbers, 0, hashes
+            return numbers, 0
         if num_found == len(numbers):
             wanted, held = keys, self._keys[numbers]
         else:
@@ -137,19 +136,20 @@ class BlockIndex(HashTable):
                 if self._keys[numbers[i]] != keys[i]:
                     numbers[i] = -1
                     num_found -= 1
-        return numbers, num_found, hashes
+        return numbers, num_found
 
     def find_some(self, keys: Sequence[Key]) -> Numbers:
         """Return the numbers of the keys that are present."""
-        numbers, num_found, _ = self.find_and_hash(keys)
-        return numbers if num_found == len(numbers) else numbers[numbers >= 0]
+        numbers = self.find(keys)
+        return numbers[numbers >= 0]
 
     def find_prefix(self, keys: Sequence[Key]) -> Numbers:
         """Return the numbers of the leading keys, up to the first absent one, in time proportional to the result."""
         parts: list[Numbers] = []
         start, chunk = 0, _FIRST_CHUNK
         while start < len(keys) or not parts:
-            numbers, num_found, _ = self.find_and_hash(keys[start : start + chunk])
+            part = keys[start : start + chunk]
+            numbers, num_found = self.find_hashed(part, self._hash_all(part))
             if num_found < len(numbers):
                 parts.append(numbers[: (numbers < 0).argmax()])
                 break

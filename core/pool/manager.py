@@ -24,7 +24,7 @@ from kvferry.core.pool.events import EventSink, EvictionBatch, ResetEvent, Store
 from kvferry.core.pool.eviction.evictor import EVICTION_POLICIES, Evictor
 from kvferry.core.pool.eviction.history import MissHistory
 from kvferry.core.pool.index import BlockIndex
-from kvferry.core.pool.native import KeyHashes
+from kvferry.core.pool.native import KeyHashes, hash_keys
 from kvferry.core.pool.pins import OperatorPins, Pin, Pins
 from kvferry.core.pool.records import PoolRecord
 from kvferry.core.pool.slots import BATCH_SLOTS, SlotState, SlotTable
@@ -180,7 +180,7 @@ class OffloadManager:
         never found; for the same reason no block among `keys` or in `prefix` is evicted.
 
         Args:
-            keys: Blocks of one request, in order.
+            keys: Distinct blocks of one request, in order.
             origin: The request.
             positions: Index of each block in the request.
             priority_class: Priority class of the blocks.
@@ -189,16 +189,19 @@ class OffloadManager:
             size_bytes: Size of each block; None: a whole slot.
             is_counted: Whether keys need admission; False for blocks of a tier, which were admitted before.
         """
+        hashes, num_answered = hash_keys(keys), len(keys)
         with self.changing:
             table = self.table
-            num_answered = len(keys)
-            found, num_found, hashes = self.index.find_and_hash(keys)
-            if not num_found:
-                present, wanted_at = NO_SLOTS, _positions(num_answered)
-            else:
-                absent = found < 0
-                present, wanted_at = found[~absent], absent.nonzero()[0]
-                self._use_again(present, positions[~absent], priority_class)
+            found, num_found = self.index.find_hashed(keys, hashes)
+            present, wanted_at = NO_SLOTS, _positions(num_answered)
+            if num_found:
+                present_at, wanted_at = (found >= 0).nonzero()[0], (found < 0).nonzero()[0]
+                if len(set(found[present_at].tolist())) < len(present_at):
+                    # A repeated key counts once. One that is absent gets two slots, of which one is published.
+                    present_at = np.sort(np.unique(found, return_index=True)[1])
+                    present_at = present_at[found[present_at] >= 0]
+                present = found[present_at]
+                self._use_again(present, positions[present_at], priority_class)
             offered, held_back_at = None, NO_SLOTS
             if is_counted and self.admission.is_counting:
                 offered = wanted_at, hashes[wanted_at]
@@ -628,8 +631,6 @@ class OffloadManager:
         if table.uniform_class is not None and table.uniform_class >= priority_class:
             return
         slots = slots[table.classes[slots] < priority_class]
-        # Distinct slots in their order, as a key may be offered twice.
-        slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
         candidates = slots[table.pins[slots] == 0]
         self.evictor.policy.remove(candidates)
         table.set_class(slots, priority_class)

@@ -56,17 +56,17 @@ def make_engine(num_slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any)
         engine = ToyEngine(num_slots, 2100, **options)
     engine.ledger = NoLedger(engine)
     lock: Any = engine.offload.manager.lock
-    find, reorder = BlockIndex.find_and_hash, type(engine.offload.manager.evictor.policy).reorder
+    find, reorder = BlockIndex.find_hashed, type(engine.offload.manager.evictor.policy).reorder
 
-    def counted_find(self: Any, keys: Any) -> Any:
+    def counted_find(self: Any, keys: Any, hashes: Any) -> Any:
         lock.counted("keys", len(keys))
-        return find(self, keys)
+        return find(self, keys, hashes)
 
     def counted_reorder(self: Any, slots: Any) -> None:
         lock.counted("moves", len(slots))
         reorder(self, slots)
 
-    monkeypatch.setattr(BlockIndex, "find_and_hash", counted_find)
+    monkeypatch.setattr(BlockIndex, "find_hashed", counted_find)
     monkeypatch.setattr(type(engine.offload.manager.evictor.policy), "reorder", counted_reorder)
     return engine, lock
 

@@ -242,4 +242,12 @@ def test_key_when_offered_twice_with_higher_priority_counts_once(policy: str) ->
     offers = [manager.prepare_store(keys(10 + n, 1), RequestIdentity("o"), np.arange(1), NORMAL, 3.0) for n in range(5)]
     assert [len(offer.slots) for offer in offers] == [
         1, 1, 1, 1, 0,
+
+
+def test_offer_of_a_key_that_cannot_be_hashed_changes_nothing() -> None:
+    manager = OffloadManager(4, 64)
+    store(manager, keys(0, 2))
+    with pytest.raises(TypeError):
+        manager.prepare_store(["not bytes"], RequestIdentity("bad"), np.arange(1), NORMAL, 1.0)  # type: ignore[list-item]
+    assert not manager.changing.is_torn
     ]  # fmt: skip

@@ -165,8 +165,8 @@ class MissHistory:
         """
         if not keys:
             return [], None
-        found, _, hashes = self._index.find_and_hash(keys)
-        is_missing = found < 0
+        hashes = hash_keys(keys)
+        is_missing = self._index.find_hashed(keys, hashes)[0] < 0
         missing = hashes[is_missing]
         evicted, is_first, between_s = self.evicted.regret(missing)
         count = int(np.count_nonzero(is_first))
