@@ -164,8 +164,7 @@ class Bench:
         while inventory.dirty_rows(1000) is not None:
             pass
         for name in ("arc", "lru"):
-            while self.manager.switch_policy(name):
-                pass
+            self.manager.switch_policy(name)
         scheduler.resets.reset(self._now_s, RequestFilter(request="r1*"))
         scheduler.resets.reset(self._now_s)
         scheduler.abandon_all(self._now_s)

@@ -310,9 +310,7 @@ class OffloadService:
             self.scheduler.choice.decision = settings.load_decision
             self.scheduler.set_store_mode(settings.store_mode)
             self.manager.admission.set_threshold(settings.store_threshold)
-            while self.manager.switch_policy(settings.eviction_policy):
-                # In batches, between which the engine can acquire the lock.
-                continue
+            self.manager.switch_policy(settings.eviction_policy)
         self.store.set_limits(_history_limits(settings))
         self._resizer.begin()
 

@@ -464,10 +464,8 @@ class OffloadManager:
         with self.changing:
             self.residency = residency
 
-    def switch_policy(self, name: str) -> bool:
-        """Exchange the eviction policy, keeping blocks and their order. Returns True while it has to be called again.
-
-        Calls are short, and the engine may work between them; meanwhile, the policy is LRU.
+    def switch_policy(self, name: str) -> None:
+        """Exchange the eviction policy, keeping blocks and their order. One thread at a time.
 
         Raises:
             ValueError: There is no such policy.
@@ -475,10 +473,13 @@ class OffloadManager:
         if name not in EVICTION_POLICIES:
             known = ", ".join(EVICTION_POLICIES)
             raise ValueError(f"eviction_policy={name!r} is not known: choose one of {known}")
-        # Not under the lock, as it allocates memory in proportion to the pool.
-        self.evictor.prepare(name)
+        if name == self.evictor.policy.name:
+            return
+        # Made and freed without the lock, as its memory is in proportion to the pool.
+        policy = EVICTION_POLICIES[name](self.table)
         with self.changing:
-            return self.evictor.exchange_policy(name, BATCH_SLOTS)
+            replaced = self.evictor.exchange_policy(policy)
+        del replaced
 
     # --- inside -----------------------------------------------------------------------------------------------------
     #
@@ -526,11 +527,10 @@ class OffloadManager:
         protected = present
         num_earlier = sum(count for _, count in prefix.groups.values()) + len(prefix.others)
         if missing > 0 and num_earlier * _LARGE_POOL > table.num_slots:
-            # In a larger pool the request's earlier blocks are among the latest used. Protected slots are added again
-            # in the request's order, which is the reverse of their order of eviction.
+            # In a larger pool the request's earlier blocks are among the latest used.
             coldest = self.evictor.policy.peek_victims(min(missing + num_earlier, _MAX_CANDIDATES))
-            coldest = coldest[self._are_in(prefix, coldest)]
-            protected = np.concatenate((coldest[~np.isin(coldest, present)][::-1], present))
+            coldest = coldest[self._are_in(prefix, coldest) & ~np.isin(coldest, present)]
+            protected = np.concatenate((self._in_request_order(coldest), present))
         victims = self._take(wanted, free, protected)
         if not num_earlier or not len(victims):
             return victims
@@ -552,9 +552,12 @@ class OffloadManager:
             put_back.append(victims[is_prefix])
             num_taken += len(taken[-1])
             num_put_back += len(put_back[-1])
-        # Victims are taken from a request's end to its beginning; the order of `add` is the reverse.
-        self.evictor.policy.add(np.concatenate(put_back)[::-1])
+        self.evictor.policy.add(self._in_request_order(np.concatenate(put_back)))
         return np.concatenate(taken)
+
+    def _in_request_order(self, slots: Slots) -> Slots:
+        """Sort slots of a request as eviction policies expect them: its beginning first, its end evicted first."""
+        return slots[np.argsort(self.table.positions[slots], kind="stable")]
 
     def _take(self, wanted: KeyHashes, free: Slots, protected: Slots) -> Slots:
         """Take victims, those first whose blocks the device still holds, as nothing is lost with them."""

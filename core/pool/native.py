@@ -25,7 +25,7 @@ KeyHashes = NDArray[np.uint64]
 """64-bit hashes of keys. Where only they are compared, one key may be taken for another with a chance of 2**-64."""
 _Numbers = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
-_Ring = NDArray[np.int32]
+_Links = NDArray[np.int32]
 
 _LINE_BYTES = 64
 
@@ -389,55 +389,77 @@ def record_functions() -> RecordFunctions:
 
 
 @functools.cache
-def queue_functions() -> tuple[Callable[..., None], Callable[..., tuple[int, int]], Callable[..., int]]:
-    """Return the functions over the ring of a `RecencyQueue` and the column of positions, which may be part of records.
+def queue_functions() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """Return the functions over the links of a `RecencyQueue`: columns of neighbors, and (oldest, newest) slot.
+
+    Slots are distinct; -1 is no slot. Batches are added from their last slot to their first.
 
     Returns:
-        append: (ring, positions, tail, slots): write slots at the tail, the last of them first.
-        take: (ring, positions, head, tail, read, write, out): write the oldest live slots; return new head and count.
-        squeeze: (ring, positions, start, end, write): move live entries to `write` on; return where that ends.
+        append: (older, newer, ends, slots): add slots that are in no queue at the newest end.
+        remove: (older, newer, ends, slots): remove slots of the queue.
+        move: (older, newer, ends, slots): move slots of the queue to the newest end.
+        oldest: (older, newer, ends, removes, out): write the oldest slots, as many as `out` has places for, which must
+            be there; remove them if `removes`.
     """
     from numba import types
 
-    ring_type, number = types.int32[::1], types.int64
-    column, given = types.Array(types.int64, 1, "A"), types.Array(types.int64, 1, "A", readonly=True)
+    column, ends_type = types.Array(types.int32, 1, "A"), types.int64[::1]
+    given = types.Array(types.int64, 1, "A", readonly=True)
 
-    @compiled(types.void(ring_type, column, number, given))
-    def append(ring: _Ring, positions: _Numbers, tail: int, slots: _Numbers) -> None:
-        mask, last = len(ring) - 1, len(slots) - 1
+    @compiled(types.void(column, column, ends_type, given))
+    def append(older: _Links, newer: _Links, ends: _Numbers, slots: _Numbers) -> None:
+        for i in range(len(slots) - 1, -1, -1):
+            slot, newest = slots[i], ends[1]
+            older[slot], newer[slot] = newest, -1
+            if newest < 0:
+                ends[0] = slot
+            else:
+                newer[newest] = slot
+            ends[1] = slot
+
+    @compiled(types.void(column, column, ends_type, given))
+    def remove(older: _Links, newer: _Links, ends: _Numbers, slots: _Numbers) -> None:
         for i in range(len(slots)):
-            slot = slots[last - i]
-            ring[(tail + i) & mask] = slot
-            positions[slot] = tail + i
+            before, after = older[slots[i]], newer[slots[i]]
+            if before < 0:
+                ends[0] = after
+            else:
+                newer[before] = after
+            if after < 0:
+                ends[1] = before
+            else:
+                older[after] = before
 
-    @compiled(types.UniTuple(number, 2)(ring_type, column, number, number, number, number, types.int64[::1]))
-    def take(
-        ring: _Ring, positions: _Numbers, head: int, tail: int, read: int, write: int, taken: _Numbers
-    ) -> tuple[int, int]:
-        mask = len(ring) - 1
-        num_taken = 0
-        while num_taken < len(taken) and head != tail:
-            if head == write:
-                head = read
-            slot = ring[head & mask]
-            if positions[slot] == head:
-                taken[num_taken] = slot
-                num_taken += 1
-            head += 1
-        return head, num_taken
+    @compiled(types.void(column, column, ends_type, given))
+    def move(older: _Links, newer: _Links, ends: _Numbers, slots: _Numbers) -> None:
+        for i in range(len(slots) - 1, -1, -1):
+            slot, newest = slots[i], ends[1]
+            if slot == newest:
+                continue
+            before, after = older[slot], newer[slot]
+            if before < 0:
+                ends[0] = after
+            else:
+                newer[before] = after
+            older[after] = before
+            older[slot], newer[slot] = newest, -1
+            newer[newest] = slot
+            ends[1] = slot
 
-    @compiled(number(ring_type, column, number, number, number))
-    def squeeze(ring: _Ring, positions: _Numbers, start: int, end: int, write: int) -> int:
-        mask = len(ring) - 1
-        for position in range(start, end):
-            slot = ring[position & mask]
-            if positions[slot] == position:
-                ring[write & mask] = slot
-                positions[slot] = write
-                write += 1
-        return write
+    @compiled(types.void(column, column, ends_type, types.boolean, types.int64[::1]))
+    def oldest(older: _Links, newer: _Links, ends: _Numbers, removes: bool, out: _Numbers) -> None:
+        slot = ends[0]
+        for i in range(len(out)):
+            out[i] = slot
+            slot = np.int64(newer[slot])
+        if removes:
+            ends[0] = slot
+            if slot < 0:
+                ends[1] = -1
+            else:
+                older[slot] = -1
 
-    return append, take, squeeze
+    return append, remove, move, oldest
 
 
 # --- ghosts -----------------------------------------------------------------------------------------------------

@@ -164,17 +164,10 @@ class Ours:
         return load(self.manager, [key(number) for number in numbers])
 
     def segments(self) -> list[list[list[int]]]:
-        table = self.manager.table
-        ready = (table.current_states(0, table.num_slots) == 2) & (table.pins == 0)
-        found = []
-        for segment in (self.policy._recent, self.policy._frequent):
-            slots = np.flatnonzero(segment.holds(np.arange(table.num_slots)) & ready)
-            slots = slots[np.argsort(table.queued_at[slots])]
-            classes = table.classes[slots]
-            found.append(
-                [[self.number(slot) for slot in slots[classes == one].tolist()] for one in (LOW, NORMAL, HIGH)]
-            )
-        return found
+        return [
+            [[self.number(slot) for slot in queue.peek_oldest(queue.num_live).tolist()] for queue in segment.queues]
+            for segment in (self.policy._recent, self.policy._frequent)
+        ]
 
     def number(self, slot: int) -> int:
         return int.from_bytes(self.manager.table.keys[slot][:-1], "big")

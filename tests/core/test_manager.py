@@ -220,8 +220,7 @@ def test_pins_that_are_over_end_in_batches_without_an_engine() -> None:
 def test_tables_of_a_large_pool_are_resident_before_use(policy: str) -> None:
     """Pages of two megabytes that are cleared when they are first touched would stall the engine under the lock."""
     manager = OffloadManager(3_000_000, 64)
-    while manager.switch_policy(policy):
-        pass
+    manager.switch_policy(policy)
     tables = [manager.index._cells, manager.history.evicted._table]
     if isinstance(manager.evictor.policy, ArcPolicy):
         tables.append(manager.evictor.policy._ghosts._table._cells)
@@ -242,6 +241,7 @@ def test_key_when_offered_twice_with_higher_priority_counts_once(policy: str) ->
     offers = [manager.prepare_store(keys(10 + n, 1), RequestIdentity("o"), np.arange(1), NORMAL, 3.0) for n in range(5)]
     assert [len(offer.slots) for offer in offers] == [
         1, 1, 1, 1, 0,
+    ]  # fmt: skip
 
 
 def test_offer_of_a_key_that_cannot_be_hashed_changes_nothing() -> None:
@@ -250,4 +250,3 @@ def test_offer_of_a_key_that_cannot_be_hashed_changes_nothing() -> None:
     with pytest.raises(TypeError):
         manager.prepare_store(["not bytes"], RequestIdentity("bad"), np.arange(1), NORMAL, 1.0)  # type: ignore[list-item]
     assert not manager.changing.is_torn
-    ]  # fmt: skip

@@ -17,7 +17,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.sampled_from([1, 7, 300, 3000]))
     def start(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.queue = RecencyQueue(np.zeros(num_slots, dtype=np.int64), 1)
+        self.queue = RecencyQueue(*np.zeros((2, num_slots), dtype=np.int32))
         self.model: OrderedDict[int, None] = OrderedDict()
 
     def pick(self, data, inside: bool) -> list[int]:
@@ -53,7 +53,17 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 700))
     def take(self, count: int) -> None:
         expected = [self.model.popitem(last=False)[0] for _ in range(min(count, len(self.model)))]
+        assert self.queue.peek_oldest(count).tolist() == expected
         assert self.queue.take_oldest(count).tolist() == expected
+
+    @rule(data=st.data())
+    def join(self, data) -> None:
+        slots = self.pick(data, inside=False)
+        other = RecencyQueue(self.queue._older, self.queue._newer)
+        other.append(np.array(slots[::-1], dtype=np.int64))
+        self.queue.join(other)
+        self.model.update(dict.fromkeys(slots))
+        assert other.num_live == 0
 
     @rule()
     def clear(self) -> None:
@@ -74,9 +84,9 @@ TestRecencyQueue = QueueMachine.TestCase
 TestRecencyQueue.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True)
 
 
-def test_recency_ring_when_used_unevenly_does_not_overflow() -> None:
+def test_recency_queue_when_used_unevenly_keeps_its_order() -> None:
     rng = np.random.default_rng(5)
-    queue = RecencyQueue(np.zeros(5000, dtype=np.int64))
+    queue = RecencyQueue(*np.zeros((2, 5000), dtype=np.int32))
     model: OrderedDict[int, None] = OrderedDict()
     queue.append(np.arange(5000)[::-1])
     model.update(dict.fromkeys(range(5000)))

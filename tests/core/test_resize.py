@@ -454,8 +454,7 @@ def test_policy_when_switched_while_growing_has_the_target_size() -> None:
     while pool.manager.counts().slots < 2 * BATCH_SLOTS:
         if pool.resize.step(1.0) is Todo.MEMORY:
             pool.resize.acknowledge(pool.resize.memory_slots)
-    while pool.manager.switch_policy("arc"):
-        continue
+    pool.manager.switch_policy("arc")
     assert pool.drive() is Todo.NOTHING
     for start in range(0, 4 * num_slots, 500):
         assert len(pool.store(range(start, start + 500))) == 500

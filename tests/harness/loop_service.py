@@ -114,8 +114,7 @@ def apply_settings(engine: LoopEngine, settings: Settings) -> None:
     """What the wiring does with settings that change while running, as far as these tests look."""
     engine.manager.operator_pins.set_max_fraction(settings.max_pinned_fraction)
     engine.manager.admission.set_threshold(settings.store_threshold)
-    while engine.manager.switch_policy(settings.eviction_policy):
-        continue
+    engine.manager.switch_policy(settings.eviction_policy)
     logging.getLogger("kvferry.app").setLevel(settings.log_level.value.upper())
 
 

@@ -51,7 +51,7 @@ class FileIndex:
         # One folder may have names of several lengths.
         self._entries = BlockIndex(min(self._capacity, _FIRST_FILES), self._names, self._marks, hash_any_keys)
         self._sizes = np.zeros(self._capacity, dtype=np.int64)
-        self._order = RecencyQueue(np.zeros(self._capacity, dtype=np.int64))
+        self._order = RecencyQueue(*np.zeros((2, self._capacity), dtype=np.int32))
         self._returned: list[int] = []
         self._frontier = 0
         self._held_bytes = 0

@@ -20,7 +20,7 @@ from math import floor
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.core.pool.eviction.lru import NUMBER_SHIFT, RecencyQueue, Segment
+from kvferry.core.pool.eviction.lru import RecencyQueue, Segment
 from kvferry.core.pool.index import HashTable, Numbers
 from kvferry.core.pool.native import KeyHashes
 from kvferry.core.pool.slots import SlotTable
@@ -37,14 +37,25 @@ class ArcPolicy:
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._ghosts = ArcGhosts(table.num_slots)
-
-    def import_order(self, full: Segment, empty: Segment) -> None:
-        """See `EvictionPolicy`."""
-        self._recent = full
-        self._frequent = empty
-        self._ghosts.reset()
+        self._recent = Segment(table)
+        self._frequent = Segment(table)
+        self._is_frequent = np.zeros(table.max_slots, dtype=np.bool_)
+        """Whether a candidate, or a slot that is being filled, belongs to `frequent`."""
+        self._ghosts = ArcGhosts(max(table.num_slots, table.target_slots))
         self.target = 0.0
+
+    def import_order(self, candidates: Segment) -> None:
+        """See `EvictionPolicy`."""
+        self._recent = candidates
+        num_slots = max(self._table.num_slots, self._table.target_slots)
+        if self._ghosts.capacity < num_slots:
+            # A growth began since this policy was made.
+            self._ghosts = ArcGhosts(num_slots)
+
+    def export_order(self) -> Segment:
+        """See `EvictionPolicy`."""
+        self._recent.join(self._frequent)
+        return self._recent
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
@@ -59,12 +70,13 @@ class ArcPolicy:
 
     def add(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
+        self._is_frequent[slots] = True
         self._frequent.append(slots)
 
     def touch(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
         self.remove(slots)
-        self._frequent.append(slots)
+        self.add(slots)
 
     def reorder(self, slots: Slots) -> None:
         """See `EvictionPolicy`."""
@@ -111,9 +123,8 @@ class ArcPolicy:
             self._ghosts.remove(returning)
         victims: Slots = self._take(classes, decision.num_ghosts)
         slots = np.concatenate((free, victims))[:num_answered] if len(free) else victims
-        self._recent.expect(slots)
-        if len(came_back):
-            self._frequent.expect(slots[came_back])
+        self._is_frequent[slots] = False
+        self._is_frequent[slots[came_back]] = True
         self._recent.append(protected_recent)
         self._frequent.append(protected_frequent)
         return victims
@@ -147,15 +158,11 @@ class ArcPolicy:
         self._ghosts.reset()
         self.target = 0.0
 
-    def export_order(self) -> tuple[Segment, Segment]:
-        """See `EvictionPolicy`."""
-        return self._recent, self._frequent
-
     def _split(self, slots: Slots) -> tuple[Slots, Slots]:
         """Return the slots in `recent`, and those in `frequent`."""
         if not len(slots):
             return slots, slots
-        in_frequent = self._frequent.holds(slots)
+        in_frequent = self._is_frequent[slots]
         num_frequent = int(np.count_nonzero(in_frequent))
         if not num_frequent:
             return slots, NO_SLOTS
@@ -256,10 +263,12 @@ class ArcGhosts:
 
     def __init__(self, capacity: int) -> None:
         """Make room for `capacity` ghosts in both lists together."""
+        self.capacity = capacity
         self._hashes = np.zeros(capacity, dtype=np.uint64)
-        self._positions = np.zeros(capacity, dtype=np.int64)
+        self._which = np.zeros(capacity, dtype=np.uint8)
+        older, newer = np.zeros((2, capacity), dtype=np.int32)
         self._table = HashTable(capacity, self._hashes)
-        self._lists = [RecencyQueue(self._positions, 1), RecencyQueue(self._positions, 2)]
+        self._lists = [RecencyQueue(older, newer) for _ in (RECENT, FREQUENT)]
         self._returned = np.empty(capacity, dtype=np.int64)
         self._num_returned = 0
         self._frontier = 0
@@ -272,10 +281,9 @@ class ArcGhosts:
         """Return the ghost of each hash, -1 where there is none."""
         return self._table.find_hashes(hashes)
 
-    def list_of(self, ghosts: Numbers) -> NDArray[np.int64]:
+    def list_of(self, ghosts: Numbers) -> NDArray[np.uint8]:
         """Return the list that each ghost is in."""
-        lists: NDArray[np.int64] = (self._positions[ghosts] >> NUMBER_SHIFT) - 1
-        return lists
+        return self._which[ghosts]
 
     def remove(self, ghosts: Numbers) -> None:
         """Drop distinct ghosts."""
@@ -297,7 +305,7 @@ class ArcGhosts:
                 hashes = hashes[excess - len(oldest) :]
             added.append(hashes)
         # Only now, as one list may grow by the number that the other one lost.
-        for queue, hashes in zip(self._lists, added, strict=True):
+        for which, hashes in enumerate(added):
             if not len(hashes):
                 continue
             ghosts = self._take(len(hashes))
@@ -307,7 +315,8 @@ class ArcGhosts:
                 # A key that was stored twice at once may be evicted twice.
                 self._free(ghosts[~won])
                 ghosts = ghosts[won]
-            queue.append(ghosts[::-1])
+            self._which[ghosts] = which
+            self._lists[which].append(ghosts[::-1])
 
     def reset(self) -> None:
         """Drop all ghosts, in O(1)."""
