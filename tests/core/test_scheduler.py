@@ -531,14 +531,14 @@ def test_work_per_decode_block_does_not_grow_with_the_prompt(monkeypatch: pytest
     engine.add(long)
     engine.step(10**6, copy=True)
     looked_up = 0
-    find = BlockIndex.find
+    find = BlockIndex.find_hashed
 
-    def counting(index: BlockIndex, keys: Sequence[bytes], marks: np.ndarray | None = None) -> np.ndarray:
+    def counting(index: BlockIndex, keys: Sequence[bytes], hashes: np.ndarray) -> tuple[np.ndarray, int]:
         nonlocal looked_up
         looked_up += len(keys)
-        return find(index, keys, marks)
+        return find(index, keys, hashes)
 
-    monkeypatch.setattr(BlockIndex, "find", counting)
+    monkeypatch.setattr(BlockIndex, "find_hashed", counting)
     for _ in range(320):
         engine.step(copy=True)
     stored = engine.offload.requests.find("long", 1.0).store.stored - 400
